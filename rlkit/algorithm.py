@@ -1,8 +1,8 @@
-"""What an algorithm is made of, and the one place that calls its parts.
+"""The records of an algorithm, and the only place that calls its parts.
 
-A part is a plain function; its positional parameters are quantities of `rlkit.types.QUANTITIES`,
-given by name. So a user's own loss asks for what it needs in its signature, and nothing here
-changes. `part` calls them.
+A part is a plain function. Its positional parameters are quantities of `rlkit.types.QUANTITIES`,
+given by name. So a user's own loss asks for quantities in its signature, and nothing here changes.
+`part` calls it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Value = TypeVar("Value")
 @safe("name", "optimizer")
 @ranges(warmup=(0, None), coef=(0, None))
 class Critic(NamedTuple):
-    """What predicts returns. No loss means no critic, and none is built.
+    """The predictor of returns. Without a loss, no critic is built.
 
-    `head` reads the last hidden states of the policy's own trunk; `separate` has a trunk of its
+    `head` reads the last hidden states of the policy's own trunk. `separate` has a trunk of its
     own, a copy of the policy at the start.
     """
 
@@ -69,18 +69,18 @@ class Critic(NamedTuple):
 @safe("loss", "parts")
 @ranges(coef=(0, None))
 class Stream(NamedTuple):
-    """One per-token signal that is added to the loss: coef · Σ weights · loss per token, weights of
-    its own over a mask of its own.
+    """One per-token signal in the loss: coef · Σ weights · loss per token, with weights of its own
+    over a mask of its own.
 
     mask             the tokens of
-    sampled          a teacher: everything that was sampled, also what the group filter or the
-                     overlong rule take out of the reward's observations     imitation: what tools
-                     answered, without the template around it
+    sampled          a teacher: all sampled tokens, even those that the group filter or the overlong
+                     rule take out of the reward's mask
+    observations     imitation: the answers of tools, without the template around them
     demonstrations   imitation: the replies of the conversations in the rows of the step's prompts
 
-    The reward's mask and weights are those of the algorithm, so only its `coef` and `parts` are
-    set. With `parts`, a stream sees the prompts of these parts of a mixture alone, and its weights
-    sum to 1 over them.
+    The reward uses the algorithm's own mask and weights, so only its `coef` and `parts` are set.
+    With `parts`, a stream sees only the prompts of these parts of a mixture, and its weights sum to
+    1 over them.
     """
 
     coef: float | Controller = 1.0
@@ -90,7 +90,7 @@ class Stream(NamedTuple):
     parts: Sequence[str] | None = None  # of a mixture; None: all, and any task
 
     def of(self, part: str) -> bool:
-        """Whether prompts of this part of a mixture belong to it; that of a mixture within a
+        """Whether prompts of this part of a mixture belong to it. A part of a mixture within a
         mixture has both names, as a/b."""
         return self.parts is None or any(
             part == own or part.startswith(f"{own}/") for own in self.parts
@@ -120,26 +120,26 @@ class Algorithm(NamedTuple):
     entropy_coef: float | Controller = 0.0
     epochs: int = 1
     minibatches: int = 1
-    # nats per token from the old policy at which the updates of a step end
+    # a step's updates end at this distance from the old policy, in nats per token
     target_kl: float | None = None
-    # what "old" is in the ratio: `place_old`
+    # the meaning of "old" in the ratio: `place_old`
     old: Literal["trainer", "sampler", "loglinear"] = "trainer"
-    # rounds of further prompts where the group filter leaves fewer than batch.prompts
+    # rounds of further prompts if the group filter leaves fewer than batch.prompts
     max_refills: int = 0
-    # as rlkit.collect, but scored: episodes that are not sampled (sft); None: collect
+    # scored episodes from elsewhere than sampling (sft), called as rlkit.collect; None: collect
     episodes: Callable[..., Any] | None = None
     streams: Mapping[str, Stream] = {}  # of STREAMS; none is the reward alone
 
     @property
     def reward_coef(self) -> float:
-        """The weight of the policy loss: 1 without streams, 0 where there are some and the reward
-        is not among them."""
+        """The weight of the policy loss: 1 without streams, 0 with streams but none for the
+        reward."""
         own = self.streams.get("reward", Stream(0.0 if self.streams else 1.0))
         return number(own.coef)
 
     @property
     def active_streams(self) -> dict[str, Stream]:
-        """The streams beside the reward's that count in this step."""
+        """The streams other than the reward's that count in this step."""
         return {
             name: stream
             for name, stream in self.streams.items()
@@ -148,7 +148,7 @@ class Algorithm(NamedTuple):
 
     @property
     def parts(self) -> dict[str, Callable[..., Any]]:
-        """Name → function, of every slot that is called with quantities."""
+        """Name → function, of every slot called with quantities."""
         slots = {name: getattr(self, name) for name in self._fields if name in PARTS}
         return slots | ({"critic.loss": self.critic.loss} if self.critic.loss is not None else {})
 
@@ -156,10 +156,10 @@ class Algorithm(NamedTuple):
 @safe("name")
 @ranges(coef=(0, None))
 class KL(NamedTuple):
-    """The penalty that keeps the policy near the reference. `coef` 0 or no estimator means none,
-    and no reference pass.
+    """The penalty that keeps the policy near the reference. With `coef` 0 or no estimator there is
+    no penalty and no reference pass.
 
-    placement            what is added
+    placement            adds
     loss                 coef · KL_t to the loss of each token
     reward               -coef · KL_t to the reward of each token
     reward_sequence      -coef · mean_t KL_t to the reward of the episode
@@ -169,14 +169,14 @@ class KL(NamedTuple):
     estimator: KLFn | None = None
     placement: Literal["loss", "reward", "reward_sequence"] = "loss"
     coef: float | Controller = 0.0
-    # loss: each token's estimate times its ratio, for the gradient of the sampling too
+    # loss: multiply each token's estimate by its ratio, for the gradient of the sampling too
     importance_weight: bool = False
     # reward: subtracted before the baseline and the normalisation, not after
     in_baseline: bool = False
 
     @property
     def active(self) -> bool:
-        """True where the reference has to be scored."""
+        """Whether the reference has to be scored."""
         return self.estimator is not None and (isinstance(self.coef, Controller) or self.coef > 0)
 
     @property
@@ -206,16 +206,16 @@ def asks(function: Callable[..., Any] | None, name: str) -> bool:
 
 
 def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
-    """What a part gives for the quantities that its signature names, without its metrics and as it
-    is: `part` checks it."""
+    """Call a part with the quantities of its signature. Return its value without metrics and
+    without checks; `part` checks it."""
     return unpacked(applied(function, quantities))[0]
 
 
 def applied(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
-    """What a function gives for the quantities that it names. Metadata and the mapping of
-    components are copies of its own.
+    """Call a function with the quantities in its signature. Metadata and the mapping of components
+    are copies of its own.
 
-    Raises: PartError where it changes a tensor in place, since other parts read the same one.
+    Raises: PartError if it changes a tensor in place, because other parts read the same one.
     """
     given = {name: _handed(name, quantities[name]) for name in inputs(function)}
     before = {name: tensor._version for name, tensor in _tensors(given)}
@@ -233,13 +233,13 @@ def _handed(name: str, value: Any) -> Any:
     if name == "components":
         return dict(value)
     if name == "metadata":
-        with suppress(Exception):  # what cannot be copied is shared
+        with suppress(Exception):  # a value that cannot be copied is shared
             return copy.deepcopy(value)
     return value
 
 
 def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """The tensors among quantities, those of a mapping too, by name."""
+    """The tensors among quantities, and in mappings among them, by name."""
     flat = [(name, value) for name, value in given.items() if not isinstance(value, dict)]
     flat += [pair for value in given.values() if isinstance(value, dict) for pair in value.items()]
     return [
@@ -249,8 +249,8 @@ def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     ]
 
 
-# Part, as in the names of its metrics: (where it stands in the config, the Protocol that says in
-# words what it gives, the tensors).
+# Part, as in the names of its metrics: (its place in the config, the Protocol with its result in
+# words, the tensors).
 PARTS: Mapping[str, tuple[str, Any, tuple[str, ...]]] = {
     "group_filter": ("algorithm.group_filter", GroupFilterFn, ("[N] bool",)),
     "overlong": ("algorithm.overlong", OverlongFn, ("[N]", "[N] bool")),
@@ -269,15 +269,15 @@ PARTS: Mapping[str, tuple[str, Any, tuple[str, ...]]] = {
 def part(
     name: str, function: Callable[..., Any], given: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Tensor]]:
-    """What a part gives for the quantities that it asks for, and its metrics as NAME/METRIC: [],
-    [N] or [B, T], without gradient.
+    """Call a part with its quantities. Return its value, and its metrics as NAME/METRIC: [], [N] or
+    [B, T], without gradient.
 
     Args:
       name: of PARTS.
-      given: at least `ids` and `rewards`, whose shapes and device decide what is right, and what
-        the part asks for.
-    Raises: PartError naming the part where a quantity is not there yet, or what it gives is not
-      what its Protocol says.
+      given: at least `ids` and `rewards`, because their shapes and device decide if the value is
+        right, and all quantities that the part asks for.
+    Raises: PartError that names the part, if a quantity is not there yet, or if the value does not
+      fit its Protocol.
     """
     path, protocol, wanted = PARTS[name]
     asked = inputs(function)
@@ -336,8 +336,8 @@ def _checked_metrics(
     device: torch.device,
     refused: Callable[[str], PartError],
 ) -> dict[str, Tensor]:
-    """The metrics of a part as NAME/METRIC, without gradient. Raises: what `refused` makes of a
-    sentence, for a metric of another shape."""
+    """The metrics of a part as NAME/METRIC, without gradient. Raises: the error of `refused`, for a
+    metric of another shape."""
     measured = {}
     for key, number in metrics.items():
         tensor = (
@@ -357,8 +357,7 @@ def _checked_metrics(
 
 
 def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch.device) -> str:
-    """What is wrong with a tensor that should be as PARTS has it, in words; nothing where it is
-    right."""
+    """Describe how a tensor breaks its entry in PARTS; an empty text if it does not."""
     if not isinstance(value, Tensor):
         return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
     if all(value.shape != shape for size, shape in sizes.items() if size in spec):
@@ -383,8 +382,8 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def number(coefficient: float | Controller) -> float:
-    """A coefficient in an experiment of a step, where every controller has become a number
-    (rlkit.training.schedules.at)."""
+    """A coefficient in an experiment of a step; rlkit.training.schedules.at has turned every
+    controller into a number."""
     if isinstance(coefficient, Controller):
         raise TypeError(
             "a controller is no number; take the experiment of a step,"
@@ -394,7 +393,7 @@ def number(coefficient: float | Controller) -> float:
 
 
 def required(value: Value | None, name: str) -> Value:
-    """A quantity of a batch that an algorithm needs. Raises: ValueError where it is not there."""
+    """Return a quantity of a batch that an algorithm needs. Raises: ValueError if it is None."""
     if value is None:
         raise ValueError(f"the batch has no {name}; prepare it before the update")
     return value

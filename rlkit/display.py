@@ -1,5 +1,5 @@
-"""How a rollout and a run look at a prompt and in a notebook: short, as plain text and as HTML
-without scripts or anything to load."""
+"""Show a rollout and a run at a prompt and in a notebook: short, as plain text and as HTML without
+scripts or anything to load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CELL = "text-align:left;vertical-align:top;padding:.1em .8em .1em 0"
 
 
 def heading(rollout: Any) -> str:
-    """The task, how the episode ended and what it is worth, in a line."""
+    """One line: the task, how the episode ended, and its reward."""
     ended = (
         f"truncated by {rollout.truncation}" if rollout.status == "truncated" else rollout.status
     )
@@ -48,7 +48,7 @@ def heading(rollout: Any) -> str:
 
 
 def spoken(rollout: Any) -> Iterator[tuple[str, str]]:
-    """(who, what) of an episode in order; thinking and calls are entries of their own."""
+    """(speaker, text) of an episode in order; thinking and calls are entries of their own."""
     for message in rollout.conversation or rollout.task.messages:
         thinking = message.get("reasoning_content")
         if thinking:
@@ -66,7 +66,7 @@ def spoken(rollout: Any) -> Iterator[tuple[str, str]]:
 
 
 def rollout_text(rollout: Any) -> str:
-    """At most a screen."""
+    """Show the rollout in at most a screen of text."""
     lines = [
         f"{who:>9}  {line}" for who, text in spoken(rollout) for who, line in _indented(who, text)
     ]
@@ -78,13 +78,13 @@ def rollout_text(rollout: Any) -> str:
 
 
 def _indented(who: str, text: str) -> Iterator[tuple[str, str]]:
-    """The lines of a message; only the first one says who."""
+    """The lines of a message; only the first one names the speaker."""
     for index, line in enumerate(shortened(visible(text.strip(), kept="\n").split("\n"), MESSAGE)):
         yield "" if index else who, line
 
 
 def shortened(lines: Sequence[str], most: int) -> list[str]:
-    """The lines, those in the middle left out where there are too many."""
+    """Leave out lines in the middle if there are too many."""
     if len(lines) <= most:
         return list(lines)
     head = most // 2
@@ -93,7 +93,7 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
 
 
 def rollout_html(rollout: Any) -> str:
-    """The whole conversation in a box that scrolls. All text is escaped."""
+    """Show the whole conversation in a box that scrolls. All text is escaped."""
     rows = ""
     for who, text in spoken(rollout):
         faint = ";opacity:.7;font-style:italic" if who == "thinking" else ""
@@ -109,13 +109,12 @@ def rollout_html(rollout: Any) -> str:
 
 
 def figure(value: Any) -> str:
-    """A figure for a table: four digits; a dash where there is none."""
+    """Write a figure for a table: four digits, or a dash for none."""
     return f"{value:.4g}" if isinstance(value, int | float) and value == value else "–"
 
 
 def steps_table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Heading and rows of the figures that a run has; those in the middle left out where there are
-    many."""
+    """Heading and rows of a run's figures; rows in the middle are left out if there are many."""
     columns = [name for name in COLUMNS if any(name in row for row in metrics)]
     rows = [
         [figure(row.get("step")), *(figure(row.get(name)) for name in columns)] for row in metrics
@@ -126,7 +125,7 @@ def steps_table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def run_heading(run: Any) -> str:
-    """How a run ended, and where it is."""
+    """Say how a run ended, and where it is."""
     before = run.summary.get("before")
     after = run.summary.get("after")
     accuracy = (

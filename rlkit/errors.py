@@ -25,7 +25,7 @@ TRACEBACK = "RLKIT_TRACEBACK"  # set in the environment: errors are printed with
 
 
 class RLKitError(Exception):
-    """Root of every error that rlkit raises on purpose."""
+    """Root of every error raised by rlkit on purpose."""
 
 
 class Refusal(RLKitError, ValueError):
@@ -37,7 +37,7 @@ class ConfigError(Refusal):
 
 
 def refuse_problems(problems: Iterable[str]) -> None:
-    """Raises a ConfigError with all of the sentences, if there are any."""
+    """Raise a ConfigError with all of the sentences, if there are any."""
     text = "\n".join(problems)
     if text:
         raise ConfigError(text)
@@ -48,7 +48,7 @@ class DataError(Refusal):
 
 
 class TemplateError(Refusal):
-    """A chat template that is missing or cannot express what the run needs."""
+    """A missing chat template, or one without a feature that the run needs."""
 
 
 class PartError(Refusal):
@@ -70,8 +70,8 @@ class EnvironmentFailed(RLKitError, RuntimeError):
 
 
 class EpisodeOver(RLKitError):
-    """An episode is over before its first reply, as for a player who has no turn. A session's first
-    prompt raises it."""
+    """An episode is over before its first reply, for example because a player has no turn. A
+    session's first prompt raises it."""
 
 
 class Hung(RLKitError, TimeoutError):
@@ -103,7 +103,7 @@ def raised_at(error: BaseException, *, back: int = 1) -> str:
 
     `back` counts frames from the innermost one, which is 1.
     """
-    # a framework's own exit hides what it was raised for
+    # a framework's own exit hides the error behind it
     while isinstance(error, SystemExit) and isinstance(
         error.__context__, KeyboardInterrupt | SystemExit
     ):
@@ -118,17 +118,17 @@ def raised_at(error: BaseException, *, back: int = 1) -> str:
 
 
 def written(function: Callable[..., Any]) -> str:
-    """The name of a function as a config writes it, such as my_package.loss."""
+    """The name of a function in the form of a config, for example my_package.loss."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)  # of rlkit.NAME, which checks its arguments
-    # a package exports what its private files hold
+    # a package exports the functions of its private files
     module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function; none of a builtin that tells no signature, such as `int`."""
+    """The parameters of a function; none for a builtin without a signature, like `int`."""
     try:
         return inspect.signature(function).parameters
     except ValueError:
@@ -217,9 +217,9 @@ def place(error: BaseException) -> str:
 
 
 def name_error(error: BaseException) -> str:
-    """ "ValueError: what it says" in one line, of at most 400 characters.
+    """ "ValueError: its text" in one line, of at most 400 characters.
 
-    Its own text may be empty, and may raise.
+    An error's own text may be empty, and may raise.
     """
     try:
         text = " ".join(str(error).split())
@@ -230,7 +230,8 @@ def name_error(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """What an rlkit error says; of any other, what it is and where it was raised."""
+    """The text of an rlkit error. For any other error, its type, its text and where it was
+    raised."""
     if isinstance(error, RLKitError):
         return str(error)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in name_error(error):
@@ -242,13 +243,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def lines_of(error: BaseException) -> list[str]:
-    """What an error says, as the lines that the terminal shows."""
+    """The text of an error, as the terminal's lines."""
     return [f"rlkit: {line}" for line in describe_error(error).splitlines()]
 
 
 def not_yaml(error: Any, file: str) -> str:
-    """FILE:LINE and what a YAML parser expected there. `file` is named where the parser does not
-    know it."""
+    """FILE:LINE of a YAML error and the parser's expectation. `file` stands in if the parser does
+    not know its name."""
     mark = error.problem_mark or error.context_mark
     named = mark.name if mark and not mark.name.startswith("<") else file
     where = f"{named}:{mark.line + 1}" if mark else named
@@ -285,12 +286,12 @@ def announce(error: BaseException) -> None:
 
 
 def notes_of(error: BaseException) -> Sequence[str]:
-    """What `add_note` has added to an error, but for the traceback of another process."""
+    """The notes added to an error with `add_note`, except the traceback of another process."""
     return [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
 
 
 def say(error: BaseException, lines: Iterable[str]) -> None:
-    """Print what went wrong on stderr; after `debug=true` the traceback stands before it."""
+    """Print an error on stderr; after `debug=true` the traceback stands before it."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
     announced = getattr(error, "announced", ())
@@ -300,7 +301,8 @@ def say(error: BaseException, lines: Iterable[str]) -> None:
 
 
 def report(error: BaseException, *lines: str) -> int:
-    """Print what ended a command, then its notes or else these lines; its exit status.
+    """Print the error that ended a command, then its notes or else these lines; return its exit
+    status.
 
     A Refusal has status 2 and stands alone; all others have 1.
     """
@@ -312,6 +314,6 @@ def report(error: BaseException, *lines: str) -> int:
 
 
 def visible(text: str, kept: str = "") -> str:
-    """Control characters (terminal escapes among them) are shown, not obeyed; for text that a model
-    or a file may have written."""
+    """Show control characters, terminal escapes among them, instead of obeying them. Use it for
+    text from a model or a file."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)

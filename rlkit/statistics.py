@@ -1,5 +1,5 @@
-"""Means, accuracies and their intervals: Student's t, Wilson's interval, and means of figures that
-have bounds."""
+"""Means, accuracies and their intervals: Student's t, Wilson's interval, and means of bounded
+figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 Z95 = 1.959963984540054  # the 97.5 % quantile of the normal distribution
-LEVEL = 0.95  # of every interval that names none
+LEVEL = 0.95  # of every interval without a level of its own
 # runs for an interval: Student's t of one degree of freedom is 12.7, and its interval says nothing
 FEWEST = 3
 
@@ -22,7 +22,7 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
       successes: 0 … n. n: independent trials, ≥ 1. Rows that repeat others count as fewer trials
         than rows (`independent`), so neither has to be whole.
     Returns: lower and upper bound, within 0 … 1.
-    Raises: ValueError where the counts are impossible.
+    Raises: ValueError if the counts are impossible.
     Source: Wilson 1927, J. Am. Stat. Assoc. 22.
 
     >>> tuple(round(bound, 3) for bound in wilson(50, 100))
@@ -40,8 +40,8 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
 
 
 def share_interval(successes: float, n: float) -> tuple[float, float]:
-    """95 % interval of a proportion that holds near 0 and 1 too: `wilson`, widened where at most
-    three are on one side.
+    """95 % interval of a proportion, valid near 0 and 1 too: `wilson`, widened if at most three are
+    on one side.
 
     With few failures Wilson's interval is too short towards 1 (it holds 0.995 in 0.84 to 0.91 of
     the draws of 35). There the bound is Poisson's exact one: λ/n with P(Poisson(λ) ≥ failures) =
@@ -65,8 +65,8 @@ def share_interval(successes: float, n: float) -> tuple[float, float]:
 
 
 def _fewest_expected(count: float) -> float:
-    """The λ of which P(Poisson(λ) ≥ count) = 2.5 %, for a count > 0 that need not be whole: the
-    incomplete gamma function by its series."""
+    """The λ with P(Poisson(λ) ≥ count) = 2.5 %, for a count > 0, perhaps not whole: the incomplete
+    gamma function by its series."""
     low = 0.0
     high = count
     for _ in range(60):
@@ -88,8 +88,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     1 - C(n - c, k) / C(n, k)
 
     Args:
-      n: samples drawn, >= k. c: how many of them are right, 0 … n. k: >= 1.
-    Raises: ValueError where the counts are impossible.
+      n: samples drawn, >= k. c: number of right ones, 0 … n. k: >= 1.
+    Raises: ValueError if the counts are impossible.
     Source: Chen et al. 2021, arXiv:2107.03374, section 2.1.
 
     >>> pass_at_k(4, 2, 1), round(pass_at_k(4, 2, 2), 4)
@@ -101,8 +101,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def independent(weights: Sequence[float]) -> float:
-    """How many equally weighted values have a mean as uncertain as one with these weights: (Σw)² /
-    Σw².
+    """Effective number of weighted values: as many equally weighted ones have as uncertain a mean.
+    (Σw)² / Σw².
 
     300 rows of 42 distinct problems, each as often as the others, are 42.
     Source: Kish 1965, Survey Sampling, 11.7.
@@ -119,14 +119,14 @@ def mean_interval(
     """Mean over distinct problems and its 95 % interval, within the bounds of the values and of 0 …
     1.
 
-    `bounded_interval` with the range [min(0, lowest), max(1, highest)]. A problem may fall
-    anywhere in it, so the binomial variance is what chance gives: of zeros and ones this is
-    Wilson's interval with Student's t.
+    `bounded_interval` with the range [min(0, lowest), max(1, highest)]. A problem may fall anywhere
+    in it, so chance gives the binomial variance. For zeros and ones this is Wilson's interval with
+    Student's t.
 
     Args:
       values: one a problem; samples of one problem are averaged before.
       weights: rows of each problem; None: one each.
-    Returns: of a single problem the whole range.
+    Returns: for a single problem, the whole range as the interval.
     Raises: ValueError without values.
 
     >>> tuple(round(v, 3) for v in mean_interval([0.0, 1.0, 1.0, 0.0]))
@@ -144,7 +144,7 @@ def mean_interval(
         return mean, bottom, top
     square = math.fsum(w * (v - mean) ** 2 for w, v in zip(own, values, strict=True)) / total
     variance = square * n / (n - 1)
-    freedom = min(1000, max(1, math.floor(n + 1e-9) - 1))  # beyond, t is that of 1000 to 0.2 %
+    freedom = min(1000, max(1, math.floor(n + 1e-9) - 1))  # beyond, t equals t of 1000 to 0.2 %
     t = student_quantile((1 + LEVEL) / 2, freedom)
     return mean, *bounded_interval(mean, variance, t**2 / n, chance=1.0, bounds=(bottom, top))
 

@@ -1,12 +1,12 @@
-"""Every contract of rlkit on one page: the data that flows, and the functions that may be swapped.
+"""Every contract of rlkit on one page: the records of a run, and the functions to swap.
 Read this first.
 
     Task ──▶ Environment ──▶ Rollout ──▶ Batch ──▶ Algorithm ──▶ optimiser ──▶ Reference update
 
 Shape letters, used everywhere: N rollouts (prompts × group size), B rows (sequences; a rollout may
 fill several), T positions of a padded row, V vocabulary. A mask is True where a token counts. All
-`[B, T]` tensors are aligned with `ids`:
-entry t of a log-prob belongs to token t given the tokens before it.
+`[B, T]` tensors are aligned with `ids`: entry t of a log-prob belongs to token t given the tokens
+before it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # this page costs nothing to import
 
 
 class Message(TypedDict, total=False):
-    """One chat message, as chat templates take it."""
+    """One chat message, in the form of chat templates."""
 
     role: str  # system, user, assistant or tool
     content: str
@@ -58,8 +58,7 @@ Messages = Sequence[Message]
 
 
 class ToolCall(NamedTuple):
-    """A call that the policy asked for. `error` says why the text is not a call; then `arguments`
-    is empty."""
+    """A call by the policy. `error` says why the text is not a call; then `arguments` is empty."""
 
     id: str
     name: str
@@ -68,8 +67,7 @@ class ToolCall(NamedTuple):
 
 
 class ToolResult(NamedTuple):
-    """What the call gave. `content` is what the policy reads; `ok` is False for every kind of
-    failure."""
+    """The result of a call. The policy reads `content`; `ok` is False for every kind of failure."""
 
     id: str
     name: str
@@ -88,11 +86,11 @@ class Task(NamedTuple):
     reward: str = "numeric"
     environment: str = "tool_use"
     metadata: Mapping[str, Any] = {}
-    part: str = ""  # of a mixture, which of its tasks the row is from
+    part: str = ""  # of a mixture: the task that the row is from
 
 
-# Evaluations on the way of a run use validation problems; test problems are for the figures before
-# and after it, and decide nothing.
+# Evaluations during a run use validation problems. Test problems are for the figures before and
+# after it, and decide nothing.
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
@@ -108,25 +106,24 @@ class Splits(NamedTuple):
 # ----------------------------------------------------------------------------------------- episodes
 
 Status = Literal["terminated", "truncated"]
-# How a reply ended, the first that holds: cut off by a limit of tokens; its thinking was closed by
-# the budget and it ended by itself; it ended with tool calls, readable or not; it ended by itself.
-# There is no "error": an engine that fails ends the run, and a call that cannot be read is
+# How a reply ended; the first that applies: cut off by a limit of tokens; its thinking was closed
+# by the budget and it ended by itself; it ended with tool calls, readable or not; it ended by
+# itself. There is no "error": an engine that fails ends the run, and an unreadable call is
 # answered.
 FinishReason = Literal["length", "budget", "tool", "stop"]
 THINK_TAGS = ("<think>", "</think>")
 
 
 class SamplingParams(NamedTuple):
-    """How a completion is sampled, and when an episode that waited for something outside joins the
-    decoding again.
+    """How to sample a completion, and when an episode rejoins the decoding after a wait.
 
-    An answer of the environment that needs no waiting joins the next round of decoding. One that
-    waits (a tool in a thread, a request over the network) joins
-      rounds   exactly `admission_rounds` decoded tokens after the reply; the decoder waits for one
-               that is late. A run repeats itself. barrier  before anything else is decoded. A run
-               repeats itself, slowly.
-      free     as soon as it is there. The fastest; which rows share a batch, and so the last bits,
-               depend on the clock.
+    If the environment answers without waiting, the episode joins the next round of decoding. After
+    a wait (a tool in a thread, a request over the network) it joins
+      rounds   exactly `admission_rounds` decoded tokens after the reply; the decoder waits for a
+               late answer. A run repeats itself.
+      barrier  before anything else is decoded. A run repeats itself, slowly.
+      free     as soon as the answer is there. This is the fastest. The clock decides which rows
+               share a batch, and so the last bits.
     """
 
     max_new_tokens: int = 256  # of one completion, > 0
@@ -134,7 +131,7 @@ class SamplingParams(NamedTuple):
     temperature: float = 1.0
     top_p: float = 1.0  # in (0, 1]; 1 cuts nothing
     top_k: int = 0  # >= 0; 0 cuts nothing
-    # >= 0, of one completion; then the closing tag is written. None: no limit
+    # >= 0, of one completion; then the engine writes the closing tag. None: no limit
     max_thinking_tokens: int | None = None
     admission: Literal["rounds", "barrier", "free"] = "rounds"
     admission_rounds: int = 16  # > 0, in decoded tokens per slot
@@ -144,25 +141,25 @@ class Generation(NamedTuple):
     """One reply: the token ids as sampled (end-of-turn token included) and their log-probs after
     temperature.
 
-    Where a thinking budget closed the thinking, the engine itself wrote the tokens at the positions
-    `forced`: they are part of what the policy reads, and nothing is learned from them. Their
-    log-probs are 0: the engine had no choice.
+    If a thinking budget closed the thinking, the engine itself wrote the tokens at the positions
+    `forced`. The policy reads them, but nothing is learned from them. Their log-probs are 0,
+    because the engine had no choice.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     forced: tuple[int, ...] = ()
-    # spans: first position, version of the weights that sampled from there on
+    # spans: first position, version of the weights for the tokens from there on
     versions: tuple[tuple[int, int], ...] = ()
 
 
 class Step(NamedTuple):
-    """One turn of an episode: what was said to the policy, what it sampled, and what its tool calls
-    gave."""
+    """One turn of an episode: the new messages, the policy's reply, and the results of its tool
+    calls."""
 
     prompt: tuple[Message, ...]  # the messages new in this turn
-    # the context that the reply was sampled from, without the `kept` tokens at its start
+    # the context of the reply, without the `kept` tokens at its start
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     # of response_ids, by the sampler, after temperature; 0 where forced
@@ -174,30 +171,29 @@ class Step(NamedTuple):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     reward: float | None = None
-    # positions in response_ids that the thinking budget wrote: neither sampled nor trained
+    # positions in response_ids written by the thinking budget: neither sampled nor trained
     forced: tuple[int, ...] = ()
-    # exchanges (a reply and what was said to it) at the episode's start that the context no longer
-    # holds
+    # number of exchanges (a reply and the messages after it) dropped from the start of the context
     dropped: int = 0
-    # spans: first position in response_ids, RL steps that the weights had done
+    # spans: first position in response_ids, number of RL steps behind the weights
     versions: tuple[tuple[int, int], ...] = ()
-    # tokens at the context's start that are those of the step before, its context and its reply;
-    # see Rollout.context
+    # number of tokens at the context's start equal to the previous step's context and reply; see
+    # Rollout.context
     kept: int = 0
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the whole context that the reply was sampled from."""
+        """Tokens of the whole context of the reply."""
         return self.kept + len(self.prompt_ids)
 
     @property
     def sampled(self) -> list[int]:
-        """Positions in response_ids that were sampled."""
+        """Sampled positions in response_ids."""
         return [i for i in range(len(self.response_ids)) if i not in self.forced]
 
 
 class Rollout(NamedTuple):
-    """A whole episode. `reward` is None where it cannot be scored; `status` keeps terminated and
+    """A whole episode. `reward` is None if it cannot be scored; `status` keeps terminated and
     truncated apart."""
 
     task: Task
@@ -207,23 +203,23 @@ class Rollout(NamedTuple):
     # error (it failed)
     truncation: str = ""
     group: int = 0  # position of the prompt in the batch: rollouts of one group share it
-    sample: int = 0  # which of the group's samples this is
+    sample: int = 0  # number of this sample in its group
     reward: float | None = None
     rewards: Mapping[str, float | None] = {}  # named components
-    metadata: Mapping[str, Any] = {}  # what its environment tells of it
-    # component → how its score came about: ok, wrong, unparseable, timeout or error
+    metadata: Mapping[str, Any] = {}  # from its environment
+    # component → origin of its score: ok, wrong, unparseable, timeout or error
     statuses: Mapping[str, str] = {}
-    # reward/TERM/NAME and aggregator/NAME → what the reward's functions measured beside the score;
-    # program/NAME → what a program's endpoint counted
+    # reward/TERM/NAME and aggregator/NAME → further figures of the reward's functions; program/NAME
+    # → counts of a program's endpoint
     metrics: Mapping[str, float] = {}
-    # reward of each step by the environment alone; () where no term of the reward added to it
+    # reward of each step by the environment alone; () if no term of the reward added to it
     environment_rewards: tuple[float | None, ...] = ()
-    # reward of the greedy rollout of its prompt, which is not trained on; None: it cannot be scored
+    # reward of the greedy rollout of its prompt, never trained on; None: it cannot be scored
     greedy_reward: float | None = None
     greedy_played: bool = False  # whether there was one
     player: int | None = None  # in a game of two: 0 moves first, 1 second
     error: str = ""  # why its environment failed, or its program was ended
-    # what its session was like at its end, as plain values; empty where it does not say
+    # the session's state at its end, as plain values; empty if it tells none
     state: Mapping[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -237,16 +233,15 @@ class Rollout(NamedTuple):
         return rollout_html(self)
 
     def add(self, step: Step) -> Rollout:
-        """The episode with one more turn. Of a context that is given whole, only what differs from
-        the step before is stored."""
+        """Add one turn. If the step holds its whole context, store only the difference from the
+        step before."""
         if self.steps and not step.kept:
             kept = agreement(self.context(-1) + self.steps[-1].response_ids, step.prompt_ids)
             step = step._replace(prompt_ids=step.prompt_ids[kept:], kept=kept)
         return self._replace(steps=(*self.steps, step))
 
     def context(self, index: int) -> tuple[int, ...]:
-        """All token ids that the reply of a step was sampled from. Raises: IndexError where there
-        is no such step."""
+        """All token ids of a reply's context. Raises: IndexError if there is no such step."""
         *earlier, step = self.steps[: range(len(self.steps))[index] + 1]
         ids: list[int] = []
         for before in earlier:
@@ -255,7 +250,7 @@ class Rollout(NamedTuple):
 
     @property
     def total_reward(self) -> float | None:
-        """`reward` plus those of the steps: what the episode is trained on."""
+        """`reward` plus the rewards of the steps: the reward for training."""
         return (
             None
             if self.reward is None
@@ -264,14 +259,14 @@ class Rollout(NamedTuple):
 
     @property
     def final_content(self) -> str:
-        """What an answer is read from: `metadata["final_content"]` where the environment says it,
+        """The text to read an answer from: `metadata["final_content"]` if the environment sets it,
         else the content of the last reply, thinking excluded."""
         last = self.steps[-1].content if self.steps else ""
         return self.metadata.get("final_content", last)
 
     @property
     def response_length(self) -> int:
-        """Sampled tokens of all steps together; what a thinking budget wrote is not among them."""
+        """Sampled tokens of all steps together, without the text of a thinking budget."""
         return sum(len(step.response_ids) - len(step.forced) for step in self.steps)
 
     @property
@@ -283,9 +278,9 @@ class Rollout(NamedTuple):
     def history(self, steps: int, *, thinking: bool, dropped: int = 0) -> list[Message]:
         """The messages of the first `steps` steps, with or without the policy's thinking.
 
-        Results of a step's calls belong to that step here; in the token stream they are part of the
-        next prompt. With `dropped`, the first so many exchanges are left out, a reply and what was
-        said to it each; the first prompt stays.
+        Results of a step's calls belong to their step here; in the token stream they are part of
+        the next prompt. `dropped` is the number of oldest exchanges to leave out, each a reply and
+        the messages after it. The first prompt stays.
         """
         messages: list[Message] = [*self.steps[0].prompt] if self.steps[:steps] else []
         for index, step in enumerate(self.steps[dropped:steps], dropped):
@@ -312,7 +307,7 @@ class Rollout(NamedTuple):
 
 
 def agreement(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many token ids two sequences of one type share from their start."""
+    """Count the equal token ids at the start of two sequences of one type."""
     if a == b[: len(a)]:
         return len(a)
     return next(
@@ -327,59 +322,60 @@ def agreement(a: Sequence[int], b: Sequence[int]) -> int:
 class Batch:
     """Rollouts as right-padded tensors, as they were sampled.
 
-    The type of a batch says what has been computed. Each record below has the fields of the ones
-    before it, so a function that reads token ids alone takes them all:
+    The type of a batch says how much has been computed. Each record below has the fields of the
+    ones before it, so a function of token ids takes them all:
 
         Batch ── score ──▶ Scored ── weigh ──▶ Weighted ── some rows, shares ──▶ Minibatch
 
-    A quantity that only some algorithms need is None for the others.
+    A quantity for some algorithms only is None for the others.
     """
 
     ids: Tensor  # [B, T] int64
     attention_mask: Tensor  # [B, T] bool, True on real tokens
-    response_mask: Tensor  # [B, T] bool, True on the sampled tokens that are trained on
+    response_mask: Tensor  # [B, T] bool, True on the sampled tokens to train on
     sampled_mask: Tensor  # [B, T] bool, True on all sampled tokens
-    rollout_ids: Tensor  # [B] int64, which rollout a row belongs to (0 … N-1)
-    step_ids: Tensor  # [B, T] int64, which step of its rollout a token belongs to
-    rewards: Tensor  # [N] float, nan where it cannot be scored
+    rollout_ids: Tensor  # [B] int64, the rollout of a row (0 … N-1)
+    step_ids: Tensor  # [B, T] int64, the step of a token in its rollout
+    rewards: Tensor  # [N] float, nan if it cannot be scored
     group_ids: Tensor  # [N] int64
     truncated: Tensor  # [N] bool, cut off by a limit instead of ended
     lengths: Tensor  # [N] int64, sampled tokens of a rollout, trained on or not
     reply_lengths: Tensor  # [N] int64, sampled tokens of a rollout's longest reply
     # [B, T] float, a step's reward at its last sampled token, the episode's at the last of all
     token_rewards: Tensor
-    logprobs_sampler: Tensor  # [B, T] by the engine that sampled
-    # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
+    logprobs_sampler: Tensor  # [B, T] by the sampling engine
+    # [B, T] int64, RL steps done when the weights behind a token were loaded; 0 elsewhere
     versions: Tensor
-    # reward component → [N] float, nan where it cannot be scored
+    # reward component → [N] float, nan if it cannot be scored
     components: Mapping[str, Tensor] = field(default_factory=dict)
-    # of each of the N rollouts: its task's, and its own on top
+    # of each of the N rollouts: its task's metadata, and its own on top
     metadata: tuple[Mapping[str, Any], ...] = ()
-    # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
+    # PART/NAME → [], [N] or [B, T]: figures of parts from before the update, or from weighing it
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was played
+    # [N] reward of one greedy rollout of the prompt, nan if it has none; None: none was played
     greedy_rewards: Tensor | None = None
-    # [B, T] bool, what tools answered, without the template around it; None: no stream asks for it
+    # [B, T] bool, answers of tools, without the template around them; None: no stream asks for it
     observed_mask: Tensor | None = None
 
     @property
     def quantities(self) -> dict[str, Any]:
-        """Name → what the parts of an algorithm may ask for."""
+        """Name → quantity, for the parts of an algorithm."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def whole(self) -> Self:
-        """The batch with every sampled token in its response_mask, those of rollouts that are not
-        trained on too."""
+        """The batch with every sampled token in its response_mask, even of rollouts left out of
+        training."""
         return replace(self, response_mask=self.sampled_mask)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scored(Batch):
-    """A batch with what models say of its tokens before the update."""
+    """A batch with the models' figures on its tokens before the update."""
 
     # [B, T] by the trainer; None: the only update of the step finds them, or `old_share` does
     logprobs_old: Tensor | None
-    # [B, T] in 0 … 1, where "old" lies between sampler (0) and policy (1); None: it is logprobs_old
+    # [B, T] in 0 … 1: position of "old" between sampler (0) and policy (1); None: it is
+    # logprobs_old
     old_share: Tensor | None = None
     entropy_old: Tensor | None = None  # [B, T] in nats, by the trainer
     values: Tensor | None = None  # [B, T] by the critic, of the state before each sampled token
@@ -389,13 +385,13 @@ class Scored(Batch):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weighted(Scored):
-    """A scored batch with what the loss of each token is multiplied by; fixed before it is
+    """A scored batch with the factors on the loss of each token; they are fixed before the
     split."""
 
     advantages: Tensor  # [B, T]
     scale: Tensor  # [B, T] off-policy correction × token filter
-    returns: Tensor | None = None  # [B, T] what the critic learns to predict
-    # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
+    returns: Tensor | None = None  # [B, T] the critic's target
+    # [B, T] share of the step's tokens with a higher covariance of advantage and log-prob
     covariance_rank: Tensor | None = None
 
 
@@ -407,20 +403,19 @@ class Minibatch(Weighted):
 
 
 class TokenLogprobs(NamedTuple):
-    """What the model being trained says of the sampled tokens; everything [B, T], 0 outside the
+    """Figures of the model in training on the sampled tokens; everything [B, T], 0 outside the
     response mask."""
 
     logprobs: Tensor
     entropy: Tensor
-    values: Tensor | None = None  # by the critic, where there is one
-    full_kl: Tensor | None = None  # to the reference, where the KL is exact
+    values: Tensor | None = None  # by the critic, if there is one
+    full_kl: Tensor | None = None  # to the reference, if the KL is exact
 
 
 # --------------------------------------------------------------------------------- extension points
 #
-# Stateless parts are functions. Their positional parameters are quantities, passed by name; their
-# keyword-only
-# parameters are hyperparameters, and the config sets those. A part may ask for any of these
+# Stateless parts are functions. Their positional parameters are quantities, passed by name. Their
+# keyword-only parameters are hyperparameters, set by the config. A part may ask for any of these
 # quantities:
 
 QUANTITIES: Mapping[str, str] = {
@@ -485,7 +480,7 @@ def plain(part: Any) -> Any:
 
 
 def bound(part: Any) -> Mapping[str, Any]:
-    """The keyword arguments that a part was given by a config; none of a plain function."""
+    """The keyword arguments bound to a part by a config; none for a plain function."""
     return part.keywords if isinstance(part, functools.partial) else {}
 
 
@@ -495,7 +490,7 @@ def is_record(value: Any) -> bool:
 
 
 def missing(part: Any, protocol: type) -> list[str]:
-    """The methods of a Protocol that a value does not have: all of them for a class, which is not
+    """The methods of a Protocol missing from a value: all of them for a class, because it is not
     an instance yet."""
     return [
         name
@@ -505,9 +500,9 @@ def missing(part: Any, protocol: type) -> list[str]:
     ]
 
 
-# What a part may declare of itself, for the checks before a run (rlkit.config.problems). These
-# lists are closed: a word that stands in neither is refused where it is written. A part without
-# declarations assumes nothing and guarantees nothing.
+# Declarations of a part, for the checks before a run (rlkit.config.problems). These lists are
+# closed: an unknown word is refused in the decorator. A part without declarations assumes nothing
+# and guarantees nothing.
 
 Guarantee = Literal["binary", "non_negative", "raw"]
 GUARANTEES: Mapping[str, str] = {
@@ -545,40 +540,41 @@ Part = TypeVar("Part", bound=Callable[..., Any])
 
 
 def assumes(*words: Assumption) -> Callable[[Part], Part]:
-    """Declares what a part relies on: `@assumes("binary_rewards")`. A composition that breaks it is
-    refused before the run."""
+    """Declare an assumption of a part: `@assumes("binary_rewards")`. A composition that breaks it
+    is refused before the run."""
     return _declared("assumes", words, ASSUMPTIONS, {})
 
 
 def gives(*words: Guarantee, **where: Any) -> Callable[[Part], Part]:
-    """Declares what the scores of a reward function are: `@gives("binary", correct=1, wrong=0)`.
+    """Declare a property of a reward function's scores: `@gives("binary", correct=1, wrong=0)`.
 
-    With `where`, only while its hyperparameters have these values. Several of these decorators add
-    up; `@gives()` says that none of the words holds.
+    With `where`, it holds only while the function's hyperparameters have these values. Several of
+    these decorators add up; `@gives()` promises none of the words.
     """
     return _declared("gives", words, GUARANTEES, where)
 
 
 def keeps(*words: Guarantee) -> Callable[[Part], Part]:
-    """Declares which words still hold of rewards that a part has changed: an aggregator (of what
-    all components give), an overlong rule."""
+    """Declare the words that still hold after a part has changed rewards. The part is an aggregator
+    (they must hold for all components) or an overlong rule."""
     return _declared("keeps", words, GUARANTEES, {})
 
 
 def vanishes(*words: Vanishing, **where: Any) -> Callable[[Part], Part]:
-    """Declares where the gradient of a part is exactly 0: `@vanishes("without_advantages",
+    """Declare where the gradient of a part is exactly 0: `@vanishes("without_advantages",
     penalty=0)`.
 
-    An update of such parts alone is skipped; a part without the declaration is never skipped. With
-    `where`, it holds only while the part's hyperparameters have these values. A wrapper made with
-    `functools.wraps` declares for itself, since it may add a term.
+    If all parts of an update declare it, the update is skipped there; a part without the
+    declaration is never skipped. With `where`, it holds only while the part's hyperparameters have
+    these values. A wrapper made with `functools.wraps` declares for itself, because it may add a
+    term.
     """
     return _declared("vanishes", words, VANISHING, where)
 
 
 def stateful(part: Part) -> Part:
-    """Declares that what a function gives depends on its earlier calls: a reward that counts, an
-    environment that remembers episodes.
+    """Declare that a function's result depends on its earlier calls: a reward with a counter, an
+    environment with a memory of episodes.
 
     With asynchrony=overlap a second process makes its calls, with a state of its own, so the
     composition is refused before the run.
@@ -597,10 +593,10 @@ def is_stateful(part: Any) -> bool:
 
 
 def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
-    """Declares the smallest and the largest value of a part's numbers, None where there is no
-    limit: `@ranges(rank=(0, None))`.
+    """Declare the smallest and the largest value of a part's numbers, None for no limit:
+    `@ranges(rank=(0, None))`.
 
-    A config that leaves a range is refused before the run.
+    A config with a value outside its range is refused before the run.
     """
 
     def mark(part: Part) -> Part:
@@ -615,7 +611,7 @@ def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part
     return mark
 
 
-# What a value of a parameter can reach, as the end of a sentence.
+# Within the reach of a parameter's value, as the end of a sentence.
 REACHES = {
     "program": "a program",
     "address": "an address",
@@ -624,16 +620,16 @@ REACHES = {
     "variable": "an environment variable",
     "outside": "what the sandbox keeps out",
     "processor": "the processor without a limit",
-    # a function there is called with arguments of the policy's
+    # the function is called with the policy's arguments
     "calls": "any function that the policy calls",
 }
 
 
 def reaches(**what: str) -> Callable[[Part], Part]:
-    """Declares what parameters of a part can reach by their value: `@reaches(command="program",
+    """Declare how far the value of a parameter can reach: `@reaches(command="program",
     cache="path")`.
 
-    A folder from a stranger may not set them without trust=true. The words are those of `REACHES`.
+    A folder from a stranger may not set it without trust=true. The words are in `REACHES`.
     """
     unknown = [word for word in what.values() if word not in REACHES]
     if unknown:
@@ -644,8 +640,8 @@ def reaches(**what: str) -> Callable[[Part], Part]:
 
 
 def safe(*names: str) -> Callable[[Part], Part]:
-    """Declares parameters of a part by whose value nothing can be reached: `@safe("name", "tags")`.
-    A folder from a stranger may set them.
+    """Declare parameters of a part with harmless values: `@safe("name", "tags")`. A folder from a
+    stranger may set them.
 
     Numbers, booleans, Literals and parts are safe by their type. A text, a sequence, a mapping and
     a function need this word.
@@ -668,7 +664,7 @@ def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]
 
 
 class Clip(NamedTuple):
-    """Which tokens the clip of a loss touches: functions of the loss's own quantities and numbers →
+    """Tokens touched by the clip of a loss: functions of the loss's own quantities and numbers →
     [B, T] bool. None: no token.
 
     held     the token has an advantage, and its own log-prob gets no gradient
@@ -682,12 +678,12 @@ class Clip(NamedTuple):
 def clips(
     *, held: Callable[..., Tensor] | None = None, capped: Callable[..., Tensor] | None = None
 ) -> Callable[[Any], Any]:
-    """Declares what the clip of a policy loss does to a token, for the metrics clip/*: `loss.clip`
-    is a `Clip`.
+    """Declare how the clip of a policy loss touches a token, for the metrics clip/*: `loss.clip` is
+    a `Clip`.
 
     Args:
-      held, capped: functions that take quantities by name, as the loss does, and all of its
-        keyword-only numbers.
+      held, capped: functions of quantities by name, as the loss, and of all its keyword-only
+        numbers.
 
     >>> import torch
     >>> @clips(held=lambda ratio, *, width: ratio > 1 + width)
@@ -722,7 +718,7 @@ def _declared(
 
 
 def _copied(part: Any, name: str) -> bool:
-    """Whether an attribute of a wrapper is that of what it wraps: `functools.wraps` copies them."""
+    """Whether a wrapper's attribute is only a copy by `functools.wraps`."""
     if not hasattr(part, "__wrapped__"):
         return False
     return getattr(part, name, None) is getattr(part.__wrapped__, name, None)
@@ -731,10 +727,10 @@ def _copied(part: Any, name: str) -> bool:
 def declarations(
     part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]
 ) -> frozenset[str] | None:
-    """The words that a part declares, with its hyperparameters as they are bound; None where it
-    declares nothing of that kind.
+    """The declared words of a part, with its hyperparameters as they are bound; None if it declares
+    nothing of this kind.
 
-    A `functools.partial` declares what it wraps declares. So does a wrapper made with
+    A `functools.partial` declares the same as its function. So does a wrapper made with
     `functools.wraps`, except for `vanishes`.
     """
     bound: dict[str, Any] = {}
@@ -764,34 +760,34 @@ def declarations(
 
 
 class Estimate(NamedTuple):
-    """What an advantage gives that uses a critic: advantages, and the returns that the critic
-    learns from; both [B, T]."""
+    """Result of an advantage with a critic: advantages, and returns as the critic's target; both
+    [B, T]."""
 
     advantages: Tensor
     returns: Tensor
 
 
-# What mypy checks of a part: what it returns, with and without metrics (`PolicyLossFn[...]`), for
-# the shipped ones in rlkit.functional and rlkit.rewards. Which quantities it takes is for itself to
-# choose, and Python has no type for "some of these names"; so composition checks that each of them
-# exists, a dry run on fake data that it is there when the part is called, and every call the shape,
-# the kind of numbers and the device of what it returns (`rlkit.algorithm.part`).
+# mypy checks the return type of the shipped parts in rlkit.functional and rlkit.rewards, with and
+# without metrics (`PolicyLossFn[...]`). A part chooses its quantities itself, and Python has no
+# type for "some of these names". So the composition checks each name. A dry run on fake data checks
+# that each quantity is there when the part is called. Every call checks the shape, the kind of
+# numbers and the device of the result (`rlkit.algorithm.part`).
 Q = ParamSpec("Q")
-# name → a number, or a tensor [N] or [B, T], of which the entries that count are averaged
+# name → a number, or a tensor [N] or [B, T]; the mean is over the entries that count
 Metrics = Mapping[str, "float | Tensor"]
 
 
 class Measured(NamedTuple):
-    """A value with metrics, which stand as PART/NAME in the step's row; a plain pair says the same,
-    but for a reference's update."""
+    """A value with metrics, which the step's row shows as PART/NAME. A plain pair means the same,
+    except for a reference's update."""
 
     value: Any
     metrics: Metrics
 
 
 def unpacked(given: Any) -> tuple[Any, Metrics]:
-    """What a part gave, and its metrics: those of a pair whose second entry is a mapping, else
-    none."""
+    """Split a part's result into its value and its metrics: a pair with a mapping as its second
+    entry has metrics, anything else none."""
     pair = type(given) in (tuple, Measured) and len(given) == 2 and isinstance(given[1], Mapping)
     return (given[0], given[1]) if pair else (given, {})
 
@@ -800,8 +796,8 @@ class AdvantageFn(Protocol[Q]):
     """(quantities of the whole update batch) → [N], one number a rollout, or [B, T]; with a critic
     an Estimate.
 
-    What asks for `token_rewards` is at the level of tokens: a KL in the reward is part of them. For
-    all others it is subtracted from the normalised advantage.
+    If it asks for `token_rewards`, it works on tokens: a KL in the reward is part of them. For any
+    other advantage, the KL is subtracted from the normalised advantage.
     """
 
     def __call__(
@@ -831,10 +827,10 @@ class TokenFilterFn(Protocol[Q]):
 
 
 class PerTokenFn(Protocol[Q]):
-    """(quantities) → [B, T], alone or with metrics: what the functions below have in common.
+    """(quantities) → [B, T], alone or with metrics: the common form of the functions below.
 
-    mypy checks what a shipped part returns, composition that the quantities it names exist, every
-    call what it gave.
+    mypy checks the return type of a shipped part. The composition checks that its quantities exist,
+    and every call checks the result.
     """
 
     def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerToken]: ...
@@ -894,10 +890,10 @@ class AggregatorFn(Protocol[Q]):
 
 
 class ToolParser(Protocol):
-    """(content, without thinking) → (content without the calls, calls). Text that fails to parse is
-    a call with an error.
+    """(content, without thinking) → (content without the calls, calls). Unreadable text is a call
+    with an error.
 
-    One with a keyword `tools` is given name → function of its environment.
+    If it has a keyword `tools`, it receives name → function of its environment.
     """
 
     def __call__(self, content: str, /) -> tuple[str, list[ToolCall]]: ...
@@ -907,8 +903,8 @@ Tool = Callable[..., Any]  # plain or async; `bounded = True` on one that always
 
 
 class ToolExecutor(Protocol):
-    """(call, name → function) → result, plain or async. Whatever goes wrong is a result that is not
-    ok; only interruptions are raised."""
+    """(call, name → function) → result, plain or async. Every failure is a result that is not ok;
+    only interruptions are raised."""
 
     def __call__(
         self, call: ToolCall, tools: Mapping[str, Tool], /
@@ -920,8 +916,8 @@ class Session(Protocol):
     """One episode's side of the conversation: opened for it, closed exactly once, however it ends.
     Methods may be plain or async.
 
-    A session may also be a TellsState: a reward reads its state as `rollout.state`. One that does
-    not come in a context manager may be a Closes.
+    A session may also be a TellsState: a reward reads its state as `rollout.state`. A session
+    without a context manager may be a Closes.
     """
 
     @property
@@ -929,21 +925,21 @@ class Session(Protocol):
         """Name → function, made once for the episode, so that tools may share state."""
 
     def first_prompt(self) -> Messages | Awaitable[Messages]:
-        """The messages that the episode begins with. It may raise rlkit.errors.EpisodeOver: there
-        is nothing to reply to."""
+        """The first messages of the episode. It may raise rlkit.errors.EpisodeOver: there is
+        nothing to reply to."""
 
     def answer(self, rollout: Rollout) -> Any:
-        """What follows the last reply: (rollout, next messages), or an awaitable of it. Messages of
-        None end the episode.
+        """Answer the last reply: (rollout, next messages), or an awaitable of it. Messages of None
+        end the episode.
 
-        The rollout comes back with what the reply led to: tool results, a reward of its step, a
-        truncation, metadata.
+        The rollout comes back with the consequences of the reply: tool results, a reward of its
+        step, a truncation, metadata.
         """
 
 
 @runtime_checkable
 class TellsState(Protocol):
-    """A session, or an instance whose methods are tools, that says what it is like at its end."""
+    """A session, or an instance with tools as methods, that tells its state at the end."""
 
     def state(self) -> Any:
         """Plain values by name, or an awaitable of them. Called before it is closed."""
@@ -951,7 +947,7 @@ class TellsState(Protocol):
 
 @runtime_checkable
 class Closes(Protocol):
-    """A session, or an instance whose methods are tools, that holds what has to be given back."""
+    """A session, or an instance with tools as methods, with resources to give back."""
 
     def close(self) -> Any:
         """Called once; plain or async."""
@@ -959,41 +955,40 @@ class Closes(Protocol):
 
 @runtime_checkable
 class HasSchema(Protocol):
-    """A tool with a schema of its own, in place of the one that its signature and docstring
-    give."""
+    """A tool with a schema of its own, in place of the one from its signature and docstring."""
 
     schema: Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters", …}}
 
 
 class Playing(NamedTuple):
-    """An episode that is about to begin, for an environment that plays it in a way of its own."""
+    """An episode before its start, for an environment that plays it in a way of its own."""
 
     task: Task
     environment: Environment
     policy: Policy
     engine: Engine
     params: SamplingParams
-    seed: int  # of the episode; all that is random in it follows from this number
-    keys: Iterator[int]  # gives names for the engine that no other reply has
+    seed: int  # of the episode; everything random in it follows from this number
+    keys: Iterator[int]  # names for the engine, unlike those of any other reply
     ready: Callable[[], Awaitable[None]]  # awaited before the first reply: all begin together
     give_way: Callable[[], None]  # the others no longer wait for this episode's first reply
     converse: Callable[[], Awaitable[Rollout]]  # plays it as if the environment had no `play`
 
 
 class Table(NamedTuple):
-    """What several samples of a task share: a game of two, or an instance that steps them all."""
+    """Common to several samples of a task: a game of two, or one instance that steps them all."""
 
     # (task, players) → an object with `player(number)` → Session or a context manager of one, and
     # `lost(number, error)`. The players wait for each other in their sessions.
     make: Callable[[Task, int], Any]
-    players: int = 2  # who take turns; or 0: all samples of the task, who act together
-    # path of the model that plays against the policy; None: the policy plays both
+    players: int = 2  # they take turns; or 0: all samples of the task, and they act together
+    # path of the opponent's model; None: the policy plays both
     opponent: str | None = None
 
 
 class Environment(NamedTuple):
-    """What the policy talks to: functions from which each episode's session is made, or `session`
-    itself; and how the history is kept.
+    """The policy's counterpart: functions to make each episode's session from, or `session` itself;
+    and how the history is kept.
 
     The functions may be plain or async. Without any, the task's messages get one reply.
     """
@@ -1007,30 +1002,30 @@ class Environment(NamedTuple):
     max_steps: int = 1
     max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
-    # what a context does that leaves no room for a reply
+    # for a context without room for a reply
     overflow: Literal["truncate", "drop_oldest"] = "truncate"
     # (task) → Session, or a context manager of one, plain or async
     session: Callable[[Task], Any] | None = None
     # answers a call; None: rlkit.environments.execute with its own limits
     execute: ToolExecutor | None = None
-    # Seconds that an episode may spend in its session, all together; then it is truncated. A method
-    # that awaits is cancelled, and abandoned 10 s later if it swallows that. A plain one that
-    # blocks cannot be cancelled: the episode is truncated once it returns.
+    # Seconds for all work of an episode in its session; then it is truncated. An async method is
+    # cancelled, and abandoned 10 s later if it swallows this. A blocking one cannot be cancelled:
+    # the episode is truncated once it returns.
     deadline: float | None = None
-    table: Table | None = None  # what several samples share; None: each plays by itself
+    table: Table | None = None  # common to several samples; None: each plays by itself
     # Plays an episode in a way of its own, async: it may wait before it begins, and ask for replies
-    # in the place of a session. The rollout is not scored.
+    # in place of a session. The rollout is not scored.
     play: Callable[[Playing], Awaitable[Rollout]] | None = None
     # (task, fields of its metadata that the reward compares with) → why it cannot be played, or ""
     check: Callable[[Task, Set[str]], str] | None = None
 
 
 class Engine(Protocol):
-    """What samples completions, as a service: any number of them at once, each awaited on its own.
+    """A service that samples completions: any number of them at once, each awaited on its own.
 
-    Randomness comes from the seed alone, never from what else is sampled at the same time. `key`
-    names the episode: what an engine keeps of its earlier turns, such as a key-value cache, it may
-    use for the next one, until `release`.
+    Randomness comes from the seed alone, never from other completions at the same time. `key` names
+    the episode. Until `release`, an engine may keep data of its earlier turns for the next one,
+    such as a key-value cache.
     """
 
     busy_s: float  # seconds spent on sampling so far
@@ -1041,21 +1036,21 @@ class Engine(Protocol):
         """One completion of these token ids."""
 
     def release(self, key: int) -> None:
-        """The episode is over; a completion that is still being sampled is given up."""
+        """The episode is over; give up a completion still in progress."""
 
     async def load(self, weights: Policy, version: int) -> None:
         """From now on, sample from this policy's weights as they are. `version` is the number of
         completed RL steps.
 
-        An engine in this process uses the weights in place; others copy what has moved. With
+        An engine in this process uses the weights in place; others copy the changed weights. With
         several ranks, all of them call it at the same time.
         """
 
 
 @runtime_checkable
 class TimedEngine(Protocol):
-    """An engine that counts its seconds, which every Engine should; without it none of a step's
-    seconds are the model's."""
+    """An engine that counts its seconds. Every Engine should; without them, a step counts no
+    seconds for the model."""
 
     busy_s: float
 
@@ -1089,12 +1084,12 @@ class CachingEngine(Protocol):
 
 @runtime_checkable
 class KernelEngine(Protocol):
-    """An engine that chooses between kernels whose log-probs differ in their last bits.
+    """An engine that chooses between kernels. Their log-probs differ in the last bits.
 
     A run settles the choice once, notes it, and keeps it when it is resumed. It reads `kernel` (the
     kernel asked for), `decodes` (the kernel in use, None before the first weights) and `why_eager`
     (the reason where "auto" is eager). With asynchrony=overlap it sets `elsewhere` to the kernel of
-    the process that samples. An engine that lacks any of these decodes with a kernel of its own,
+    the sampling process. An engine that lacks any of these decodes with a kernel of its own,
     and the run does not name it.
     """
 
@@ -1129,8 +1124,8 @@ class SharedEngine(Protocol):
 
     With asynchrony=overlap, two processes use the same servers. The run then sets `lent` to a
     function that waits until the other process has finished sampling; `load` calls it before it
-    pushes weights, and pushes them even if this process has seen no change. The run keeps what such
-    an engine samples in its journal.
+    pushes weights, and pushes them even if this process has seen no change. The run keeps the
+    engine's samples in its journal.
     """
 
     lent: Callable[[], None] | None
@@ -1138,7 +1133,7 @@ class SharedEngine(Protocol):
 
 @runtime_checkable
 class ChecksConfig(Protocol):
-    """An engine or a teacher that knows which configs it cannot work with."""
+    """An engine or a teacher that cannot work with every config."""
 
     def problems(self, experiment: Any) -> list[str]:
         """One sentence for each problem of this `rlkit.training.experiment.Experiment`."""
@@ -1168,15 +1163,15 @@ class TokenScorer(Protocol):
 class Thinking(NamedTuple):
     """How a tokenizer writes THINK_TAGS."""
 
-    # of both tags, where each is an added token; None: they are spelled, and read in the text
+    # of both tags, if each is an added token; None: they are spelled, and read in the text
     ids: tuple[int, int] | None
-    # what writes the closing one, behind a text that interrupts (model.interruption)
+    # writes the closing tag, after a text that interrupts (model.interruption)
     close: tuple[int, ...]
     decode: Callable[[Sequence[int]], str]  # ids → their text
 
     def opened(self, context: Sequence[int]) -> bool:
-        """Whether a context ends in the opening tag, as some templates make it: then the reply
-        begins inside a thinking block."""
+        """Whether a context ends in the opening tag, as with some templates: then the reply begins
+        inside a thinking block."""
         tail = list(context[-16:])  # a tag spelled letter by letter, and white space
         if self.ids is None:
             return self.decode(tail).rstrip().endswith(THINK_TAGS[0])
@@ -1186,7 +1181,7 @@ class Thinking(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """A model with all that is needed to talk to it in token ids."""
+    """A model with everything needed to talk to it in token ids."""
 
     model: torch.nn.Module  # a Hugging Face causal LM, or a PEFT model around one
     renderer: Any  # rlkit.models.Renderer; its `thinking` is the Thinking of this page
@@ -1196,8 +1191,8 @@ class Policy(NamedTuple):
 
 
 class Controller(NamedTuple):
-    """A number that follows what the run measures: explicit state, made by `init` and moved by
-    `update` after every RL step.
+    """A number that follows the run's metrics: explicit state, made by `init` and moved by `update`
+    after every RL step.
 
     The state is plain numbers; `state["value"]` is the number in force. It goes into the checkpoint
     under the number's path.
@@ -1209,11 +1204,11 @@ class Controller(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """How the reference policy is kept: explicit state, made by `init` and moved by `update`.
+    """How to keep the reference policy: explicit state, made by `init` and moved by `update`.
 
-    `model(state, policy_model)` is a context manager that gives the model to score with. `save`
-    gives what a checkpoint has to hold, as plain types and tensors (nothing, where `init` makes it
-    again); `load` takes it back into a fresh state.
+    `model(state, policy_model)` is a context manager around the model for scoring. `save` returns
+    the content of a checkpoint, as plain types and tensors (nothing, if `init` makes it again);
+    `load` takes it back into a fresh state.
     """
 
     name: str
@@ -1223,8 +1218,8 @@ class Reference(NamedTuple):
     update: Callable[..., Any]
     model: Callable[[Any, torch.nn.Module], Any]
     save: Callable[[Any], dict[str, Any]]
-    # (state, policy_model, what `save` gave) → state
+    # (state, policy_model, result of `save`) → state
     load: Callable[[Any, torch.nn.Module, Mapping[str, Any]], Any]
     # Before weights are loaded: the policy's path, with revision and trust_remote_code by name. It
-    # raises ConfigError, for example where the vocabularies differ.
+    # raises ConfigError, for example if the vocabularies differ.
     check: Callable[..., None] | None = None

@@ -60,14 +60,14 @@ Tool = Callable[..., Any] | Mapping[str, Any]
 
 
 class AgentResult(NamedTuple):
-    """A conversation that is over, in the notebooks' shape and as the rollout that it is."""
+    """A finished conversation, in the notebooks' shape and as a rollout."""
 
-    # the given ones and all that followed, thinking apart, results with the ids of their calls
+    # the given ones and all later ones, thinking apart, results with the ids of their calls
     messages: list[Message]
-    # content of the last reply; '' where a limit or stop_condition cut the episode off before an
+    # content of the last reply; '' if a limit or stop_condition cut the episode off before an
     # answer
     final_response: str
-    tool_calls: list[dict[str, Any]]  # as OpenAI's API has them, ids unique in the conversation
+    tool_calls: list[dict[str, Any]]  # in the form of OpenAI's API, ids unique in the conversation
     turns: int  # replies
     rollout: Rollout  # its `status` and `truncation` say how it ended
 
@@ -94,24 +94,24 @@ def run_agent(
     seed: int = 0,
     **settings: Any,
 ) -> AgentResult:
-    """The policy answers, with as many tool calls on the way as it needs.
+    """Let the policy answer, with as many tool calls on the way as it needs.
 
     Args:
       messages: the conversation so far, or one question.
       tools: typed functions with docstrings, or schemas of OpenAI's API; none: one reply.
-      tool_implementations: name → function, for tools that are schemas.
-      policy: what is talked to; or `model` and `tokenizer`, a causal LM and its tokenizer with a
+      tool_implementations: name → function, for tools given as schemas.
+      policy: the model to talk to; or `model` and `tokenizer`, a causal LM and its tokenizer with a
         chat template.
-      engine: what samples; None: a new `rlkit.engines.Cached`.
+      engine: samples the replies; None: a new `rlkit.engines.Cached`.
       tool_parser, tool_executor, stop_condition: see the head of this file.
       system_prompt: put in front; None adds none.
       max_turns: replies, at least 1. max_calls: calls answered in one of them.
       max_chars: of a tool's result; the rest is cut. timeout: seconds of a call; None: no limit.
-      max_new_tokens: of one reply. temperature: 0 is greedy. seed: all the randomness there is.
-      settings: further ones of the engine, such as max_thinking_tokens or top_p.
-    Returns: an AgentResult. An episode that a limit ends has no final response; its rollout says
-      which limit.
-    Raises: ConfigError, TemplateError where the tools, the limits or the model do not fit; a tool
+      max_new_tokens: of one reply. temperature: 0 is greedy. seed: the only source of randomness.
+      settings: further ones of the engine, for example max_thinking_tokens or top_p.
+    Returns: an AgentResult. If a limit ends the episode, there is no final response, and the
+      rollout names the limit.
+    Raises: ConfigError, TemplateError if the tools, the limits or the model do not fit; a tool
       never raises.
     """
     if policy is None:
@@ -152,7 +152,7 @@ def run_agent(
 
 
 def _read_result(rollout: Rollout, conversation: Messages) -> AgentResult:
-    """What an episode that began with this conversation came to."""
+    """Read the result of an episode with this conversation at its start."""
     answered = rollout.status == "terminated" and not rollout.steps[-1].tool_calls
     return AgentResult(
         messages=rollout.conversation if rollout.steps else list(conversation),
@@ -169,11 +169,11 @@ def named_tools(
     *,
     executed: bool = False,
 ) -> dict[str, Callable[..., Any]]:
-    """name → function of typed functions and of schemas with their implementations.
+    """Name → function, for typed functions and for schemas with their implementations.
 
     Args:
-      executed: an executor runs the calls, so that schemas need no implementation.
-    Raises: ConfigError for a schema without implementation, an implementation without schema, and
+      executed: an executor runs the calls, so schemas need no implementation.
+    Raises: ConfigError for a schema without implementation, an implementation without schema, or
       two tools of one name.
     """
     named: dict[str, Callable[..., Any]] = {}
@@ -202,12 +202,12 @@ def named_tools(
 
 
 def _by_the_executor(**arguments: Any) -> None:
-    """Stands for a tool that tool_executor runs."""
+    """Stand in for a tool run by tool_executor."""
 
 
 def core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
-    """A parser of the core. A list of calls does not say where they stood, so the content of a
-    reply with calls is left out then."""
+    """Turn a tool_parser into a parser of the core. A list of calls does not tell their place, so
+    it leaves out the content of a reply with calls."""
 
     @wraps(tool_parser)
     def parse(content: str, **given: Any) -> tuple[str, list[ToolCall]]:
@@ -234,8 +234,7 @@ def _with_hooks(
     if tool_executor is not None:
 
         async def answer(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> ToolResult:
-            """The executor in the place of the tool: its limits hold, and what it raises is
-            text."""
+            """Run the executor in place of the tool: its limits hold, and its errors are text."""
             given = {call.name: partial(tool_executor, as_dict(call))}
             return await execute(
                 call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout
@@ -249,7 +248,7 @@ def _with_hooks(
 
 
 def as_dict(call: ToolCall) -> dict[str, Any]:
-    """{id, type, function {name, arguments}}, and `error` where the text is no call."""
+    """{id, type, function {name, arguments}}, and `error` if the text is no call."""
     plain: dict[str, Any] = {
         "id": call.id,
         "type": "function",
@@ -259,7 +258,7 @@ def as_dict(call: ToolCall) -> dict[str, Any]:
 
 
 def to_call(call: Any, id: str = "call_0") -> ToolCall:
-    """A call from any of its shapes; what is none becomes one whose `error` says why."""
+    """Read a call in any of its shapes. Anything else becomes a call with an `error`."""
     if isinstance(call, ToolCall):
         return call
     if not isinstance(call, Mapping):
@@ -273,8 +272,8 @@ def to_call(call: Any, id: str = "call_0") -> ToolCall:
 
 
 def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
-    """The tools that `tools=[…]` names: shipped ones by name, a user's own as module.function.
-    Raises ConfigError."""
+    """Find the tools of `tools=[…]`: shipped ones by name, a user's own as module.function. Raises:
+    ConfigError."""
     from rlkit.config.schema import nearest, resolve
 
     shipped: dict[str, Callable[..., Any]] = {
@@ -292,8 +291,8 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
 
 
 def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
-    """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where
-    the settings are out of range."""
+    """Load the model, or a run's newest checkpoint, and let it answer. Raises: ConfigError if the
+    settings are out of range."""
     refuse_problems(sampling_problems(x.generation))
     tools = find_tools(x)
     from rlkit.commands.evaluate import restored_policy
@@ -320,8 +319,8 @@ def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> Agent
 
 
 def show(rollout: Rollout) -> None:
-    """Prints a conversation, each part under its name; colours on a terminal alone, and text of the
-    model never as markup."""
+    """Print a conversation, each part under its name. Colours appear on a terminal alone, and the
+    model's text never as markup."""
     from rich.console import Console
     from rich.text import Text
 
@@ -343,8 +342,8 @@ def show(rollout: Rollout) -> None:
 
 
 def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
-    """A conversation part by part: (system, user, thinking, assistant, call ID, result ID or failed
-    ID; text)."""
+    """Yield a conversation part by part: (system, user, thinking, assistant, call ID, result ID or
+    failed ID; text)."""
     for i, step in enumerate(rollout.steps):
         yield from (
             (m["role"], m.get("content") or "")
@@ -366,7 +365,7 @@ def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
 
 
 def _ending(rollout: Rollout) -> str:
-    """How a conversation ended, in one line."""
+    """Describe the end of a conversation in one line."""
     calls = sum(len(step.tool_calls) for step in rollout.steps)
     counts = (
         f"{len(rollout.steps)} turn{'s' * (len(rollout.steps) != 1)}, {calls} tool"
@@ -414,10 +413,10 @@ def command(arguments: Arguments) -> int:
 
 
 def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | None]:
-    """The config of a command that talks to a model, and the checkpoint of run=FOLDER, whose model
-    takes the place of the config's.
+    """Compose the config of a command with a model. Return it with the checkpoint of
+    run=FOLDER; the run's model then replaces the config's.
 
-    Raises: ConfigError where there is no such run, or where a model is named beside it.
+    Raises: ConfigError if the run does not exist, or if a model is named beside it.
     """
     from rlkit.config.compose import compose
     from rlkit.config.schema import check

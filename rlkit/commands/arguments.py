@@ -24,16 +24,16 @@ class Arguments(NamedTuple):
     overrides: list[str]
     multirun: bool = False
     config_dir: str | None = None
-    shown: str = ""  # what of the config to print instead of a run: job, hydra, all, info
-    resolved: bool = False  # with it: references to other values replaced by the values
-    words: tuple[str, ...] = ()  # all of it, as it was given
-    texts: tuple[str, ...] = ()  # words that are no override, for a command that takes such
-    sources: Mapping[str, str] = {}  # key of an override → the file of --config that gives it
-    trusted: bool = False  # trust=true, which every command takes; no override
+    shown: str = ""  # part of the config to print instead of a run: job, hydra, all, info
+    resolved: bool = False  # with it: values in place of references to them
+    words: tuple[str, ...] = ()  # all words as given
+    texts: tuple[str, ...] = ()  # words other than overrides, for a command that takes them
+    sources: Mapping[str, str] = {}  # key of an override → its file of --config
+    trusted: bool = False  # trust=true, taken by every command; no override
 
 
 class Answer(NamedTuple):
-    """What a command found. Its text is written from the same data."""
+    """The result of a command. Its text is written from the same data."""
 
     data: Mapping[str, Any]  # docs/commands.md has the keys; a NamedTuple counts as a mapping
     text: str
@@ -41,8 +41,8 @@ class Answer(NamedTuple):
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
-    """Flags and overrides; with `texts` also other words, and names of files that are there. Raises
-    ConfigError for an unknown flag."""
+    """Parse flags and overrides; with `texts` also other words, and names of existing files.
+    Raises: ConfigError for an unknown flag."""
     arguments = Arguments([], words=tuple(words))
     files = list[str]()
     name = ""
@@ -73,7 +73,7 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
             or not re.match(r"[-~]|[^=]+=", word)
         ):
             # Folders of a sweep have a = in their names. A question may be longer than a file's
-            # name, which Path.exists raises on.
+            # name, and Path.exists then raises.
             arguments = arguments._replace(texts=(*arguments.texts, word))
         elif word.startswith("-"):
             raise ConfigError(_no_flag(word, next(rest, "VALUE")))
@@ -98,12 +98,12 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
 
 
 def key_of(override: str) -> str:
-    """The key or group that an override sets."""
+    """The key or group set by an override."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def _named(name: str, folder: str | None) -> Path:
-    """The file that --config-name means: NAME.yaml in the folder of --config-dir, or here."""
+    """The file of --config-name: NAME.yaml in the folder of --config-dir, or here."""
     place = Path(folder or ".") / f"{name.removesuffix('.yaml')}.yaml"
     if not place.is_file():
         raise ConfigError(
@@ -115,7 +115,7 @@ def _named(name: str, folder: str | None) -> Path:
 
 
 def _no_flag(word: str, value: str) -> str:
-    """What is written in place of a flag that does not exist."""
+    """The right spelling of an unknown flag."""
     flag, given, behind = word.lstrip("-").partition("=")
     key = flag.replace("-", "_")
     if given:
@@ -129,30 +129,30 @@ def _no_flag(word: str, value: str) -> str:
 
 
 def option(overrides: Sequence[str], key: str) -> str | None:
-    """The value that the command line gives a key, or None."""
+    """A key's value on the command line, or None."""
     values = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == key]
     return unquote(values[-1]) if values else None
 
 
 def added(saved: list[str], overrides: list[str]) -> list[str]:
-    """Overrides after those of a run; what is said again word for word is said once, since
+    """Append overrides to a run's. An override repeated word for word stands once, because
     `+group=option` can stand only once."""
     return [text for text in saved if text not in overrides] + overrides
 
 
 def drop(overrides: Sequence[str], *keys: str) -> list[str]:
-    """The overrides without those of the keys."""
+    """The overrides of other keys."""
     return [o for o in overrides if o.partition("=")[0].lstrip("+") not in keys]
 
 
 def quote(text: str) -> str:
-    """A value as Hydra's override grammar takes it."""
+    """Write a value in Hydra's override grammar."""
     return "'" + text.replace("'", "\\'") + "'"
 
 
 def unquote(text: str) -> str:
-    """The inverse of `quote`; a text without quotes stays as it is, whatever Hydra's grammar would
-    make of it."""
+    """Invert `quote`. A text without quotes stays as it is, whatever Hydra's grammar would make of
+    it."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1].replace("\\" + text[0], text[0])
     return text

@@ -26,22 +26,21 @@ if TYPE_CHECKING:
 
 REPLY = 64  # tokens of a reply here; a run's own limit may take minutes on a CPU
 GIVES_JSON = True
-GROUP = 4  # rollouts where a group is one sample
+GROUP = 4  # rollouts if a group is one sample
 
 
 class Memory(NamedTuple):
-    """Bytes: what the run holds from its first step to its last, and the most that there was at
-    once in the small step."""
+    """Bytes held by the run from its first step to its last, and the peak of the small step."""
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
-    peak: int  # on a GPU of the device; else of the process, the framework included
+    peak: int  # on a GPU the device's; else the process's, the framework included
 
 
 def memory(learner: Any, device: Any) -> Memory:
-    """Of a learner that has taken its one small step."""
+    """Memory of a learner after its one small step."""
     from rlkit.training.metrics import peak_memory
 
     held = [list(learner.nets.parameters()), list(learner.nets.buffers())]
@@ -58,7 +57,7 @@ def memory(learner: Any, device: Any) -> Memory:
 
 
 class Report(NamedTuple):
-    """What `run` found."""
+    """Result of `run`."""
 
     warnings: list[str]
     rollouts: list[Rollout]  # played, with their own rewards
@@ -69,7 +68,7 @@ class Report(NamedTuple):
 
 
 def small(x: Experiment) -> Experiment:
-    """The experiment cut to one step of one update on one prompt: short replies, no evaluation, no
+    """Cut the experiment to one step of one update on one prompt: short replies, no evaluation, no
     logger, no callbacks."""
     from rlkit.training.schedules import Schedule
 
@@ -93,7 +92,7 @@ def small(x: Experiment) -> Experiment:
 
 
 def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
-    """One step of the experiment; what a run prints at its start is printed.
+    """Take one step of the experiment, and print the first lines of a run.
 
     Args:
       x: the whole run at its first step, without open schedules
@@ -137,8 +136,8 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:
-    """A reward that keeps the scored rollouts in `played`, and gives 0 and 1 in turn where all are
-    worth the same: no algorithm would take a step on those."""
+    """Keep the scored rollouts in `played`. If all rewards are equal, alternate 0 and 1 to
+    give the algorithm something to learn from."""
 
     def scores(rollouts: Sequence[Rollout]) -> list[float | None]:
         played[:] = score_rollouts(rollouts, reward)
@@ -149,8 +148,8 @@ def telling(reward: Reward, played: list[Rollout]) -> Reward:
 
 
 def size_of(node: Any) -> int:
-    """Bytes of all tensors in a nest of modules, mappings, tuples and lists; what two of them share
-    counts once."""
+    """Count the bytes of all tensors in a nest of modules, mappings, tuples and lists; shared
+    storage counts once."""
     import torch
 
     sizes: dict[int, int] = {}
@@ -183,7 +182,7 @@ def describe_report(report: Report, phases: Sequence[str], doubts: Sequence[str]
 def show_report(
     report: Report, *, phases: Sequence[str] = (), costs: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """The report in lines: what was done, with its numbers, then memory or the rows `costs`."""
+    """Write the report in lines: the stages with their numbers, then memory or the rows `costs`."""
     rows = _list_rows(report, phases)
     rows += costs or [
         (f"memory: {name}", say_size(size))
@@ -202,7 +201,7 @@ def show_report(
 
 
 def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
-    """(what was done, its numbers) of each stage."""
+    """(name of a stage, its numbers) of each stage."""
     m = report.metrics
     clock = report.seconds
     own = [r.total_reward for r in report.rollouts]
@@ -258,8 +257,8 @@ def say_size(count: float) -> str:
 
 
 def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str], list[str]]:
-    """The experiment of the first step, its tasks, the names of all phases, and what is doubtful in
-    them, which is printed too."""
+    """The experiment of the first step, its tasks, the names of all phases, and the doubts about
+    them. Print the doubts."""
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks

@@ -49,14 +49,14 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted.
+    """Run a command and return the exit status: 0 done, 1 failed, 2 refused, 130 interrupted.
 
-    Without `argv` the words are those of the process, which is the command's own: it ends with the
-    command (`rlkit.system.leaving`).
+    Without `argv` the words are the process's, and the process belongs to the command: it ends with
+    the command (`rlkit.system.leaving`).
     """
     if argv is not None:
         return run_command(argv)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as rlkit.__main__ has set it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by rlkit.__main__
         signal.signal(signal.SIGINT, signal.default_int_handler)
     status = run_command(sys.argv[1:])
     leave_process(status)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(name: str, words: Sequence[str]) -> int:
-    """Runs the command of this name with its words; its exit status."""
+    """Run the command of this name with its words; return its exit status."""
     if name not in list_commands():
         known = ", ".join(list_commands())
         raise ConfigError(
@@ -82,7 +82,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
         found = _run_named(name, [word for word in words if word != "--json"], as_json)
     if isinstance(found, int):
         return found
-    if as_json:  # in ASCII, so that no terminal obeys what a model or a file may have written
+    if as_json:  # in ASCII, so that no terminal obeys text of a model or a file
         print(json.dumps(finite(found.data), indent=2, default=str))
     else:
         print(visible(found.text, kept="\n"))
@@ -90,7 +90,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
 
 
 def _run_named(name: str, words: Sequence[str], as_json: bool) -> int | Answer:
-    """Runs the command with its words; its exit status, or what it found."""
+    """Run the command with its words; return its exit status, or its Answer."""
     run = find_command(name)
     module = sys.modules[run.__module__]
     arguments = parse(words, texts=getattr(module, "TAKES_TEXTS", False))
@@ -107,12 +107,12 @@ def _run_named(name: str, words: Sequence[str], as_json: bool) -> int | Answer:
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Runs a command in this process; its exit status."""
+    """Run a command in this process; return its exit status."""
     end_with_parent()
     wait_without_spinning()
     guard_output()
     words = list(argv)
-    # in the environment, for ranks and the jobs of a sweep are processes of their own
+    # in the environment, because ranks and the jobs of a sweep are processes of their own
     if "debug=true" in words:
         os.environ[TRACEBACK] = "1"
         try:
@@ -154,14 +154,15 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def list_commands() -> tuple[str, ...]:
-    """Commands of the core, of the extras that are there, and of other packages."""
+    """Commands of the core, of the present extras, and of other packages."""
     return tuple(dict.fromkeys([*COMMANDS, *extras.find_commands(), *extras.outside_commands()]))
 
 
 def find_command(name: str) -> Callable[[Arguments], int | Answer]:
-    """The function of a command. A name of the core stays the core's, whoever else has it.
+    """Return the function of a command. A name of the core stays the core's, even if others use it
+    too.
 
-    Its module may set TAKES_TEXTS, if words that set no key are allowed, and GIVES_JSON, if the
+    Its module may set TAKES_TEXTS, if words without a key are allowed, and GIVES_JSON, if the
     function returns an Answer in place of the exit status.
     """
     if name in COMMANDS:

@@ -65,8 +65,8 @@ def command(arguments: Arguments) -> Answer:
 
 
 def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
-    """The lines of the folders that a command names, and its settings. Raises ConfigError where
-    that is fewer than two lines."""
+    """Read the lines of a command's folders, and its settings. Raises: ConfigError for fewer than
+    two lines."""
     given = {
         key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
     }
@@ -100,7 +100,7 @@ def effect_of(given: dict[str, str], usual: float) -> float:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A row a line: seeds, mean figure, and what a run spent."""
+    """Write a row a line: seeds, mean figure, and the spending of a run."""
     from rlkit.runs.sweeps.compare import aligned
 
     spent = data["spent"]

@@ -14,7 +14,7 @@ import yaml
 
 from rlkit.errors import ConfigError, nearest, not_yaml, visible
 
-# Its keys → those of rlkit.
+# Its keys → rlkit's.
 FLAT = {
     "model.name": "model.path",
     "model.lora_r": "model.lora.rank",
@@ -27,20 +27,19 @@ FLAT = {
     "training.kl_coef": "kl.coef",
     "training.num_iterations": "trainer.steps",
 }
-BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, where the file leaves one out
-# rlkit's own configs, on which a user's defaults list may build
+BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, for the ones missing from the file
+# rlkit's own configs; a user's defaults list may build on them
 ENTRIES = ("train", "evaluate", "rollout")
 DATASETS = ("gsm8k", "mbpp")
 
 
 def overrides_of(file: str) -> list[str]:
-    """The overrides of a YAML file. Those of a flat config are printed.
+    """Read the overrides of a YAML file. For a flat config they are printed.
 
     Args:
       file: a mapping, nested or with dots, of config keys and groups to values; a list of
         overrides; or a flat config.
-    Raises: ConfigError for a file that is none of these, and for a key that a flat config does not
-      have.
+    Raises: ConfigError for any other file, and for an unknown key in a flat config.
     """
     try:
         given = yaml.safe_load(Path(file).read_text())
@@ -67,7 +66,7 @@ def overrides_of(file: str) -> list[str]:
 
 
 def _chosen(file: str, defaults: Any) -> list[str]:
-    """The options that a defaults list chooses, as overrides: `- override algorithm: dapo` or `-
+    """Read the options of a defaults list as overrides: `- override algorithm: dapo` or `-
     algorithm: dapo`."""
     if not isinstance(defaults, list):
         raise ConfigError(
@@ -101,7 +100,8 @@ def _flattened(given: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
-    """The overrides of a flat config. Raises: ConfigError naming the file and the key."""
+    """Translate a flat config into overrides. Raises: ConfigError that names the file and the
+    key."""
     for key in values:
         if key not in FLAT:
             last = [known for known in FLAT if known.rpartition(".")[2] == key.rpartition(".")[2]]

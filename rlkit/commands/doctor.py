@@ -24,17 +24,17 @@ LOW_DISK_GB = 10.0
 
 
 class Finding(NamedTuple):
-    """One line. `bad` means that nothing can be trained here, `warn` that something may go wrong or
-    is slower than it could be."""
+    """One line. `bad`: nothing can be trained here. `warn`: something may go wrong or is slower
+    than it could be."""
 
     what: str
     text: str
-    state: Literal["ok", "warn", "bad", "off"] = "ok"  # off: an optional part that is not there
+    state: Literal["ok", "warn", "bad", "off"] = "ok"  # off: a missing optional part
 
 
 def _examine() -> list[Finding]:
-    """Everything, in the order in which a run would miss it. A part that fails is a finding, never
-    an error."""
+    """Examine everything, in the order in which a run would miss it. A failing part is a
+    finding, never an error."""
     parts: tuple[Callable[[], list[Finding]], ...] = (
         python,
         packages,
@@ -51,14 +51,12 @@ def _examine() -> list[Finding]:
 def _kept(part: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return part()
-    except (
-        Exception
-    ) as error:  # whatever a broken installation raises is what this command is there to show
+    except Exception as error:  # this command is there to show any error of a broken installation
         return [Finding(part.__name__, name_error(error), "bad")]
 
 
 def _show(findings: list[Finding]) -> str:
-    """The lines, and a last one that says whether a run can start."""
+    """Write the lines, and a last one: whether a run can start."""
     marks = {"ok": "ok  ", "warn": "warn", "bad": "BAD ", "off": "-   "}
     lines = [f"{marks[f.state]}  {f.what:<16} {f.text}" for f in findings]
     bad = [f.what for f in findings if f.state == "bad"]
@@ -73,7 +71,7 @@ def python() -> list[Finding]:
 
 
 def requirements(own: Distribution, extra: str = "") -> list[tuple[Requirement, str]]:
-    """(what is needed, the installed version or "") of rlkit or of an extra."""
+    """(requirement, the installed version or "") of rlkit or of an extra."""
     from packaging.requirements import Requirement
 
     out = []
@@ -89,12 +87,12 @@ def requirements(own: Distribution, extra: str = "") -> list[tuple[Requirement, 
 
 
 def _fits(needed: Requirement, installed: str) -> bool:
-    """Whether an installed version is one that is needed."""
+    """Whether an installed version meets the requirement."""
     return bool(installed) and needed.specifier.contains(installed, prereleases=True)
 
 
 def packages() -> list[Finding]:
-    """rlkit and what it needs, each against the versions that it takes."""
+    """Check rlkit and its requirements against the accepted versions."""
     from rlkit.errors import distribution
 
     own = distribution()
@@ -123,7 +121,7 @@ def packages() -> list[Finding]:
 
 
 def processors() -> list[Finding]:
-    """Cores that this process may use, and torch's threads."""
+    """Report the cores for this process, and torch's threads."""
     import torch
 
     from rlkit.system.processors import cores
@@ -132,7 +130,7 @@ def processors() -> list[Finding]:
 
 
 def devices() -> list[Finding]:
-    """Every GPU, with one product computed on it."""
+    """Report every GPU, with one product computed on it."""
     import torch
 
     if not torch.cuda.is_available():
@@ -162,7 +160,7 @@ def devices() -> list[Finding]:
 
 
 def sandbox() -> list[Finding]:
-    """The level of the sandbox, by its self-test: hostile programs are run."""
+    """Report the level of the sandbox, by its self-test: it runs hostile programs."""
     from rlkit.sandbox import SandboxError, probe
 
     try:
@@ -183,7 +181,7 @@ def sandbox() -> list[Finding]:
 
 
 def disk() -> list[Finding]:
-    """Room where runs are kept, and whether this folder can be written."""
+    """Report the room for runs, and whether this folder can be written."""
     from rlkit.runs.folder import OUTPUTS
 
     place = next(p for p in (OUTPUTS.resolve(), *OUTPUTS.resolve().parents) if p.exists())
@@ -202,7 +200,7 @@ def disk() -> list[Finding]:
 
 
 def models() -> list[Finding]:
-    """Whether the embedded model can be read."""
+    """Report whether the embedded model can be read."""
     from rlkit.models.load import TINY
 
     missing = [
@@ -220,7 +218,7 @@ def models() -> list[Finding]:
 
 
 def extras() -> list[Finding]:
-    """The optional parts, and how to get what is missing."""
+    """Report the optional parts, and how to get missing ones."""
     from rlkit.errors import distribution, install
 
     own = distribution()

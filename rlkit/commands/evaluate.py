@@ -27,19 +27,18 @@ def evaluate_run(
     parent: Path,
     started: float,
 ) -> tuple[dict[str, Any], Path]:
-    """Greedy accuracy, avg@k, pass@k and mean rewards of tasks, by the verifiers of training;
-    written as JSON beside the rollouts.
+    """Measure greedy accuracy, avg@k, pass@k and mean rewards of tasks by the verifiers of
+    training, and write them as JSON beside the rollouts.
 
     Args:
-      x: the experiment; its evaluation settings decide how replies are sampled.
+      x: the experiment; its evaluation settings decide the sampling.
       tasks: rows of the split, at least one.
       split: its name, for the result.
-      checkpoint: a file, or a folder whose newest checkpoint is evaluated; None evaluates the model
-        as loaded.
-      parent: where a new folder for the results is made.
+      checkpoint: a file, or a folder with its newest checkpoint; None evaluates the model as
+        loaded.
+      parent: of a new folder for the results.
       started: time.perf_counter() of the command's start.
-    Raises: RewardError where a reward fails; its note names the file in the new folder that keeps
-      the rollout.
+    Raises: RewardError if a reward fails. Its note names the rollout's file in the new folder.
     """
     from rlkit.sandbox import seen
     from rlkit.system.device import autocast, on_device, versions
@@ -86,7 +85,7 @@ def evaluate_run(
 def _evaluate_greedily(
     x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
 ) -> dict[str, Any]:
-    """The result of one greedy reply to each task; the rollouts are written to `out`."""
+    """Measure one greedy reply to each task; write the rollouts to `out`."""
     from rlkit.episodes import failures, refusals
     from rlkit.episodes.evaluation import greedy_accuracy
     from rlkit.training.callbacks.evaluation import in_time
@@ -103,7 +102,7 @@ def _evaluate_greedily(
 def _evaluate_samples(
     x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
 ) -> dict[str, Any]:
-    """The result of several sampled replies to each task; the rollouts are written to `out`."""
+    """Measure several sampled replies to each task; write the rollouts to `out`."""
     from rlkit.episodes.evaluation import sampled_accuracy
     from rlkit.training.callbacks.evaluation import in_time
 
@@ -124,11 +123,10 @@ def _evaluate_samples(
 
 
 def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
-    """Loads a checkpoint's policy; the file and the RL step of it. The engine goes on with the
-    kernels of the run, or says what differs.
+    """Load a checkpoint's policy; return the checkpoint's file and RL step. The engine goes on with
+    the kernels of the run, or reports the difference.
 
-    Raises: DataError where no checkpoint can be read, or where its weights are not those of this
-    model.
+    Raises: DataError if no checkpoint can be read, or if its weights belong to another model.
     """
     from rlkit.training.callbacks.checkpoints import load_checkpoint
     from rlkit.training.kernels import keep_kernels
@@ -159,8 +157,8 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
 def held_out_rows(
     label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = ""
 ) -> list[tuple[str, float, Any]]:
-    """(name, value, interval) of a result or of a part of it; the reward where it is not the
-    accuracy."""
+    """(name, value, interval) of a result or of a part of it; the reward only if it differs from
+    the accuracy."""
     shaped = greedy["reward"] != greedy["accuracy"]
     rows = [(f"{label} accuracy", greedy["accuracy"], greedy["interval"])]
     rows += [(f"{label} reward", greedy["reward"], greedy["reward_interval"])] if shaped else []

@@ -23,20 +23,20 @@ def export(
     merge: bool = False,
     run: Path | None = None,
 ) -> tuple[Path, int]:
-    """Writes the policy of a checkpoint so that `from_pretrained(out)` gives the same logits; the
-    checkpoint's file and RL step.
+    """Write the policy of a checkpoint so that `from_pretrained(out)` gives the same logits. Return
+    the checkpoint's file and RL step.
 
-    Adapters are written as such, beside the name of their base model, or with `merge` added into
-    its weights. All weights are written in float32, the precision in which they were trained. The
+    Adapters are written as they are, beside the name of their base model, or with `merge` added
+    into its weights. All weights are written in float32, the precision of their training. The
     folder appears whole or not at all.
 
     Args:
       model: the config of the run's model, rlkit.models.load_policy.
-      checkpoint: a file, or a folder whose newest one is taken.
-      out: a folder that does not exist yet.
+      checkpoint: a file, or a folder with its newest one.
+      out: a new folder.
       run: the run's folder; with it README.md is a model card.
-    Raises: ConfigError where `out` exists, or the adapters' base cannot be named to others;
-      DataError where there is no checkpoint.
+    Raises: ConfigError if `out` exists, or if others cannot find the adapters' base. DataError if
+      there is no checkpoint.
     """
     from rlkit.commands.evaluate import restored_policy
     from rlkit.config.schema import build, check
@@ -49,7 +49,7 @@ def export(
     if out.exists():
         raise ConfigError(f"to={out}: exists already; name a folder that does not")
     quiet()
-    # the caller has looked at what it calls: rlkit.config.trust
+    # the caller has checked its code: rlkit.config.trust
     policy = build(dict(model))(device="cpu")
     adapters = has_adapters(policy.model)
     if adapters and not merge and (EMBEDDED.get(model["path"]) or base_of_adapters(model["path"])):

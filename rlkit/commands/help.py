@@ -50,11 +50,11 @@ groups and their options, those for everyday use first:
 
 
 WIDTH = 100  # columns, fewer on a narrow terminal
-ROW = re.compile(r"(\S+(?: \S+)* {2,})(.*)", re.DOTALL)  # what is typed, and what it does
+ROW = re.compile(r"(\S+(?: \S+)* {2,})(.*)", re.DOTALL)  # the words to type, and their meaning
 
 
 def full_help() -> str:
-    """The page of `rlkit --help`."""
+    """Write the page of `rlkit --help`."""
     lines = [f"  rlkit {name:<40} {said}" for name, said in extras.summarize_commands().items()]
     lines += [
         f"  rlkit {name:<40} from {point.value}"
@@ -65,8 +65,8 @@ def full_help() -> str:
 
 
 def list_groups() -> str:
-    """The groups of conf/ and their options: those for everyday use, then on a second line the rest
-    of the catalogue."""
+    """List the groups of conf/ and their options: first the everyday ones, then on a second line
+    the rest of the catalogue."""
     from rlkit.config.options import conf_dir, options_by_shelf
 
     lines = []
@@ -81,11 +81,11 @@ def list_groups() -> str:
 
 
 def command_help(name: str, module: str | None) -> str:
-    """The page of `rlkit COMMAND --help`: the docstring of the command's function, wrapped to the
-    terminal. Its blocks are prose, rows of a word and its meaning, and indented examples.
+    """Write the page of `rlkit COMMAND --help`: the docstring of the command's function, wrapped to
+    the terminal. Its blocks are prose, rows of a word and its meaning, and indented examples.
 
     Args:
-      module: is read without an import; None for a command of another package.
+      module: read without an import; None for a command of another package.
     """
     if module is None:
         doc = inspect.getdoc(extras.load_command(name))
@@ -112,7 +112,7 @@ def _wrap_block(block: str, width: int) -> str:
 
 
 def behind_label(label: str, text: str, width: int = WIDTH) -> str:
-    """A text behind a label, in lines of at most so many characters."""
+    """Write a text behind a label, in lines of at most so many characters."""
     return textwrap.fill(
         " ".join(text.split()),
         width,

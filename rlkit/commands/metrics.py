@@ -33,8 +33,8 @@ def command(arguments: Arguments) -> Answer:
 
 
 def find_entries(name: str, every: list[Entry]) -> list[Entry]:
-    """The entry of a metric, or those of all metrics below a name such as kl. Raises ConfigError
-    for a name without one."""
+    """Find the entry of a metric, or the entries of all metrics below a name, for example kl.
+    Raises: ConfigError for a name without one."""
     found = meaning_of(name)
     entries = (
         [found]
@@ -50,13 +50,13 @@ def find_entries(name: str, every: list[Entry]) -> list[Entry]:
 
 
 def section_text(section: Section) -> str:
-    """The names of a section."""
+    """Write the names of a section."""
     names = ", ".join(name for entry in section.entries for name in entry.names)
     return f"{section.title}\n{behind_label('  ', names)}\n"
 
 
 def entry_text(entry: Entry) -> str:
-    """Names, meaning, unit, healthy range and what to do."""
+    """Write names, meaning, unit, healthy range and advice."""
     rows = {
         "means": entry.means,
         "unit": entry.unit,

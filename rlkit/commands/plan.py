@@ -22,8 +22,8 @@ EFFECT = 0.02  # two points of accuracy
 
 
 class Need(NamedTuple):
-    """What a comparison of two lines needs: seeds that keep the promise, however much of the spread
-    a small pilot hides."""
+    """The needs of a comparison of two lines: seeds that keep the promise, however much of the
+    spread a small pilot hides."""
 
     first: str
     second: str
@@ -34,7 +34,7 @@ class Need(NamedTuple):
     spread_bound: float
     likely_seeds: int  # enough if the spread is the pilot's
     given_seeds: int | None
-    seen: float | None  # the difference that the given seeds find
+    seen: float | None  # the smallest difference found by the given seeds
 
 
 def command(arguments: Arguments) -> Answer:
@@ -80,7 +80,7 @@ def command(arguments: Arguments) -> Answer:
 def plan_seeds(
     verdict: verdicts.Compared, effect: float, comparisons: int, each: float, seeds: int | None
 ) -> Need:
-    """The seeds that a comparison needs.
+    """Plan the seeds of a comparison.
 
     Args:
       each: seconds of one run of each line together.
@@ -104,7 +104,7 @@ def plan_seeds(
 
 
 def need_text(need: Need) -> str:
-    """A need in sentences."""
+    """Write a need in sentences."""
     known = (
         f"The pilot's spread is {need.pilot_spread:.4f} ({need.pilot_seeds} seeds), and the true"
         f" one may be {need.spread_bound:.4f}"

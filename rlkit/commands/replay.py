@@ -15,14 +15,14 @@ from rlkit.system.redaction import learn
 
 
 def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
-    """Forward and backward over the minibatch of a bundle, with the weights that it had; no
+    """Run forward and backward over the minibatch of a bundle, with its weights at the time; no
     optimiser moves.
 
     Args:
       trusted: whether the config may call code outside rlkit; see docs/security.md.
     Returns: a table and sentences; whether everything was finite this time.
-    Raises: ConfigError where the folder is no bundle, its config no longer fits the code, or it
-      calls what is not trusted; DataError where a file of it is damaged or cannot be read.
+    Raises: ConfigError if the folder is no bundle, its config no longer fits the code, or it calls
+      untrusted code. DataError if one of its files is damaged or cannot be read.
     """
     from rlkit.config.compose import conf_dir
     from rlkit.config.keys import leaks, without
@@ -46,7 +46,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     if not is_noted(folder):
         by = Folder(conf_dir())
         require_trust(list(outside(written, by)), f"bundle={folder}", trusted=trusted)
-        # an update needs no key
+        # an update needs no secret
         written = without(written, frozenset(leak.path for leak in leaks(written, by)))
     config = with_environment(written)
     learn(config, written)
@@ -61,7 +61,8 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
 
 
 def examine(learner: Any, batch: Any) -> tuple[str, bool]:
-    """A line for each micro-batch; where one is not finite, a line for each of its rows."""
+    """Write a line for each micro-batch; for a micro-batch with nan or infinity, a line for each of
+    its rows."""
     import torch
 
     from rlkit.training.update.split import micro_batches
@@ -99,7 +100,7 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
 
 
 def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[str]]:
-    """Loss and gradient norm of some rows, and which gradients are not finite, as sentences."""
+    """Loss and gradient norm of some rows, and sentences on gradients with nan or infinity."""
     from rlkit.models import pack
     from rlkit.training.update.loss import surrogate, value_surrogate
     from rlkit.training.update.minibatch import trained_logprobs
@@ -121,7 +122,7 @@ def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[st
 
 
 def not_finite(tensors: Mapping[str, Any], what: str) -> list[str]:
-    """A sentence that names the first of the tensors that is not finite."""
+    """Name the first tensor with nan or infinity in a sentence."""
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     return [f"{what} of {bad[0]} and {len(bad) - 1} more: not finite"] if bad else []
 

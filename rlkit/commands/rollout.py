@@ -22,17 +22,17 @@ from rlkit.system.files import LOST, finite, lenient, write_atomic, write_json
 from rlkit.training.experiment import RolloutRun
 from rlkit.types import Environment, Rollout, Task
 
-UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are scored
+UNSCORED = "unscored.jsonl.gz"  # finished episodes, until all are scored
 
 
 def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:
-    """Plays the episodes, scores and writes them, with summary.json and transcripts; the rollouts
-    and their folder.
+    """Play the episodes, score and write them, with summary.json and transcripts. Return the
+    rollouts and their folder.
 
-    Each episode is written when it ends, to unscored.jsonl.gz, which goes once all are scored: what
-    ends early leaves them behind.
-    Raises: ConfigError where the settings are out of range or there are no tasks; DataError naming
-      a row whose truth cannot be read; RewardError where a reward fails.
+    Each episode is written at its end to unscored.jsonl.gz. The file goes once all episodes are
+    scored, so an early end leaves them behind.
+    Raises: ConfigError if the settings are out of range or there are no tasks. DataError that names
+      a row with an unreadable truth. RewardError if a reward fails.
     """
     refuse_problems(sampling_problems(x.generation))
     tasks = list(x.task(split=x.split))[: x.n]
@@ -95,8 +95,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
 @contextmanager
 def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
-    """Gives what takes each episode as it ends: it goes into the file, and on a terminal onto a
-    bar. The file is gone after a good end."""
+    """Yield a function to call with each episode at its end: it goes into the file, and on a
+    terminal onto a bar. The file is removed after a good end."""
     from rich.progress import Progress
 
     done = 0
@@ -125,19 +125,19 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
 def limited(
     environment: Environment | Callable[[Task], Environment], max_steps: int | None
 ) -> Environment | Callable[[Task], Environment]:
-    """The environment with another limit of replies; None leaves its own."""
+    """Give the environment another limit of replies; None leaves its own."""
     if max_steps is None:
         return environment
     return lambda task: environment_of(environment, task)._replace(max_steps=max_steps)
 
 
 def step_counts(rollouts: Sequence[Rollout]) -> dict[int, int]:
-    """Replies of an episode → how many episodes had as many."""
+    """Replies of an episode → number of episodes."""
     return dict(sorted(Counter(len(r.steps) for r in rollouts).items()))
 
 
 def episode_table(rollouts: Sequence[Rollout]) -> str:
-    """The episodes in columns: counts, steps, rewards, how they ended, tool calls."""
+    """Write the episodes in columns: counts, steps, rewards, endings, tool calls."""
     row = summarize(rollouts)
     steps = [len(r.steps) for r in rollouts]
     rewards = [r.reward for r in rollouts if r.reward is not None]

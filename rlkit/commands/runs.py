@@ -39,7 +39,7 @@ class Listed(NamedTuple):
     ended: str
     steps: int | None
     test_accuracy: dict[str, float]  # before, after
-    overrides: list[str]  # that made it
+    overrides: list[str]  # of its start
 
 
 def command(arguments: Arguments) -> Answer:
@@ -93,7 +93,7 @@ def find_folders(places: Sequence[Path], wanted: Sequence[str]) -> list[Path]:
         for path in place.rglob("config.yaml")
         if path.parent.name != ".hydra"
     }
-    # no debug bundle inside a run
+    # leave out a debug bundle inside a run
     folders = {folder for folder in folders if folders.isdisjoint(folder.parents)}
     return sorted((f for f in folders if _passes(f, wanted)), key=_began, reverse=True)
 
@@ -120,7 +120,7 @@ def _accuracies(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _row(run: Listed) -> tuple[str, ...]:
-    """A run as a line of the table."""
+    """Write a run as a line of the table."""
     return (
         run.began,
         str(run.folder),
@@ -138,8 +138,8 @@ def _overrides(folder: Path) -> list[str]:
 
 
 def _passes(folder: Path, wanted: Sequence[str]) -> bool:
-    """Whether a run has all of these settings: a value of its config, or an override that it was
-    started with."""
+    """Whether a run has all of these settings: a value of its config, or an override of its
+    start."""
     if not wanted:
         return True
     try:
@@ -167,7 +167,7 @@ def _same(value: str, *found: str | None) -> bool:
 
 
 def compare_runs(a: Path, b: Path) -> dict[str, Any]:
-    """Settings that differ, and results: key → its values in A and B."""
+    """Differing settings, and results: key → its values in A and B."""
     sides = [_results(runs.read_summary(folder) or {}) for folder in (a, b)]
     return {
         "settings": difference(runs.read_config(a), runs.read_config(b)),
@@ -176,7 +176,7 @@ def compare_runs(a: Path, b: Path) -> dict[str, Any]:
 
 
 def side_by_side(settings: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
-    """Settings that differ, then results side by side."""
+    """Write differing settings, then results side by side."""
     return [
         *(_table("setting", settings) or ["the settings are equal"]),
         "",
@@ -207,7 +207,7 @@ def _table(first: str, rows: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows as lines whose cells stand below each other."""
+    """Write the rows as lines with aligned cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

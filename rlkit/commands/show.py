@@ -18,12 +18,12 @@ from rlkit.runs import folder as runs
 GIVES_JSON = True
 
 WIDTH = 100
-ORIGIN = 62  # column at which origins begin
-NAMES = 22  # columns of keys, more where one of the block is longer, but for those
-LONG_NAME = 36  # of so many characters
-# the functions and classes that are tools, which are always shown
+ORIGIN = 62  # column of the origins
+NAMES = 22  # columns of keys; a longer key widens them, unless it is very long
+LONG_NAME = 36  # columns of a very long key
+# the functions and classes of tools; they are always shown
 TOOL = re.compile(r"^(environment\..*\btools\.\w+)\._target_$")
-# keys that are shown though they are as in the default run
+# keys shown even if they are as in the default run
 MATTER = (
     "name",
     "seed",
@@ -88,8 +88,8 @@ def command(arguments: Arguments) -> Answer:
 
 
 def with_decision(values: Sequence[Value], start: Mapping[str, Any]) -> list[Value]:
-    """The values of a run, with its decision where model.gradient_checkpointing is auto. `start`:
-    the last entry of run.json."""
+    """Replace an auto model.gradient_checkpointing by the run's decision. `start`: the last entry
+    of run.json."""
     key = "gradient_checkpointing"
     decided = start.get(key)
     return [
@@ -110,7 +110,7 @@ def _folder_named(overrides: Sequence[str]) -> str:
 
 
 def screen(explained: Explained, words: Sequence[str] = ()) -> list[str]:
-    """The lines: a block for each group, then the extras. `words` are the overrides."""
+    """Write the lines: a block for each group, then the extras. `words` are the overrides."""
     options = {chosen.place: chosen for chosen in explained.options}
     tops = [place for place in options if "." not in place]
     shown = [
@@ -167,7 +167,7 @@ def wrap(text: str, first: str, later: str) -> list[str]:
 
 
 def _row(shown: Option | Value, text: str) -> str:
-    """A line with a mark for what differs, and the origin in its column."""
+    """Write a line with a mark for a difference, and the origin in its column."""
     origin = shown.origin
     room = max(WIDTH - len(origin) - 2, ORIGIN - 2)
     left = f"{'*' if shown.changed else ' '} {text}"
@@ -178,7 +178,7 @@ def _row(shown: Option | Value, text: str) -> str:
 
 
 def _rows(values: Sequence[Value], above: str, indent: str = "    ") -> Iterator[str]:
-    """A line for each key below `above`, the values in a column."""
+    """Write a line for each key below `above`, the values in a column."""
     names = [value.key[len(above) + 1 :] if above else value.key for value in values]
     width = max(NAMES, *(len(name) for name in names if len(name) < LONG_NAME), 0)
     for name, value in zip(names, values, strict=True):
@@ -186,12 +186,12 @@ def _rows(values: Sequence[Value], above: str, indent: str = "    ") -> Iterator
 
 
 def _written(value: Any) -> str:
-    """A value as the command line takes it."""
+    """Write a value in the form of the command line."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
 def _nested(options: Sequence[Option], above: str) -> Iterator[str]:
-    """The options within an option: a line each that somebody chose, the others side by side."""
+    """The options within an option: a line for each chosen by somebody, the others side by side."""
     own = [inner for inner in options if _is_below(inner.place, above)]
     own = [inner for inner in own if not _is_below(inner.place, "schedule.phases")]
     quiet = [inner for inner in own if not inner.origin]
@@ -208,7 +208,7 @@ def _is_below(place: str, above: str) -> bool:
 
 
 def _phases(explained: Explained, values: Sequence[Value]) -> Iterator[str]:
-    """What each phase of a schedule has in place of what the whole run has."""
+    """Show the changes of each phase of a schedule from the whole run."""
     whole = {chosen.place: chosen.name for chosen in explained.options}
     found = (PHASE.fullmatch(value.key) for value in explained.values)
     for name in dict.fromkeys(match[1] for match in found if match):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlkit.config.compose import Composed
     from rlkit.training.experiment import Experiment, TrainerSettings
 
-SHOWN = 6  # files that were not written, which the end of a run names
+SHOWN = 6  # unwritten files named at the end of a run
 
 
 def command(arguments: Arguments) -> int:
@@ -109,20 +109,20 @@ def command(arguments: Arguments) -> int:
 
 
 def _given_folder(overrides: Sequence[str]) -> Path | None:
-    """The run folder of the command line. Raises ConfigError for a name that none can have."""
+    """The run folder of the command line. Raises: ConfigError for an impossible name."""
     place = option(overrides, "hydra.run.dir")
     if not place:
         return None
     with refusing(place):
-        Path(place).exists()  # raises where the name is too long
+        Path(place).exists()  # raises if the name is too long
     return Path(place).absolute()
 
 
 def _train_owned(
     x: Experiment, composed: Composed, folder: Path | None, resume: Path | None, outputs: Path
 ) -> int:
-    """Takes the run's folder (None: a new one in `outputs`), and trains inside Hydra's main; the
-    exit status."""
+    """Take the run's folder (None: a new one in `outputs`), and train inside Hydra's main; return
+    the exit status."""
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
     from rlkit.tasks.splits import overlaps
@@ -143,7 +143,7 @@ def _train_owned(
         tasks = load_tasks(x)
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
-        # one for all ranks, which by now have read what is there
+        # one folder for all ranks; by now they have read its files
         target = ranks.broadcast(
             lambda: (
                 folder or runs.fresh(outputs / x.name, runs.label_of(composed.overrides, x.name))
@@ -169,8 +169,8 @@ def _train_owned(
 
 
 def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
-    """Raises ConfigError where an override of the run held a secret, which no run folder keeps, and
-    is not given again."""
+    """Raise ConfigError if an override of the run held a secret and is not given again. No run
+    folder keeps a secret."""
     missing = [key for key in runs.withheld(folder) if option(overrides, key) is None]
     if missing:
         raise ConfigError(
@@ -180,17 +180,17 @@ def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
 
 
 def note_start(folder: Path, composed: Composed, identity: str) -> None:
-    """Adds this process to run.json and prints what changed, before Hydra writes the overrides that
-    run.json lists.
+    """Add this process to run.json and print the changes, before Hydra writes the overrides for
+    run.json.
 
     Args:
-      identity: of the run that goes on; empty for a new one.
+      identity: of the continued run; empty for a new one.
     Raises: ConfigError.
     """
     config = composed.config
     overrides = [str(text) for text in composed.full.hydra.overrides.task]
     with refusing(folder):
-        # of a process that ended before it wrote config.yaml
+        # from a process that ended before it wrote config.yaml
         if not identity and (folder / "run.json").exists():
             set_aside(folder, "run.json")
         said = runs.write_start(
@@ -201,8 +201,8 @@ def note_start(folder: Path, composed: Composed, identity: str) -> None:
 
 
 def remove_start(folder: Path, *, whole: bool) -> None:
-    """Removes what a refused run wrote before its first row; the whole folder where nothing was in
-    it before."""
+    """Remove the files of a refused run from before its first row; the whole folder if it was empty
+    before."""
     if (folder / "metrics.jsonl").exists():
         return
     if whole:
@@ -220,10 +220,10 @@ def remove_start(folder: Path, *, whole: bool) -> None:
 
 
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> str:
-    """Prints what changed since the run in `folder` was started. Returns the run's identity.
+    """Print the changes since the run in `folder` was started. Return the run's identity.
 
-    Raises: ConfigError where it cannot go on with that; DataError where a file that says what it is
-      was damaged or exchanged, and where it has trained and no checkpoint of it is left.
+    Raises: ConfigError if it cannot go on with them. DataError if a file with the run's identity
+      was damaged or exchanged, or if it has trained and no checkpoint of it is left.
     """
     if resume is None:
         raise ConfigError(
@@ -249,8 +249,8 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
 
 
 def own_summary(folder: Path) -> dict[str, Any]:
-    """summary.json of the run that goes on. One that is damaged or another run's goes to aside/,
-    and a sentence says so."""
+    """summary.json of the continued run. A damaged one, or another run's, goes to aside/, and a
+    sentence says so."""
     summary = runs.read_summary(folder)
     if summary is None and (folder / "summary.json").exists():
         print(
@@ -262,8 +262,8 @@ def own_summary(folder: Path) -> dict[str, Any]:
 
 
 def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
-    """Runs a job as Hydra's main does, with the config that is composed already: .hydra/ in its
-    folder, Hydra's state, its callbacks."""
+    """Run a job as Hydra's main does, with the config composed before: .hydra/ in its folder,
+    Hydra's state, its callbacks."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import run_job
     from hydra.types import RunMode
@@ -306,8 +306,8 @@ def run_in_folder(
     started: float,
     resume: Path | None,
 ) -> int:
-    """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that
-    was not there before."""
+    """Run in a folder and print the end; return the exit status. A refusal removes all its
+    additions."""
     from rlkit.config.compose import builder
 
     fresh = resume is None
@@ -332,15 +332,15 @@ def run_in_folder(
         return report(error, f"run folder: {runs.shown(folder)}")
     if ranks.rank() == 0:
         with lenient("config.yaml"):
-            # a resumed run's, once it has gone on with it
+            # for a resumed run, once it has gone on with this config
             runs.write_config(folder, config, provenance["identity"])
     print(closing_lines(summary, folder), flush=True)
     return _exit_status(x, summary, folder)
 
 
 def _exit_status(x: Experiment, summary: Mapping[str, Any], folder: Path) -> int:
-    """The exit status of a run that came to an end. A run that SLURM interrupted is queued again,
-    where the trainer asks for that."""
+    """The exit status of a finished run. If SLURM interrupted it and the trainer asks for it, the
+    run is queued again."""
     if summary["ended"] == "interrupted":
         if (
             ranks.rank() == 0
@@ -357,8 +357,8 @@ def _exit_status(x: Experiment, summary: Mapping[str, Any], folder: Path) -> int
 
 
 def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The table of the test problems, before and after training; first, whether they got worse by
-    more than chance."""
+    """Write the table of the test problems, before and after training; first, whether they got
+    worse by more than chance."""
     from rlkit.runs.tables import estimate, newcombe
     from rlkit.training.callbacks.terminal import how_sampled
 
@@ -369,7 +369,7 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
         lines.append(f"warning: this run ended below its start: {said}")
     lines += [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
     named = [("accuracy", "interval")]
-    # else the reward is the accuracy
+    # otherwise the reward is the accuracy
     if any(r["reward"] != r["accuracy"] for r in (before, after)):
         named.append(("reward", "reward_interval"))
     for name, interval in named:
@@ -392,7 +392,7 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 
 
 def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
-    """The before/after table of the test problems, the folder and the commands that come next."""
+    """Write the before/after table of the test problems, the folder and the next commands."""
     where = shlex.quote(runs.shown(folder))
     lines = [""]
     before = summary.get("before")
@@ -454,14 +454,14 @@ def draw_page(folders: Sequence[Path], file: Path) -> None:
 
 
 def doubts(folder: Path) -> list[str]:
-    """What drifted over the whole run in a way that is known to end badly, and in how many steps a
-    warning held that is printed once."""
+    """List harmful drifts over the whole run, and the number of steps of each warning
+    printed only once."""
     from rlkit.runs.reading import read_run
     from rlkit.runs.tables import symptoms
 
     try:
         found = symptoms(read_run(folder))
-    except OSError:  # a disk that fails is named elsewhere
+    except OSError:  # a failing disk is named elsewhere
         return []
     drifted = [f.text for f in found if not f.steps]
     return drifted + [
@@ -472,7 +472,7 @@ def doubts(folder: Path) -> list[str]:
 
 
 def join_ranks(settings: TrainerSettings) -> None:
-    """Make this process a rank if the settings ask for several. Raises ConfigError if the ranks
+    """Make this process a rank if the settings ask for several. Raises: ConfigError if the ranks
     were not started."""
     import torch
 

@@ -33,16 +33,15 @@ def asker(
     entry: str,
     own_model: bool = False,
 ) -> Callable[[dict[str, Any]], None] | None:
-    """Refuses the config of a folder where it is not declared safe and trust=true is not said; None
-    where the folder is the user's own.
+    """Refuse a folder's config, unless it is declared safe or the user gave trust=true; None if the
+    folder is the user's own.
 
     Args:
-      where: the folder as the user named it. mine: his overrides.
-      entry: of the config that is composed.
+      where: the folder in the user's words. mine: the user's overrides.
+      entry: of the composed config.
       own_model: whether the model may lie in the folder.
-    Returns: a function of the composed config, in which values of the environment stand as
-      ${oc.env:NAME}.
-    Raises: ConfigError where composing alone would import something.
+    Returns: a function of the composed config, with values of the environment as ${oc.env:NAME}.
+    Raises: ConfigError if composing alone would import something.
     """
     if is_noted(folder):
         return None
@@ -63,10 +62,10 @@ def asker(
 
 
 def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
-    """The model of a run, from its config, which is read as data.
+    """Read the model of a run from its config, as data.
 
-    Raises: ConfigError where it is not declared safe and trust=true is not said; DataError where it
-    cannot be read.
+    Raises: ConfigError unless it is declared safe or the user gave trust=true; DataError if it
+      cannot be read.
     """
     written = runs.read_config(run).get("model")
     if not isinstance(written, dict) or "_target_" not in written:
@@ -83,8 +82,8 @@ def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
 
 
 def with_limits(x: Any, arguments: Arguments) -> Any:
-    """The settings of run=FOLDER; where that is a stranger's and not trusted, the chat template of
-    its model gets limits."""
+    """The settings of run=FOLDER. If the folder is a stranger's and not trusted, its model's chat
+    template gets limits."""
     from rlkit.models.confined import confined
     from rlkit.models.load import EMBEDDED
 

@@ -1,4 +1,4 @@
-"""What a policy talks to: environments, tools, and how calls and thinking are read out of a
+"""The policy's counterparts: environments and tools. Parsers read calls and thinking out of a
 reply.
 
 Files in the order of their imports: _calculator, prompts, python, thinking, tools, weather,

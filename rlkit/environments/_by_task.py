@@ -1,4 +1,4 @@
-"""The environment that each row of the data names."""
+"""Choose the environment named by each row of the data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rlkit.types import Environment, Messages, Task, safe
 def by_task(
     *, environments: Mapping[str, Environment], system_prompt: str | None = None
 ) -> Callable[[Task], Environment]:
-    """A lookup of `task.environment` in named environments, so that a mixture runs each row its own
-    way.
+    """Return a lookup of `task.environment` in named environments, so that a mixture runs each row
+    its own way.
 
     Args:
       environments: name → environment.
-      system_prompt: put in front of the first prompt of each of them; None adds none.
+      system_prompt: put in front of each environment's first prompt; None adds none.
     Raises:
-      ConfigError: for a system prompt where an environment makes its own sessions; from the lookup,
-        naming the row, the name it asks for and the known names.
+      ConfigError: for a system prompt if an environment makes its own sessions. The lookup raises
+        it with the row, the unknown name and the known names.
     """
     known = {
         name: _with_prompt(name, environment, system_prompt)

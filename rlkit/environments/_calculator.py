@@ -1,13 +1,14 @@
 """The calculator tool: a walk over Python's syntax tree whose cost is bounded by construction.
 
-Safe on hostile text without a child process, a signal or a thread: at most 200 characters and 100
-nodes, numbers of at most 4,096 bits, exponents of at most 1,000 in size; no names, attributes,
-strings, lists or calls but of `FUNCTIONS`.
+It is safe on hostile text without a child process, a signal or a thread. It takes at most 200
+characters and 100 nodes, numbers of at most 4,096 bits, exponents of at most 1,000 in size. It
+takes no names, attributes, strings or lists, and no calls except of `FUNCTIONS`.
 
 Arithmetic is exact (`fractions.Fraction`): 0.1 + 0.2 is 0.3. Only irrational roots and powers go
-through floats. As people write: thousands commas (3,000), currency signs, typeset signs (SYMBOLS),
-^ for a power, and n% for n / 100. A `%` that a number, a parenthesis or a function follows is
-Python's remainder (7 % 3); everywhere else it is a percent sign (5% * 200, 7% - 3).
+through floats. It reads numbers as people write them: thousands commas (3,000), currency signs,
+typeset signs (SYMBOLS), ^ for a power, and n% for n / 100. Before a number, a parenthesis or a
+function, `%` is Python's remainder (7 % 3). Everywhere else it is a percent sign (5% * 200,
+7% - 3).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: The expression.
     """
-    # The policy reads the docstring above, so it is short. Raises ValueError with a sentence that
-    # helps it.
+    # The policy reads the docstring above, so it is short. Every ValueError holds a sentence for
+    # the policy.
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(
             f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed"
@@ -71,8 +72,8 @@ calculator.bounded = True  # type: ignore[attr-defined]  # by the limits above
 
 
 def _normalise(expression: str) -> str:
-    """The expression in Python's spelling: symbols replaced, thousands commas dropped, percent
-    signs written out."""
+    """Rewrite the expression in Python's spelling: symbols replaced, thousands commas dropped,
+    percent signs written out."""
     source = expression.translate(SYMBOLS).strip()
     # 1,200 may be two arguments
     if re.search(r"[A-Za-z_]\s*\(", source) and THOUSANDS.search(source):
@@ -85,8 +86,8 @@ def _normalise(expression: str) -> str:
 
 
 def _check_words(source: str) -> None:
-    """Refuse every character and every name that arithmetic does not need, before Python's parser
-    sees them."""
+    """Refuse every character and every name foreign to arithmetic, before Python's parser sees
+    them."""
     strange = re.search(r"[^\w\s.,+\-*/%()]", source, re.ASCII)
     if strange:
         raise ValueError(f"the character {strange.group()!r} is not part of arithmetic")
@@ -96,7 +97,7 @@ def _check_words(source: str) -> None:
 
 
 def _evaluate(node: ast.AST, source: str) -> Fraction:
-    """Value of a node, exact; every value on the way has at most MAX_BITS bits."""
+    """Compute the exact value of a node; every intermediate value has at most MAX_BITS bits."""
     match node:
         case ast.Constant():
             return _literal(ast.get_source_segment(source, node) or "")
@@ -130,7 +131,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """base ** exponent, its size checked before it is computed."""
+    """base ** exponent. The size is checked before the computation."""
     if abs(exponent) > MAX_EXPONENT:
         raise ValueError(f"the exponent is too large; at most {MAX_EXPONENT} is allowed")
     if exponent.denominator != 1:
@@ -151,15 +152,15 @@ def _square_root(value: Fraction) -> Fraction:
 
 
 def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
-    """Half to even, as Python's round."""
+    """Round half to even, as Python's round."""
     if digits.denominator != 1 or abs(digits) > 100:
         raise ValueError("round takes a whole number of digits, at most 100")
     return Fraction(round(value, int(digits)))
 
 
 def _text(value: Fraction) -> str:
-    """A whole number in full; else a decimal of SIGNIFICANT_DIGITS digits, at least four of them
-    after the point."""
+    """Write a whole number in full, any other as a decimal of SIGNIFICANT_DIGITS digits, at least
+    four of them after the point."""
     with localcontext() as context:
         context.prec = max(SIGNIFICANT_DIGITS, len(str(abs(int(value)))) + 4)
         decimal = (Decimal(value.numerator) / Decimal(value.denominator)).normalize()

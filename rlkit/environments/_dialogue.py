@@ -1,4 +1,4 @@
-"""A conversation whose user side is a function: what is said next, and when it is over."""
+"""A conversation with a function as the user: it writes the next message and ends the episode."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def dialogue(
     overflow: Literal["truncate", "drop_oldest"] = "truncate",
     deadline: float | None = None,
 ) -> Environment:
-    """The task's messages, then whatever `prompt_fn` says after each reply. Both functions may be
+    """The task's messages, then a message of `prompt_fn` after each reply. Both functions may be
     plain or async.
 
     Args:
-      prompt_fn: (rollout, step) → the next user message, or messages, or None: the episode ends as
+      prompt_fn: (rollout, step) → the next user message, or messages; None ends the episode as
         terminated. `rollout` holds the replies so far, `step` is the number of the last one, from
-        0. Without one, a reply without a call ends the episode.
-      termination_fn: (rollout, step) → True ends the episode as terminated, before prompt_fn is
-        asked and before any tool runs.
-      tools: of `tool_use`; with any, calls in replies are answered before prompt_fn is asked.
-      max_turns: replies of an episode, at least 1; an episode that would go on after the last one
+        0. Without a prompt_fn, a reply without a call ends the episode.
+      termination_fn: (rollout, step) → True ends the episode as terminated. It is asked before
+        prompt_fn, and before any tool runs.
+      tools: of `tool_use`. Calls in a reply are answered before prompt_fn is asked.
+      max_turns: replies of an episode, at least 1. An episode that would go on after the last one
         is truncated.
       system_prompt: put in front of the task's messages; None adds none.
       history: strip_thinking renders the conversation again for every reply, without earlier
-        thinking; keep_thinking only appends.
-      overflow: of the model's context. truncate ends the episode; drop_oldest drops the oldest
-        replies, each with what was said to it, until a whole reply fits; the task's messages always
-        stay.
-      deadline: seconds, > 0, that an episode may spend waiting for its functions, all together;
-        then it is truncated. None: no limit. A function that is not async cannot be cut short.
-    Raises: ConfigError for a limit below 1, or a tool whose name is not the function's.
+        thinking. keep_thinking only appends.
+      overflow: of the model's context. truncate ends the episode. drop_oldest drops the oldest
+        replies, each with the messages after it, until a whole reply fits. The task's messages
+        always stay.
+      deadline: seconds, > 0, for all waiting of an episode for its functions; then it is truncated.
+        None: no limit. A plain function cannot be cut short, only an async one.
+    Raises: ConfigError for a limit below 1, or a tool under another name than its function's.
     """
     if max_turns < 1:
         raise ConfigError(f"environment.max_turns is {max_turns}; it must be at least 1")

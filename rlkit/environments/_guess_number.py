@@ -9,7 +9,7 @@ from typing import Literal
 from rlkit.environments._dialogue import dialogue
 from rlkit.types import Environment, Rollout, safe
 
-NUMBER = re.compile(r"[0-9]{1,18}")  # of a reply, the last one counts
+NUMBER = re.compile(r"[0-9]{1,18}")  # in a reply, the last number counts
 
 
 @safe("system_prompt")
@@ -19,12 +19,12 @@ def guess_number(
     system_prompt: str | None = None,
     overflow: Literal["truncate", "drop_oldest"] = "truncate",
 ) -> Environment:
-    """The game of tasks=guess_number: after each reply "higher" or "lower", until the guess is
-    `task.answer`.
+    """Play the game of tasks=guess_number: answer each reply with "higher" or "lower", until the
+    guess is `task.answer`.
 
     Args:
-      max_turns: guesses of an episode, at least 1; an episode without the right one among them is
-        truncated.
+      max_turns: guesses of an episode, at least 1. An episode is truncated if none of them is
+        right.
       system_prompt: put in front of the task's messages; None adds none.
       overflow: as in `dialogue`.
     """
@@ -39,7 +39,7 @@ def guess_number(
 
 
 def hint(rollout: Rollout, step: int) -> str:
-    """Where the number lies, seen from the last guess."""
+    """Tell in which direction the number lies from the last guess."""
     guess = last_guess(rollout)
     if guess is None:
         return "Say a whole number."
@@ -52,6 +52,6 @@ def found(rollout: Rollout, step: int) -> bool:
 
 
 def last_guess(rollout: Rollout) -> int | None:
-    """The last whole number of the last reply, thinking excluded; None where it has none."""
+    """The last whole number of the last reply, thinking excluded; None if it has none."""
     numbers = NUMBER.findall(rollout.final_content)
     return int(numbers[-1]) if numbers else None

@@ -1,5 +1,5 @@
-"""Text environments with `reset` and `step`, as Gymnasium has them. The package itself is not
-needed: what counts is the two methods."""
+"""Text environments with Gymnasium's `reset` and `step`. Only these two methods are needed, not the
+package."""
 
 from __future__ import annotations
 
@@ -27,31 +27,30 @@ def gymnasium(
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking",
     deadline: float | None = None,
 ) -> Environment:
-    """The policy's replies are the actions, the observations its prompts; rewards stand at their
-    steps.
+    """Play with replies as actions and observations as prompts; each reward belongs to its step.
 
-    Every episode has an instance of its own, reset with the task's seed (`metadata["seed"]`, else
-    one of its id): the samples of a task begin with the same observation, where all that is random
-    is drawn from the seed, and differ by their actions alone. `terminated` ends an episode as
-    terminated, `truncated` as truncated by the environment. One that raises, or gives a reward that
-    is no number, ends that episode as truncated by "error", with the reason in
-    `rollout.error`, and the reward `environment` cannot score it.
+    Every episode has an instance of its own, reset with the task's seed: `metadata["seed"]`, else
+    one made of its id. So the samples of a task begin with the same observation, if the environment
+    draws everything random from the seed, and differ by their actions alone. `terminated` ends an
+    episode as terminated, `truncated` as truncated by the environment. If a method raises, or a
+    reward is no number, the episode ends as truncated by "error", with the reason in
+    `rollout.error`. The reward `environment` cannot score it.
 
     Args:
       make: () → an object with `reset(seed=…)` → (observation, info) and `step(action)` →
         (observation, reward, terminated, truncated, info), and perhaps `close()`. It and the
-        methods may be async; then the episodes wait for theirs at the same time.
-      parse_action: content of a reply, thinking excluded → action. ValueError says that it is none:
-        the policy reads why, and its turn is gone, with reward 0.
+        methods may be async. Episodes then wait for theirs at the same time.
+      parse_action: content of a reply, thinking excluded → action. ValueError means that it is no
+        action: the policy reads the error, and loses its turn with reward 0.
       render: observation → text.
-      max_turns: replies of an episode, at least 1; one that would go on after the last is
-        truncated.
+      max_turns: replies of an episode, at least 1. An episode that would go on after the last one
+        is truncated.
       system_prompt: put in front of the task's messages and the first observation; None adds none.
-      history: keep_thinking only appends; strip_thinking renders the conversation again for every
+      history: keep_thinking only appends. strip_thinking renders the conversation again for every
         reply, without earlier thinking.
-      deadline: seconds, > 0, that an episode may spend waiting for async methods, all together;
-        then it is truncated. None: no limit.
-    Raises: ConfigError for a limit out of range; from an episode's start, where the environment
+      deadline: seconds, > 0, for all waiting of an episode for async methods; then it is truncated.
+        None: no limit.
+    Raises: ConfigError for a limit out of range. An episode's start raises it if the environment
       cannot be made or reset.
     """
 
@@ -88,7 +87,7 @@ def gymnasium(
 
 
 class Game:
-    """The session of an episode: an instance that was reset."""
+    """The session of an episode, around an instance after its reset."""
 
     tools: dict[str, Tool] = {}  # noqa: RUF012
 
@@ -109,7 +108,7 @@ class Game:
         return self.messages
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """One action; whatever the environment does wrong ends the episode, not the run."""
+        """Take one action. An error of the environment ends the episode, not the run."""
         try:
             action = self.parse_action(rollout.final_content)
         except ValueError as error:

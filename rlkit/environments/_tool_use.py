@@ -1,4 +1,4 @@
-"""One question, as many tool calls as needed, and the answer in the first reply without a call."""
+"""One question, as many tool calls as needed, then the answer: the first reply without a call."""
 
 from __future__ import annotations
 
@@ -30,25 +30,24 @@ def tool_use(
     """The policy may call tools; a reply without a call ends the episode.
 
     Args:
-      tools: name → typed function with a docstring, plain or async. The name is the function's own,
-        since the schema gives that one. Or name → class (or partial of one) of which each episode
-        makes an instance: its documented public methods are tools by their own names, and the name
-        is that of its end state (rlkit.environments.toolbox).
-      max_turns: replies in an episode, at least 1; an episode that still calls in the last one is
+      tools: name → typed function with a docstring, plain or async. The name must be the function's
+        own, because the schema gives this one. Or name → class (or partial of one). Each episode
+        makes an instance. Its documented public methods are tools under their own names, and the
+        name is the key of its end state (rlkit.environments.toolbox).
+      max_turns: replies in an episode, at least 1. An episode with calls in its last reply is
         truncated.
-      max_calls: calls answered in one reply, at least 1; the others come back as errors.
+      max_calls: calls answered in one reply, at least 1; any further ones come back as errors.
       system_prompt: put in front of the task's messages; None adds none.
-      parse_calls: reads the calls out of a reply's content; one with a keyword `tools` is given the
-        tools.
-      overflow: of the model's context. truncate ends the episode; drop_oldest drops the oldest
-        replies, each with its calls' results, until a whole reply fits; the task's messages always
+      parse_calls: reads the calls out of a reply's content. If it has a keyword `tools`, it
+        receives the tools.
+      overflow: of the model's context. truncate ends the episode. drop_oldest drops the oldest
+        replies, each with its calls' results, until a whole reply fits. The task's messages always
         stay.
-      max_chars: of a result that the policy reads, at least 1; the rest is cut and said to be.
-      timeout: seconds that a call may take, > 0; None: no limit. See `execute` for what becomes of
-        the tool then.
-      deadline: seconds, > 0, that an episode may spend on its calls, all together; then it is
-        truncated. None: no limit.
-    Raises: ConfigError for no tools, a name that is not the function's, or a limit out of range.
+      max_chars: characters of a result for the policy, at least 1. The rest is cut, and the result
+        says so.
+      timeout: seconds of a call, > 0; None: no limit. `execute` says how it ends the tool.
+      deadline: seconds, > 0, for all calls of an episode; then it is truncated. None: no limit.
+    Raises: ConfigError for no tools, a name other than the function's, or a limit out of range.
     """
     if not tools:
         raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")

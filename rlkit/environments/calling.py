@@ -1,4 +1,4 @@
-"""Environments whose policy calls tools, whatever the tools of an episode are."""
+"""Environments with tool calls, for any way of making an episode's tools."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def calling(
     overflow: Literal["truncate", "drop_oldest"],
     system_prompt: str | None,
 ) -> Environment:
-    """`tool_use` where the tools of an episode are what `made(task)` gives; `known` has the
-    signatures, for a parser that asks."""
+    """Make `tool_use` with tools from `made(task)` for each episode; `known` has their signatures,
+    for a parser that asks for them."""
     for key, limit in (
         ("max_turns", max_turns),
         ("max_calls", max_calls),
@@ -56,7 +56,7 @@ def calling(
 
 
 def check_seconds(**limits: float | None) -> None:
-    """Raises: ConfigError for a limit of the environment that is no number of seconds."""
+    """Raise ConfigError for a limit of the environment that is no number of seconds."""
     for key, seconds in limits.items():
         if seconds is not None and not seconds > 0:
             raise ConfigError(

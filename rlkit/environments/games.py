@@ -1,4 +1,4 @@
-"""What games share: how an instance is seeded and closed, and where a reward stands."""
+"""Steps common to games: seed and close an instance, check its values, place a reward."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rlkit.types import Rollout, Task
 
 
 async def closed_quietly(instance: Any) -> None:
-    """Closes an instance. An episode that is over is not lost to an error here. Raises: Hung where
-    an async close does not end."""
+    """Close an instance. An error here does not lose an episode that is over. Raises: Hung if an
+    async close does not end."""
     try:
         with closing():
             await closed(instance)
@@ -25,18 +25,18 @@ async def closed_quietly(instance: Any) -> None:
 
 
 def seed_of(task: Task) -> int:
-    """What the task's episodes are reset with."""
+    """The seed for the resets of a task's episodes."""
     return int(task.metadata.get("seed", zlib.crc32(task.id.encode())))
 
 
 def unpack(given: Any, names: str) -> Sequence[Any]:
-    """What a game's method gave, which must be as many values as `names` lists. A text is not
-    unpacked to its letters. Raises: TypeError."""
+    """Check that a game's method gave as many values as `names` lists, and return them. A text is
+    not unpacked to its letters. Raises: TypeError."""
     if isinstance(given, tuple | list) and len(given) == 1 + names.count(","):
         return given
     raise TypeError(f"it must give ({names}), and it gave {given!r:.200}")
 
 
 def rewarded(rollout: Rollout, reward: float) -> Rollout:
-    """The rollout with this reward at its last step."""
+    """Set the reward of the rollout's last step."""
     return rollout._replace(steps=(*rollout.steps[:-1], rollout.steps[-1]._replace(reward=reward)))

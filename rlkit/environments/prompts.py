@@ -1,4 +1,4 @@
-"""How a system prompt from the config meets the messages of a row."""
+"""Combine a system prompt from the config with the messages of a row."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from rlkit.types import Message
 def with_system_prompt(
     messages: Sequence[Message], system_prompt: str | None
 ) -> tuple[Message, ...]:
-    """The messages with a system prompt in front.
+    """Put a system prompt in front of the messages.
 
-    A row that brings its own system message keeps it: chat templates read one only, so the two
-    become one message, the given text first. None or '' adds nothing. The row's messages are not
-    changed.
+    A row with its own system message keeps it. Chat templates read only one, so the two become one
+    message, the given text first. None or '' adds nothing. The row's messages are not changed.
     """
     if not system_prompt:
         return tuple(messages)

@@ -1,4 +1,4 @@
-"""The python tools: code that the policy writes, run in the sandbox."""
+"""The python tools: run the policy's code in the sandbox."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
     """The tool `python(code)`: a fresh interpreter for every call, nothing kept between calls.
 
     Args:
-      sandbox: limits, and the isolation that is asked for.
-    Returns: a tool that gives what the code printed, then the value of its last expression. It
-      raises ValueError with a sentence for the policy where the code fails.
+      sandbox: limits, and the required isolation.
+    Returns: a tool that gives the printed text, then the value of the last expression. If the code
+      fails, it raises ValueError with a sentence for the policy.
     """
 
     def python(code: str) -> str:
@@ -24,18 +24,18 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
         """
         return _said(run(Job(code, interactive=True), sandbox))
 
-    # for rlkit.training.selfcheck, which asks before the model is loaded
+    # rlkit.training.selfcheck asks for it before the model is loaded
     vars(python)["sandbox"] = sandbox or Sandbox()
     return python
 
 
 class PythonSession:
-    """The tool `python(code)` with a memory: one interpreter an episode, started by its first call,
-    ended with the episode.
+    """The tool `python(code)` with a memory: one interpreter an episode. Its first call starts it,
+    and it ends with the episode.
 
     Args:
-      sandbox: as for `python_tool`; its time and its output are limits of each call, its memory is
-        one of the session.
+      sandbox: as for `python_tool`. Its time and its output are limits of each call; its memory is
+        a limit of the session.
     """
 
     def __init__(self, *, sandbox: Sandbox | None = None):
@@ -54,24 +54,24 @@ class PythonSession:
         return _said(outcome, "; the variables of this session are lost" if lost else "")
 
     def close(self) -> None:
-        """Ends the interpreter."""
+        """End the interpreter."""
         self.interpreter.close()
 
 
 def _said(outcome: Outcome, more: str = "") -> str:
-    """What a call gives. Raises: ValueError with a sentence for the policy where the code
+    """Write the result of a call. Raises: ValueError with a sentence for the policy if the code
     failed."""
     text = outcome.printed.strip("\n")
     problem = _problem(outcome)
     if problem:
         problem += more
-        # the end may be cut
+        # the text goes last, because its end may be cut
         raise ValueError(f"{problem}; before that it printed:\n{text}" if text else problem)
     return text or "(no output)"
 
 
 def _problem(outcome: Outcome) -> str:
-    """What went wrong, or ''."""
+    """Describe the failure, or return ''."""
     return {
         "ok": "",
         "error": outcome.error,

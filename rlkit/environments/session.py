@@ -1,5 +1,5 @@
-"""An episode's side of the conversation, opened for it and closed exactly once: a session of the
-user's, or one made of functions."""
+"""An episode's side of the conversation, opened for it and closed exactly once: a user's own
+session, or one made of functions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]
 
 @contextmanager
 def blamed(what: str, task: Task) -> Iterator[None]:
-    """Report which part of the environment raised an error, for which task, and in which file and
-    line."""
+    """Name the environment's part that raised an error, with the task, the file and the line."""
     try:
         yield
     except RLKitError:
@@ -55,13 +54,13 @@ def blamed(what: str, task: Task) -> Iterator[None]:
 
 @asynccontextmanager
 async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]:
-    """The session of an episode: that of `environment.session`, else one made of the environment's
+    """Open the session of an episode: `environment.session`, else one made of the environment's
     functions.
 
-    It is closed once, however the block ends: through the context manager that it came in, else by
-    its `close()`, where it has one.
-    Raises: EnvironmentFailed where opening or closing it raises; what the block raises comes first,
-    with a note of the other.
+    It is closed once, however the block ends: by its own context manager, else by its `close()` if
+    it has one.
+    Raises: EnvironmentFailed if opening or closing raises. An error of the block comes first, with
+      a note of the other.
     """
     session, leave, closes = await _entered(environment, task)
     failed: BaseException | None = None
@@ -101,7 +100,7 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
 
 
 async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave, Any]:
-    """The session, what leaves it, and the function by which messages name that."""
+    """Return the session, the function to leave it, and the function that messages name for it."""
     if environment.session is None:
         with blamed("tools", task):
             tools = (
@@ -123,7 +122,8 @@ async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave, An
 
 
 class FunctionSession:
-    """A session made of an environment's functions. What its tools keep is the episode's own."""
+    """A session made of an environment's functions. The state of its tools belongs to this
+    episode."""
 
     def __init__(self, environment: Environment, task: Task, tools: Mapping[str, Tool]):
         self.environment = environment
@@ -141,8 +141,8 @@ class FunctionSession:
             )
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """`stop` ends the episode; tool calls are answered; else the next prompt is asked for, and
-        where there is none it ends."""
+        """Ask `stop`, which may end the episode; answer tool calls, or ask for the next prompt. No
+        prompt ends it."""
         environment = self.environment
         index = len(rollout.steps) - 1
         with blamed("stop", self.task):
@@ -167,7 +167,7 @@ class FunctionSession:
         return rollout, said
 
     async def state(self) -> Mapping[str, Any]:
-        """That of its tools, where they have any (rlkit.environments.toolbox)."""
+        """The state of its tools, if they have any (rlkit.environments.toolbox)."""
         if not isinstance(self.tools, TellsState):
             return {}
         return await call_user("the state of the tools", self.tools.state)
@@ -180,15 +180,15 @@ async def answer_calls(
     execute: ToolExecutor = execute,
     max_calls: int = 8,
 ) -> tuple[Rollout, Messages]:
-    """Runs the tool calls of the last reply, for sessions too: the rollout with their results, and
-    the messages that tell them.
+    """Run the tool calls of the last reply, for sessions too. Return the rollout with their
+    results, and the messages for the policy.
 
-    In their order, unless every tool among them is marked `tool.independent = True`; then together.
-    Where all of them are marked `bounded`, nothing is awaited that waits for anything outside.
+    Calls run in their order, unless every tool among them is marked `tool.independent = True`; then
+    they run together. If all of them are marked `bounded`, nothing here waits for anything outside.
 
     Args:
-      execute: runs a call. A plain one is run in a thread, unless it is marked `bounded`.
-      max_calls: those beyond it are answered with a sentence that the policy can read.
+      execute: runs a call. A plain one runs in a thread, unless it is marked `bounded`.
+      max_calls: any further calls are answered with a sentence for the policy.
     """
     step = rollout.steps[-1]
     refusal = f"Error: at most {max_calls} calls in one reply; this one was not run."
@@ -231,10 +231,9 @@ async def answer_calls(
 
 
 async def with_state(rollout: Rollout, session: Session) -> Rollout:
-    """The rollout with its session's end state in `rollout.state`, where the session tells one.
+    """Keep the session's end state in `rollout.state`, if it tells one.
 
-    Raises: EnvironmentFailed for a state that is no mapping of names to plain values, those that
-    JSON has.
+    Raises: EnvironmentFailed for a state other than a mapping of names to JSON values.
     """
     if not isinstance(session, TellsState) or not callable(session.state):
         return rollout
@@ -244,7 +243,7 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
     if type(state) is dict and not state:
         return rollout
     try:
-        # a copy, which what the session does later does not change
+        # a copy, so that the session's later changes do not reach it
         plain = json.loads(json.dumps(state))
         if not isinstance(plain, dict):
             raise TypeError("it is no mapping")

@@ -1,4 +1,4 @@
-"""Telling a reply's thinking from its content."""
+"""Separate a reply's thinking from its content."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str, bool]:
 
     Args:
       text: a reply as decoded.
-      opened: the prompt already ended in `<think>`, as some chat templates make it; then a reply
+      opened: the prompt already ends in `<think>`, as with some chat templates. Then a reply
         without `</think>` is all thinking.
-    Returns: (thinking, content, closed). The tags are in neither part, and both parts are stripped;
-      without any tag the text is the content, unchanged. `closed` is False where a block was opened
-      and never closed: all that follows is thinking, and the content is what stood before it.
+    Returns: (thinking, content, closed). The tags are in neither part, and both parts are stripped.
+      Without any tag the text is the content, unchanged. `closed` is False if a block was opened
+      and never closed: all text after the tag is thinking, and the text before it is the content.
     """
     pieces = re.split(f"({'|'.join(THINK_TAGS)})", text)
     return _split(pieces[::2], [tag == THINK_TAGS[1] for tag in pieces[1::2]], opened)
@@ -28,9 +28,8 @@ def split_reply(
 ) -> tuple[str, str, bool]:
     """Split a reply's token ids as `split_thinking` does its text.
 
-    Where the tags are added tokens of the tokenizer, only their ids count: text that spells a tag
-    in ordinary tokens (a quotation) is text like any other. Where they are not, the tags are read
-    in the text.
+    If the tags are added tokens of the tokenizer, only their ids count. A tag spelled in ordinary
+    tokens, such as a quotation, is ordinary text. Otherwise the tags are read in the text.
 
     Args:
       thinking: of the policy's renderer.
@@ -48,7 +47,7 @@ def split_reply(
 
 
 def _split(texts: Sequence[str], closing: Sequence[bool], opened: bool) -> tuple[str, str, bool]:
-    """Of n + 1 texts around n tags; `closing` tells which tags close."""
+    """Split n + 1 texts around n tags; `closing` marks the closing tags."""
     if not closing and not opened:
         return "", texts[0], True
     if True not in closing and opened:

@@ -1,9 +1,9 @@
-"""Reading tool calls out of a reply. A parser takes the content without thinking, and never raises
-on any text.
+"""Read tool calls out of a reply. A parser takes the content without thinking, and never raises on
+any text.
 
-Text that was meant as a call and is none becomes a ToolCall whose `error` the policy reads, so that
-no call vanishes. Ids count within the reply (call_0, call_1, …); the code that keeps the
-conversation makes them unique in it.
+A failed attempt at a call becomes a ToolCall with an `error` for the policy to read, so that no
+call vanishes. Ids count within the reply (call_0, call_1, …). The code that keeps the conversation
+makes them unique in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ XML_START = re.compile(r"<tool(?=[\s/>])")
 XML_CLOSE = "</tool>"
 XML_OPEN = re.compile(r"<tool\s+name\s*=\s*(?:\"([^\"<>]*)\"|'([^'<>]*)')\s*>")
 XML_FORM = f'<tool name="tool">text{XML_CLOSE}'
-# of nested lists and objects; beyond it, rendering the history would run out of stack
+# of nested lists and objects; a deeper value would exhaust the stack when the history is rendered
 MAX_DEPTH = 64
 
 
@@ -35,10 +35,10 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
     Args:
       content: a reply without its thinking.
     Returns: the content without the calls (each remaining piece stripped, joined by newlines;
-      unchanged where there is no call), and the calls in order. A call ends at the first closing
-      tag. Arguments may be missing (none), or a JSON string that holds an object. A call has an
-      `error` and no arguments where it is not closed, is no strict JSON (NaN and Infinity are not),
-      is no object, its name is no non-empty string, or its arguments are no object.
+      unchanged if there is no call), and the calls in order. A call ends at the first closing tag.
+      Arguments may be missing (none), or a JSON string of an object. A call has an `error` and no
+      arguments if it is not closed, is no strict JSON (NaN and Infinity are not), or is no object.
+      The same holds if its name is no non-empty string, or its arguments are no object.
     Source: the Hermes function-calling format, as Qwen2.5 and Qwen3 use it.
     """
     pieces: list[str] = []
@@ -64,11 +64,11 @@ def xml(
 
     Args:
       content: a reply without its thinking.
-      tools: name → function; an environment hands its own to a parser that asks for them.
-    Returns: as `hermes` does. The text is stripped; where the parameter is not a string, it is read
-      as JSON. A call has an `error` and no arguments where it is not closed, has no name in quotes,
-      names no tool, or the tool has not exactly one required parameter (none and no text is a call
-      without arguments).
+      tools: name → function. An environment passes its own to a parser with this keyword.
+    Returns: as `hermes` does. The text is stripped. If the parameter is not a string, the text is
+      read as JSON. A call has an `error` and no arguments if it is not closed, has no name in
+      quotes, names no tool, or names a tool without exactly one required parameter. If the tool has
+      none and the text is empty, it is a call without arguments.
     """
     pieces: list[str] = []
     calls: list[ToolCall] = []
@@ -86,18 +86,18 @@ def xml(
 
 
 def none(content: str) -> tuple[str, list[ToolCall]]:
-    """No tool calls: the content as it is."""
+    """Read no tool calls: return the content as it is."""
     return content, []
 
 
 def from_payload(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolCall:
-    """The call {"name": …, "arguments": {…}} that `read` gives, or one whose `error` says what is
-    wrong and what is expected.
+    """Make the call {"name": …, "arguments": {…}} given by `read`, or a call with an `error` that
+    names the mistake and the expected form.
 
     Args:
       read: gives the payload, or raises ValueError with a readable reason. Arguments may be a JSON
-        string that holds an object.
-      closed: False: what follows the payload is missing.
+        string of an object.
+      closed: False if the closing tag is missing.
     """
     name = ""
     try:
@@ -128,7 +128,8 @@ def from_payload(id: str, read: Callable[[], Any], *, closed: bool = True) -> To
 def _xml_call(
     id: str, name: str, text: str, tools: Mapping[str, Callable[..., Any]], *, closed: bool
 ) -> ToolCall:
-    """The call of a tag, or one whose `error` says what is wrong and what is expected."""
+    """Make the call of a tag, or a call with an `error` that names the mistake and the expected
+    form."""
     try:
         if not name:
             raise ValueError("the name is missing")
@@ -150,7 +151,7 @@ def _xml_call(
 
 
 def load_json(text: str) -> Any:
-    """Strict JSON that can be rendered again. Raises ValueError with a readable reason for
+    """Read strict JSON that can be rendered again. Raises: ValueError with a readable reason for
     everything else."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)

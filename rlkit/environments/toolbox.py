@@ -1,10 +1,10 @@
-"""Tools with state: a class of the user's, made again for each episode, whose documented public
-methods are its tools.
+"""Tools with state: a user's class, made again for each episode. Its documented public methods are
+the tools.
 
-An argument `task` of the class is given the episode's Task. `state()`, where there is one, gives
-the end state: a reward reads it as rollout.state[NAME], by the name that the class has in the
-config. `close()` is called once, however the episode ends. Both may be async, and so may the
-methods. docs/own_parts.md has an example with its config.
+If the class has an argument `task`, it receives the episode's Task. `state()`, if there is one,
+gives the end state. A reward reads it as rollout.state[NAME], by the class's name in the config.
+`close()` is called once, however the episode ends. Both may be async, and so may the methods.
+docs/own_parts.md has an example with its config.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NOT_TOOLS = ("close", "state")
 
 
 class Toolbox(dict[str, Tool]):
-    """The tools of one episode, by name, and the instances that some of them are methods of."""
+    """The tools of one episode, by name, and the instances behind some of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.instances: dict[str, Any] = {}
 
     async def state(self) -> dict[str, Any]:
-        """The end states by name, of the instances that tell theirs."""
+        """End states by name, of the instances that tell theirs."""
         tells = {
             name: instance.state
             for name, instance in self.instances.items()
@@ -41,29 +41,29 @@ class Toolbox(dict[str, Tool]):
         return {name: await call_user("a tool's state", tell) for name, tell in tells.items()}
 
     async def close(self) -> None:
-        """Closes every instance that can be closed. Raises: an error of one of them, after all of
-        them."""
+        """Close every instance that can be closed. Raises: an error of one of them, after closing
+        all."""
         async with AsyncExitStack() as stack:
             for instance in self.instances.values():
                 stack.push_async_callback(closed, instance)
 
 
 async def closed(instance: Any) -> None:
-    """Closes what has a `close()`, plain or async. Raises: Hung where an async one does not end in
-    time."""
+    """Call the instance's `close()`, plain or async, if it has one. Raises: Hung if an async one
+    does not end in time."""
     if isinstance(instance, Closes):
         await call_user("the close of", instance.close, closes=True)
 
 
 def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
-    """What `Environment.tools` calls once an episode.
+    """Make the function for `Environment.tools`, called once an episode.
 
     Args:
       tools: name → function, class, or partial of one of them.
     Raises: ConfigError for a function under another name than its own, a class without a documented
-      public method, and two tools of one name.
+      public method, or two tools of one name.
     """
-    givers: dict[str, str] = {}  # tool → the entry that gives it
+    givers: dict[str, str] = {}  # tool → the entry with it
     for name, tool in tools.items():
         for found in names_of(name, tool):
             if found in givers:
@@ -74,7 +74,7 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
                 )
             givers[found] = name
     if not any(map(tool_class, tools.values())):
-        return lambda task: dict(tools)  # an executor of the user's may change it
+        return lambda task: dict(tools)  # a copy, because an executor of the user's may change it
 
     async def made(task: Task) -> Toolbox:
         box = Toolbox()
@@ -88,7 +88,7 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
                     box.instances[name] = instance = tool(task=task) if asks else tool()
                 box.update({method: getattr(instance, method) for method in names_of(name, tool)})
         except BaseException:
-            with suppress(Exception):  # the first error is the one to tell
+            with suppress(Exception):  # report the first error
                 await box.close()
             raise
         return box
@@ -97,8 +97,8 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
 
 
 def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
-    """The tools for code that only reads their signatures, such as a parser: methods without an
-    instance."""
+    """The tools for code that only reads their signatures, such as a parser. Methods have no
+    instance here."""
     out: dict[str, Tool] = {}
     for name, tool in tools.items():
         cls = tool_class(tool)
@@ -112,14 +112,14 @@ def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
 
 
 def tool_class(tool: Any) -> type | None:
-    """The class that a tool is an instance's method of, or None where it is a function."""
+    """The class of a tool that is made of a class, or None for a function."""
     inner = tool.func if isinstance(tool, partial) else tool
     return inner if isinstance(inner, type) else None
 
 
 def names_of(name: str, tool: Any) -> list[str]:
-    """Names of the tools that an entry gives: its own, or those of a class's public documented
-    methods, a base class's first."""
+    """Names of an entry's tools: its own, or a class's public documented methods, a base class's
+    first."""
     cls = tool_class(tool)
     if cls is None:
         if callable(tool) and name == tool_name(tool):

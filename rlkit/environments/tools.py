@@ -1,4 +1,4 @@
-"""Tools are plain typed functions: their schema for the chat template, and calling one for the
+"""Tools are plain typed functions. Make their schema for the chat template, and call one for the
 policy.
 
     def get_weather(city: str, unit: str = "celsius") -> str:
@@ -9,8 +9,8 @@ policy.
             unit: celsius or fahrenheit.
         '''
 
-Whatever a call does wrong comes back as a sentence that the policy reads, even if it tries to end
-the process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption escapes, and what
+Every failure of a call comes back as a sentence for the policy, even if the call tries to end the
+process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption escapes, or an event that
 Python cannot stop: an exit from C, or a crash.
 """
 
@@ -40,7 +40,7 @@ from rlkit.system.shared_state import current
 from rlkit.system.waiting import waiting
 from rlkit.types import HasSchema, Tool, ToolCall, ToolResult
 
-MAX_CHARS = 2000  # of a result that the policy reads
+MAX_CHARS = 2000  # of a result, for the policy
 TIMEOUT = 30.0  # seconds of a call
 EXAMPLE = '''def add(a: int, b: int) -> int:
     """Adds two numbers.
@@ -52,17 +52,15 @@ EXAMPLE = '''def add(a: int, b: int) -> int:
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Schema of a tool in the form that chat templates take, from its annotations and its
-    Google-style docstring.
+    """Make a tool's schema for chat templates, from its annotations and its Google-style docstring.
 
     Args:
       tool: a function with a type on every parameter and a docstring that describes it and every
-        parameter, or a `functools.partial` of one: a keyword that is bound is not the policy's to
-        choose and leaves the schema. A function that carries its schema (`with_schema`) needs
-        neither.
+        parameter, or a `functools.partial` of one. A bound keyword is not the policy's to choose
+        and leaves the schema. A function with its own schema (`with_schema`) needs neither.
     Returns: {"type": "function", "function": {"name", "description", "parameters", …}}.
-    Raises: ConfigError naming the function's file and line, what is missing, and a docstring as it
-      should be.
+    Raises: ConfigError that names the function's file and line and the missing piece, with an
+      example of a docstring.
     Source: transformers.utils.get_json_schema.
     """
     from transformers.utils import get_json_schema
@@ -87,14 +85,13 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def tool_name(tool: Callable[..., Any]) -> str:
-    """The name that a tool's schema gives it: that of the function, also inside a
-    `functools.partial`."""
+    """The tool's name in its schema: the function's own, also inside a `functools.partial`."""
     return str(getattr(_function(tool), "__name__", repr(tool)))
 
 
 def tools_in_words(tools: Mapping[str, Tool]) -> str:
-    """`calculator; lend, give_back (my_tools.Shelf)`: the names, and for tools that are not rlkit's
-    own the module or class that they come from."""
+    """`calculator; lend, give_back (my_tools.Shelf)`: the names, and for tools from outside rlkit
+    their module or class."""
     names: dict[str, list[str]] = {}
     for name, tool in tools.items():
         function = _function(tool)
@@ -104,21 +101,21 @@ def tools_in_words(tools: Mapping[str, Tool]) -> str:
 
 
 def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The one inside a `functools.partial`, as a config makes it: that one has the name, the
-    docstring and the attributes."""
+    """The function inside a `functools.partial` from a config. It has the name, the docstring and
+    the attributes."""
     return tool.func if isinstance(tool, partial) else tool
 
 
 def with_schema(
     schema: Mapping[str, Any], implementation: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A tool from a schema that is there already and the function that does it; neither types nor a
-    docstring are needed.
+    """Make a tool from an existing schema and a function to run. The function needs neither types
+    nor a docstring.
 
     Args:
-      schema: {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI's
-        API takes it.
-      implementation: called with the arguments by name; the types that it has are checked.
+      schema: {"type": "function", "function": {"name", "description", "parameters"}}, as in
+        OpenAI's API.
+      implementation: called with the arguments by name; any types on it are checked.
     Raises: ConfigError for a schema without a name, or an implementation that is no function.
     """
     function = schema.get("function") if isinstance(schema, Mapping) else None
@@ -149,28 +146,27 @@ async def execute(
     max_chars: int = MAX_CHARS,
     timeout: float | None = TIMEOUT,
 ) -> ToolResult:
-    """Run one call and give what the policy reads: the result as text, or one sentence on what went
-    wrong.
+    """Run one call and return the policy's text: the result, or one sentence on the failure.
 
-    An async tool runs in the event loop, a plain one in a thread, and one that is marked
-    `tool.bounded = True`, since its work is bounded by construction, in the loop at once: a thread
-    costs more than a short call. The calls of several episodes run at the same time, so plain tools
-    that share anything have to lock it.
+    An async tool runs in the event loop, a plain one in a thread. A tool marked `tool.bounded =
+    True` has bounded work by construction. It runs in the loop at once, because a thread costs more
+    than a short call. The calls of several episodes run at the same time, so plain tools must lock
+    shared state.
 
     Args:
-      call: with `error` set it is not run; the error is the content.
+      call: if `error` is set, it is not run, and the error is the content.
       tools: name → function.
-      max_chars: longest content, in characters; a longer one is cut and says so.
-      timeout: seconds that a tool that is not bounded may take; None: no limit. An async tool is
-        cancelled then. A plain one is ended where it says how (rlkit.system.deadline.ended_by, as
-        the python tool does), else its thread goes on; what it gives is dropped.
-    Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments
-      that do not fit the signature or its types, a tool that raises or tries to end the process,
-      and one that takes too long; `seconds` is wall time in the tool.
-    An async tool that swallows its cancellation is abandoned after 10 more seconds, and its episode
-    fails.
-    Raises: CancelledError, KeyboardInterrupt and Interrupted only, where the episode is given up,
-      or the user or a signal interrupts.
+      max_chars: longest content, in characters. A longer one is cut and says so.
+      timeout: seconds, for tools without the mark `bounded`; None: no limit. An async tool is then
+        cancelled. A plain one is ended if it says how (rlkit.system.deadline.ended_by, as the
+        python tool does). Otherwise its thread goes on, and its result is dropped.
+    Returns: a ToolResult with the call's id and name. `ok` is False for an unknown tool, for
+      arguments that do not fit the signature or its types, and for a tool that raises, tries to end
+      the process, or takes too long. `seconds` is wall time in the tool.
+    If an async tool swallows its cancellation, it is abandoned after 10 more seconds, and its
+    episode fails.
+    Raises: only CancelledError, KeyboardInterrupt and Interrupted, if the episode is given up, or
+      the user or a signal interrupts.
     """
     started = perf_counter()
     content, ok = await _attempt(call, tools, timeout)
@@ -220,8 +216,8 @@ async def _attempt(
 
 
 async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
-    """What a tool gives, as text: a lazy result does its work here, within the deadline. Without an
-    await where the tool is bounded."""
+    """Run a tool and turn its result into text. A lazy result does its work here, within the
+    deadline. Nothing is awaited for a bounded tool."""
 
     bounded = marked(tool, "bounded")
     watch = current()
@@ -239,21 +235,19 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
         async with within(None if bounded else timeout):
             text = _as_text(await given)
             if not bounded:
-                # so that it counts as waiting even if it had its answer at once, such as from a
-                # cache
+                # count as waiting even if the answer came at once, for example from a cache
                 await asyncio.sleep(0)
             return text
 
 
 def _as_text(result: Any) -> str:
-    """A result as the policy reads it: JSON where it is JSON's kind of value and no text."""
+    """Write a result for the policy: JSON for JSON's types other than text."""
     plain = isinstance(result, dict | list | bool | int | float | None)
     return json.dumps(result, default=str) if plain else str(result)
 
 
 def marked(tool: Tool | None, word: str) -> bool:
-    """Whether a tool has this mark: `tool.bounded = True`, or the same on the class that it is a
-    method of."""
+    """Whether a tool has this mark: `tool.bounded = True`, or the same on the class of a method."""
     function = _function(tool) if tool is not None else None
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
 
@@ -261,12 +255,12 @@ def marked(tool: Tool | None, word: str) -> bool:
 def text_arguments(
     name: str, tool: Callable[..., Any], text: str, load: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """The arguments of a call that gives one text: that of the tool's only required parameter.
+    """Read a call's only text as the tool's only required parameter.
 
     Args:
-      load: reads the text for a parameter that is no string; raises ValueError where it cannot.
-    Raises: ValueError where the tool has not exactly one required parameter. One without any takes
-      a call without text.
+      load: reads the text for a parameter that is no string; raises ValueError if it cannot.
+    Raises: ValueError if the tool does not have exactly one required parameter. A tool without any
+      takes a call without text.
     """
     signature = _signature(tool) or inspect.Signature()
     parameters = signature.parameters
@@ -287,11 +281,11 @@ def text_arguments(
     try:
         return {required[0].name: load(text)}
     except ValueError:
-        return {required[0].name: text}  # execute says what was expected
+        return {required[0].name: text}  # execute names the expected type
 
 
 def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Why the arguments do not fit the tool's signature, or '' where they do."""
+    """Explain why the arguments do not fit the tool's signature; '' if they do."""
     signature = _signature(tool)
     if signature is None:  # a builtin without a signature checks for itself
         return ""
@@ -360,6 +354,6 @@ def _type_name(annotation: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """One line on an error; a ValueError's own words."""
+    """Describe an error in one line; a ValueError in its own words."""
     said = name_error(error).rstrip(".")
     return said.partition(": ")[2] or said if isinstance(error, ValueError) else said

@@ -1,5 +1,4 @@
-"""The weather of three cities: the example of a tool, typed and documented as every tool has to
-be."""
+"""The weather of three cities: an example of a tool with the required types and docstring."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -
         city: The name of the city.
         unit: The unit of the temperature.
     """
-    # The policy reads the docstring above. Raises ValueError with a sentence that helps it.
+    # The policy reads the docstring above. Every ValueError holds a sentence for the policy.
     known = {name.casefold(): name for name in WEATHER}
     name = known.get(city.strip().casefold())
     if name is None:

@@ -1,6 +1,6 @@
-"""Episodes: collecting them, turning them into tensors, saving them, and what they say in numbers.
+"""Episodes: collect them, turn them into tensors, save them, and summarise them in numbers.
 
-What brings torch is imported when it is asked for: files of rollouts are read without it.
+torch is imported only when it is needed, so rollout files can be read without it.
 
 Files in the order of their imports: _assemble, completions, episode, record, samplers, summary,
 demonstrate, replies, stream, _collect, evaluation.

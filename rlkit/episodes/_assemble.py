@@ -1,4 +1,4 @@
-"""Scored rollouts to padded tensors. Token ids are copied, never made again from text."""
+"""Turn scored rollouts into padded tensors. Token ids are copied, never made again from text."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class TokenRow(NamedTuple):
 def rows(rollout: Rollout) -> list[TokenRow]:
     """The training sequences of a rollout.
 
-    A step whose context begins with all that came before (context + reply of the step before)
-    extends the row; one whose context was rewritten (a template that drops earlier thinking, turns
-    dropped to make room) starts a new row. One rule for every history policy. What a thinking
-    budget wrote is in the row, for the policy read it, and is not trained.
+    A step extends the row if its context begins with everything before it: the previous step's
+    context and reply. A step with a rewritten context starts a new row. A template may have dropped
+    earlier thinking, or turns may have been dropped to make room. This one rule serves every
+    history policy. Text written by a thinking budget is in the row, because the policy read it, but
+    is not trained.
     """
     out: list[TokenRow] = []
-    # the last sampled token so far: where a reward is earned
+    # the last sampled token so far; a reward is earned there
     spot: tuple[TokenRow, int] | None = None
     for index, step in enumerate(rollout.steps):
         held = out[-1].ids if out else []
@@ -75,13 +76,13 @@ def assemble(
     """A batch of scored rollouts.
 
     Args:
-      rollouts: with their rewards; None becomes nan ("cannot be scored"). An episode's reward is
-        that of the verifier plus those of its steps; at the level of tokens each stands where it
+      rollouts: with their rewards. None becomes nan ("cannot be scored"). An episode's reward is
+        its verifier's plus its steps'. In `token_rewards` each reward stands at the token where it
         was earned.
-      pad_token_id: fills the right side of short rows. What is padding is told by `attention_mask`
-        alone, so it may equal an end-of-sequence id.
-      device: where the tensors go.
-    Raises: ValueError where there is no rollout, or none with a step.
+      pad_token_id: fills the right side of short rows. It may equal an end-of-sequence id, because
+        only `attention_mask` marks padding.
+      device: of the tensors.
+    Raises: ValueError if there is no rollout, or none with a step.
     """
     numbered = [(i, row) for i, rollout in enumerate(rollouts) for row in rows(rollout)]
     if not numbered:

@@ -37,14 +37,14 @@ KEYS = count()  # of episodes, for engines
 
 
 class Start:
-    """Where episodes wait for each other before their first replies, so that what decodes together
-    does not depend on whose first prompt was there first."""
+    """The start line: episodes wait for each other before their first replies. So the order in
+    which first prompts arrive does not decide which episodes decode together."""
 
     def __init__(self, *, waits: bool):
         self.waits, self.missing, self.all_here = waits, 0, asyncio.Event()
 
     def place(self) -> Place:
-        """One more episode that the others wait for."""
+        """Add an episode for the others to wait for."""
         self.missing += 1
         return Place(self)
 
@@ -57,21 +57,21 @@ class Place:
         self.here = False
 
     def arrive(self) -> None:
-        """The episode is ready for its first reply, or over."""
+        """Report that the episode is ready for its first reply, or over."""
         self.start.missing -= not self.here
         self.here = True
         if not self.start.missing:
             self.start.all_here.set()
 
     async def ready(self) -> None:
-        """Waits until every episode has arrived."""
+        """Wait until every episode has arrived."""
         self.arrive()
         if self.start.waits:
             await self.start.all_here.wait()
 
 
 class Speaker(NamedTuple):
-    """A model that plays, and how it is sampled."""
+    """A model and the parameters of its sampling."""
 
     policy: Policy
     engine: Engine
@@ -80,7 +80,7 @@ class Speaker(NamedTuple):
 
 
 class Turns:
-    """The key under which an engine knows an episode, or the two episodes of a game, of which one
+    """An engine's key for one episode, or for the two episodes of a game. In a game one of them
     speaks at a time."""
 
     def __init__(self, key: int, players: int = 1):
@@ -88,14 +88,14 @@ class Turns:
         self.players = players
 
     def leave(self, engine: Engine) -> None:
-        """An episode says no more; the last one releases the key."""
+        """Leave the key when an episode is over; the last one releases it."""
         self.players -= 1
         if not self.players:
             engine.release(self.key)
 
 
 class Seat(NamedTuple):
-    """What tells an episode from the others of a call."""
+    """Position of an episode in a call."""
 
     task: Task
     group: int
@@ -104,20 +104,20 @@ class Seat(NamedTuple):
     place: Place
     done: Callable[[Rollout], None]
     spent: Callable[[float], None]
-    table: Any = None  # of a game of two, and which of them this is
+    table: Any = None  # of a game of two; `player` says which of them this is
     player: int = 0
 
 
 def ignored(value: Any) -> None:
-    """For what is not looked at."""
+    """A callback that does nothing."""
 
 
 async def other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
-    """The model that plays against a policy, as it was loaded. It is sampled like the policy, and
-    never waits for an answer that is due: the policy's engine may be waiting for this one."""
+    """Load the model that plays against a policy. It is sampled like the policy. It never waits for
+    an answer that is due, because the policy's engine may be waiting for this one."""
     weights = next(policy.model.parameters())
     rival, engine = _loaded(path, str(weights.device))
-    # once: its weights stay, and episodes of other calls may be in play
+    # load once: its weights stay, and episodes of other calls may be in play
     if not isinstance(engine, Cached) or engine.decoder is None:
         await awaited(engine.load(rival, 0))
     return Speaker(rival, engine, params._replace(admission="free"), encoder(rival))
@@ -141,8 +141,8 @@ def samples_of(
     alone: Callable[[Seat], Played],
     against: Callable[[Seat], Played],
 ) -> list[Played]:
-    """The episodes of a task's samples: each by itself, all at one table, or two at each; one that
-    is left over plays `against`.
+    """Make the episodes of a task's samples: each by itself, all at one table, or two at each. A
+    sample without a partner plays `against`.
 
     Args:
       seat: (sample, table, player) → Seat. alone, against: Seat → the coroutine of an episode.
@@ -183,19 +183,19 @@ async def collected(
     collected(…)` is the same as a coroutine.
 
     Args:
-      policy: what is sampled from, with its weights as they are now.
+      policy: the model to sample, with its current weights.
       tasks: the prompts, one group each.
       environment: one for all tasks, or a function that gives each task its own.
-      engine: what samples the completions; None is a new `rlkit.engines.Cached()`. Keep one of your
-        own to play many times: its cache and what it has compiled outlive the call.
+      engine: samples the completions. None makes a new `rlkit.engines.Cached()`. Keep one of your
+        own to play many times, because its cache and its compiled code outlive the call.
       group_size: samples per task, > 0.
-      seed, step: of the run and of the RL step. With the position of the task and the sample they
-        are all the randomness there is (rlkit.functional.mix), so the same call gives the same
-        rollouts in any batch, on any rank. What a session draws from the generators of python,
-        numpy and torch follows from them too; a plain tool runs in a thread, which has none of its
-        own.
-      first: position of the first task, where these are further prompts of the same step.
-      version: RL steps that the weights have done.
+      seed, step: of the run and of the RL step. Together with the positions of the task and the
+        sample, they are the only source of randomness (rlkit.functional.mix). So the same call
+        gives the same rollouts in any batch, on any rank. They also seed the session's draws from
+        the generators of python, numpy and torch. A plain tool runs in a thread without generators
+        of its own.
+      first: position of the first task, if these are further prompts of the same step.
+      version: number of RL steps behind the weights.
       on_done: called with each episode once it is over.
       spent: called with the seconds that each episode spent in its session.
       params: of SamplingParams (temperature, max_new_tokens, …).
@@ -228,7 +228,7 @@ async def collected(
                 raise Hung("the episode is over")
             await at.place.ready()
             said = await speak(rollout, messages, session)
-            # of an engine that does not say
+            # for an engine that does not report versions
             return said and said._replace(versions=said.versions or ((0, version),))
 
         held = [at]
@@ -296,7 +296,7 @@ async def collected(
         return rollout
 
     async def against(how: Environment, one: Seat) -> Rollout:
-        """A sample against a player that is not trained on."""
+        """Play a sample against a player outside training."""
         other = one._replace(
             sample=group_size + one.sample, player=1 - one.player, done=ignored, spent=ignored
         )
@@ -325,8 +325,8 @@ async def collected(
                 player,
             )
 
-        # An episode of a shared instance that is done early must not hold up the decoding that it
-        # waits for.
+        # The other episodes of a shared instance wait for each other's replies, so one that is done
+        # early must not hold up the others' decoding.
         shared = how.table is not None and not how.table.players
         who = own._replace(params=sampling._replace(admission="free")) if shared else own
         return samples_of(
@@ -344,8 +344,8 @@ collect = blocking(collected, name="collect")
 
 
 def named_limit(policy: Policy, rollout: Rollout) -> Rollout:
-    """The episode, truncated by "context" instead of "length" where its last reply was cut by the
-    end of the context."""
+    """Name the truncation "context" instead of "length" if the end of the context cut the last
+    reply."""
     if rollout.truncation != "length":
         return rollout
     last = rollout.steps[-1]

@@ -8,8 +8,8 @@ the full record.
     pandas.read_parquet("outputs/NAME/TIME/completions")
     polars.read_parquet("outputs/NAME/TIME/completions/*.parquet")
 
-A file is whole or not there and is never rewritten, so its steps are in its name. All files of a
-run have the same columns.
+A file is whole or absent and is never rewritten, so its steps are in its name. All files of a run
+have the same columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlkit.types import Message, Rollout
 if TYPE_CHECKING:
     import pyarrow
 
-# Column → Parquet type. Between `reward` and `advantage` stands a column `reward_NAME` for each
+# Column → Parquet type. Between `reward` and `advantage` there is a column `reward_NAME` for each
 # component of the reward.
 COLUMNS: dict[str, str] = {
     "step": "int64",
@@ -49,7 +49,7 @@ FILE = re.compile(r"steps_(\d+)-(\d+)\.parquet")
 
 
 def table_columns(rewards: Iterable[str]) -> dict[str, str]:
-    """Column → type of a table with these components of the reward."""
+    """Column → type of a table with these reward components."""
     named = {f"reward_{name}": "float64" for name in rewards}
     before = {name: COLUMNS[name] for name in list(COLUMNS)[: list(COLUMNS).index("advantage")]}
     return before | named | COLUMNS
@@ -58,16 +58,15 @@ def table_columns(rewards: Iterable[str]) -> dict[str, str]:
 def completion_row(
     rollout: Rollout, step: int | None, advantage: float | None = None
 ) -> dict[str, Any]:
-    """A rollout as a row.
+    """Make a row of a rollout.
 
-    prompt           what the episode began with; messages of several roles are told apart by
-                     `role:` lines
-    completion       all that followed: the replies, thinking included, and between them what tools
-                     and the environment said
-    reward           what was trained on, rewards of steps included; null where it cannot be scored;
+    prompt           the start of the episode; `role:` lines separate messages of several roles
+    completion       everything after the prompt: the replies with their thinking, and between them
+                     the messages of tools and environment
+    reward           the trained reward, rewards of steps included; null if it cannot be scored;
                      `reward_NAME` likewise
-    advantage        mean over the rollout's trained tokens; null where nothing of it was trained on
-    policy_version   RL steps that the weights had done that sampled the first token
+    advantage        mean over the rollout's trained tokens; null if none was trained on
+    policy_version   number of RL steps behind the weights that sampled the first token
     status           terminated, or why it was truncated
     """
     versions = [version for reply in rollout.steps for _, version in reply.versions]
@@ -93,7 +92,7 @@ def completion_row(
 
 
 def _text(messages: Sequence[Message]) -> str:
-    """Messages as one text; a single one is its own text alone."""
+    """Join messages to one text; a single message is its own text alone."""
     said = [_message(message) for message in messages]
     if len(said) == 1:
         return said[0]
@@ -116,8 +115,8 @@ def _message(message: Message) -> str:
 def completions_table(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
 ) -> pyarrow.Table:
-    """Rows of `completion_row` as a table, by default with all the columns that a row has. What
-    UTF-8 has no place for is escaped."""
+    """Make a table of rows of `completion_row`, by default with every column that a row has.
+    Characters outside UTF-8 are escaped."""
     import pyarrow as pa
 
     own = columns or table_columns(
@@ -136,7 +135,7 @@ def completions_table(
 def write_completions(
     folder: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
 ) -> None:
-    """A file of some steps' rows, whole or not there. Raises: OSError."""
+    """Write the rows of some steps as one file, whole or not at all. Raises: OSError."""
     if rows:
         _write(folder, completions_table(rows, columns))
 
@@ -147,7 +146,8 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
 
     first, last = pyarrow.compute.min_max(table["step"]).as_py().values()
     path = folder / f"steps_{first:06d}-{last:06d}.parquet"
-    # what a kill leaves half written is read by nobody who opens the folder
+    # a reader who opens the folder skips hidden files, so a kill leaves nothing half-written to
+    # read
     hidden = path.with_name(f".{path.name}")
     with atomic(hidden) as file:
         pyarrow.parquet.write_table(table, file, compression="zstd")
@@ -155,10 +155,10 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
 
 
 def cut_completions(folder: Path, step: int) -> None:
-    """Moves the files with rows after an RL step, which a resumed run writes again, to
-    NAME.discarded/, where nothing is overwritten.
+    """Move the files with rows after an RL step to NAME.discarded/, and overwrite nothing there. A
+    resumed run writes these rows again.
 
-    Raises: DataError, with the rows in their place, where that fails.
+    Raises: DataError if it fails; the rows then stay in place.
     """
     target = folder.with_name(f"{folder.name}.discarded")
     for path in sorted(folder.glob("steps_*.parquet")):
@@ -168,8 +168,7 @@ def cut_completions(folder: Path, step: int) -> None:
         try:
             target.mkdir(exist_ok=True)
             if int(found[1]) <= step:
-                # it was written at another time than the checkpoint: its first rows stay, in a file
-                # of their own
+                # Its step range crosses the checkpoint: keep its first rows in a file of their own.
                 _keep(path, step)
             if (target / path.name).exists():
                 put_aside(target / path.name, ".earlier")
@@ -183,7 +182,7 @@ def cut_completions(folder: Path, step: int) -> None:
 
 
 def _keep(path: Path, step: int) -> None:
-    """Writes the rows of a file up to a step as a file beside it."""
+    """Write a file's rows up to a step as a file beside it."""
     import pyarrow.compute
     import pyarrow.parquet
 

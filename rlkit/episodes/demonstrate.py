@@ -1,4 +1,4 @@
-"""Episodes that are read instead of played: what algorithm=sft learns from."""
+"""Read episodes instead of playing them: the training data of algorithm=sft."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ def demonstrations(
     first: int = 0,
     **_: Any,
 ) -> list[Rollout]:
-    """The conversation of each task as a scored episode: its replies count as sampled, its reward
-    is 1. In place of `collect`.
+    """Return the conversation of each task as a scored episode, with its replies as sampled tokens
+    and reward 1. Takes the place of `collect`.
 
-    A reply's tokens are those that the policy would have to sample, end of turn included, in the
-    context that it would have had: each context is the one before + the reply + what the template
-    writes between replies. No text becomes a control token.
+    A reply's tokens, end of turn included, are the ones the policy would have to sample in this
+    context. Each context is the previous one + the reply + the template's text between replies. No
+    text becomes a control token.
 
     Args:
       tasks: with the whole conversation in `metadata["messages"]` (rlkit.tasks.conversations).
-      environment: of a task, for the tools that its prompt lists; it is not played.
+      environment: of a task. Its tools are listed in the prompt; it is not played.
       first: number of the first group.
-    Returns: one rollout a task. Log-probs of the sampler are nan: nothing was sampled.
-    Raises: DataError for a task without a conversation, or with one that is longer than the model's
-      context; TemplateError where the chat template writes a reply in another place than where the
-      policy would.
+    Returns: one rollout a task. The sampler's log-probs are nan, because nothing was sampled.
+    Raises: DataError for a task without a conversation, or with one longer than the model's
+      context. TemplateError if the chat template places a reply elsewhere than the policy would.
     """
     out = []
     for group, task in enumerate(tasks, first):
@@ -81,7 +80,7 @@ def demonstrations(
 def demonstrated(
     policy: Policy, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[Step, ...]:
-    """The steps of a conversation; what follows its last reply is left out."""
+    """The steps of a conversation. Messages after its last reply are left out."""
     steps: list[Step] = []
     new: list[Message] = []
     for message in messages:

@@ -17,8 +17,8 @@ from rlkit.system.loops import run
 from rlkit.system.shared_state import guard_state
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
-# (rollout so far, what is said next, session) → the policy's reply as a step. None: the context
-# leaves no room for one.
+# (rollout so far, new messages, session) → the policy's reply as a step. None: the context leaves
+# no room for a reply.
 Say = Callable[[Rollout, Messages, Session], Awaitable[Step | None]]
 
 
@@ -37,21 +37,21 @@ async def play(
     """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say
     or a limit is reached.
 
-    The order of the checks after a reply: one that was cut by length truncates the episode; then
-    the session answers, which may end it; the step limit truncates an episode that would go on.
+    Checks after a reply, in this order: a reply cut by length truncates the episode; then the
+    session answers, and may end it; then the step limit truncates an episode that would go on.
 
     Args:
-      say: the only place that knows tokens (`rlkit.episodes.replies.speaker`).
-      group, sample: position of the prompt in the batch, and which of its samples this is.
-      seed: of what the session draws from the generators of python, numpy and torch; each of its
+      say: the only place with knowledge of tokens (`rlkit.episodes.replies.speaker`).
+      group, sample: position of the prompt in the batch, and of this episode among its samples.
+      seed: for the session's draws from the generators of python, numpy and torch. Each of its
         answers has draws of its own.
-      said: called once nothing more is said, before the session tells its state and closes, which
-        may take its time.
+      said: called after the last message, before the session tells its state and closes. Closing
+        may take a while.
       spent: called at the end with the seconds that the episode spent in its session.
-      so_far: called with the rollout each time that a step is added.
+      so_far: called with the rollout each time a step is added.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length",
-      "steps", "deadline", "error" where a call did not end at its limit, or what the session says.
-    Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
+      "steps", "deadline", "error" (a call outlasted its limit), or the session's own word.
+    Raises: EnvironmentFailed if the environment's code raises; every error of `say`.
     """
     played = [Rollout(task, (), group=group, sample=sample)]
 
@@ -79,7 +79,7 @@ async def _play_to_the_end(
     task = rollout.task
     limit = Countdown(environment.deadline)
     session = None
-    # the same episode as the session sees it: what is changed there changes no row and no record
+    # the session's copy of the episode: its changes reach no training row and no record
     theirs = copied(rollout)
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
@@ -120,13 +120,13 @@ async def _play_to_the_end(
 
 
 def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
-    """The record of an episode with what a session made of its copy: rewards, results, metadata,
+    """Apply to the record the changes that a session made to its copy: rewards, results, metadata,
     another end.
 
-    Rows, prompts and calls stay those of the record, unless the session put others in their place.
+    Rows, prompts and calls stay those of the record, unless the session replaced them.
 
     Args:
-      said: what the session answered. given: what it was given, a copy of `record`.
+      said: the session's answer. given: the copy of `record` that it received.
     """
 
     def step_of(own: Step, before: Step, kept: Step) -> Step:
@@ -144,7 +144,7 @@ def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
 
 
 class Opening(NamedTuple):
-    """What an episode begins with."""
+    """The start of an episode."""
 
     prompt: list[Message]
     tools: Mapping[str, Tool]
@@ -153,8 +153,8 @@ class Opening(NamedTuple):
 
 
 def opening(task: Task, environment: Environment) -> Opening:
-    """The first prompt, the tools and the state of an episode, which is not played: its session is
-    opened and closed again."""
+    """Read the first prompt, the tools and the state of an episode without playing it: open its
+    session and close it again."""
 
     async def look() -> Opening:
         own = copied(task)
@@ -176,13 +176,13 @@ def cut_off(rollout: Rollout, why: str) -> Rollout:
 
 
 def failed(rollout: Rollout, why: str) -> Rollout:
-    """The rollout, cut off by a failure of its environment, which is not the policy's. It is not
+    """Mark the rollout as cut off by a failure of its environment, not of the policy. It is not
     scored."""
     return cut_off(rollout, "error")._replace(error=why)
 
 
 async def _first_prompt(session: Session, task: Task) -> Messages:
-    """What the session begins with; a text is a user's message. Raises: EnvironmentFailed where it
+    """The session's first prompt; a text becomes a user's message. Raises: EnvironmentFailed if it
     is no prompt."""
     with blamed("first prompt", task):
         said = await call_user("the environment's first prompt", session.first_prompt)
@@ -190,8 +190,8 @@ async def _first_prompt(session: Session, task: Task) -> Messages:
 
 
 def _messages(said: Any) -> Messages:
-    """What a session says, as messages of rlkit's own; a text is a user's. Raises: TypeError where
-    it is neither."""
+    """Copy a session's messages; a text becomes a user's message. Raises: TypeError if it is
+    neither."""
     if isinstance(said, str):
         said = [{"role": "user", "content": said}]
     if not (isinstance(said, list | tuple) and said and all(map(_is_message, said))):
@@ -208,7 +208,7 @@ def _is_message(said: Any) -> bool:
 
 
 async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-    """What a session answers. Raises: TypeError where it is not (rollout, messages or None)."""
+    """Ask a session for its answer. Raises: TypeError if it is not (rollout, messages or None)."""
     answer: Any = await call_user("the environment's answer", session.answer, rollout)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Rollout)):
         raise TypeError(

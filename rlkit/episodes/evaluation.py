@@ -1,4 +1,4 @@
-"""Held-out evaluation: the same episodes and verifiers as training, with sampling settings of its
+"""Held-out evaluation: the episodes and verifiers of training, with sampling settings of its
 own."""
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rlkit.statistics import independent, mean_interval, pass_at_k, share_interv
 from rlkit.tasks.splits import problem_of
 from rlkit.types import Environment, Policy, Rollout, Task
 
-# one for all tasks, or a function that gives each task its own
+# one for all tasks, or a function from a task to its own
 Setting = Environment | Callable[[Task], Environment]
 
-# a verifier's score of a right answer, where the task's metadata names no other as `correct_from`
+# a verifier's score of a right answer, unless the task's metadata sets another as `correct_from`
 CORRECT = 1.0
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Whether the verifier gave what counts as right, the rewards of the steps included: full
-    marks, or the task's own `correct_from` where even the best earns less."""
+    """Whether the verifier's score, with the rewards of the steps, counts as right: full marks, or
+    the task's own `correct_from` if even the best answer earns less."""
     return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get(
         "correct_from", CORRECT
     )
@@ -40,15 +40,14 @@ def greedy_accuracy(
     temperature: float = 0.0,
     **collecting: Any,
 ) -> tuple[dict[str, Any], list[Rollout]]:
-    """One episode per task, greedy unless a temperature is given; shared out to all ranks, which
-    all get the result.
+    """Play one episode per task, greedily unless a temperature is given. All ranks share the work,
+    and all get the result.
 
     Args:
-      reward: the verifier; which of its scores are right is told by `is_correct`.
-      temperature: ≥ 0. A policy that plays by chance may do nothing but repeat itself in greedy
-        decoding.
+      reward: the verifier; `is_correct` decides which scores are right.
+      temperature: ≥ 0. With greedy decoding, a policy that plays by chance may only repeat itself.
       collecting: engine, version and max_new_tokens, as for `collect`.
-    Returns: what `accuracy` measures, and the temperature; of a mixture, the same under `parts`;
+    Returns: the figures of `accuracy`, and the temperature; for a mixture, the same under `parts`;
       and the rollouts.
     """
 
@@ -74,9 +73,9 @@ def sampled_accuracy(
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """Several sampled replies per task.
 
-    Returns: for avg@samples, every pass@k and the mean reward a value and its 95 % interval over
-      problems; of a mixture, the same under `parts`; and the rollouts.
-    Raises: ValueError where a k is larger than `samples`.
+    Returns: for avg@samples, every pass@k and the mean reward, a value and its 95 % interval over
+      problems; for a mixture, the same under `parts`; and the rollouts.
+    Raises: ValueError if a k is larger than `samples`.
     """
     if max(k) > samples:
         raise ValueError(
@@ -95,18 +94,18 @@ def sampled_accuracy(
 def _with_parts(
     rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """A measure of all rollouts, and under `parts` that of each part of a mixture."""
+    """Measure all rollouts, and each part of a mixture under `parts`."""
     parts = {part: measure(own) for part, own in by_part(rollouts).items()}
     return measure(rollouts) | ({"parts": parts} if parts else {})
 
 
 def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[str, Any]:
-    """Share of right rollouts, mean reward of what could be scored, and their 95 % intervals over
+    """Share of right rollouts, mean reward of scored rollouts, and their 95 % intervals over
     distinct problems.
 
     Rows that repeat a problem are no new evidence: the intervals count problems (`distinct`), the
-    means count rows (`n`). Under `metrics`, where there are any, the means of what the reward's
-    functions measured themselves.
+    means count rows (`n`). If the reward's functions have metrics of their own, `metrics` holds
+    their means.
     """
     right = sum(map(is_correct, rollouts))
     problems = _by_problem(rollouts)
@@ -129,7 +128,7 @@ def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[s
 
 
 def curves(rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]) -> dict[str, Any]:
-    """avg@samples and every pass@k of rollouts whose samples of a task stand side by side."""
+    """avg@samples and every pass@k; samples of a task must stand side by side in `rollouts`."""
     tasks = [rollouts[i : i + samples] for i in range(0, len(rollouts), samples)]
     rows: dict[str, list[int]] = {}  # problem → right samples of each of its tasks
     for own in tasks:
@@ -157,10 +156,9 @@ def _by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float, float]:
-    """Mean total reward of what could be scored and its interval over problems; nan without
-    rewards.
+    """Mean total reward of scored rollouts and its interval over problems; nan without rewards.
 
-    Of zeros and ones Wilson's interval, as for the accuracy.
+    For zeros and ones it is Wilson's interval, as for the accuracy.
     """
     totals = [[total for r in own if (total := r.total_reward) is not None] for own in problems]
     known = [own for own in totals if own]

@@ -1,14 +1,15 @@
 """Rollouts as files: JSON lines for machines, plain text for people.
 
-A row is a rollout. All rows have one shape whatever the rollout holds: what is free-form (metadata,
-rewards by name, arguments of calls, further keys of messages) is JSON text. So a file opens in
-`datasets` as it is, which also makes Parquet of it:
+A row is a rollout, and all rows have one shape. Free-form values (metadata, rewards by name,
+arguments of calls, further keys of messages) are JSON text. So `datasets` opens a file as it is,
+and can turn it into Parquet:
 
     load_dataset("json", data_files="rollouts.jsonl.gz",
     split="train").to_parquet("rollouts.parquet")
 
-`datasets` guesses the types from the start of the first file. If nothing there shows them (no tool
-call at all, no reward), pass `features=Features.from_arrow_schema(rollout_schema())`.
+`datasets` guesses the types from the start of the first file. If the start shows no value of a
+column (no tool call at all, no reward), pass
+`features=Features.from_arrow_schema(rollout_schema())`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".jsonl.gz", ".jsonl")
 FAILED = "failed_rollout.jsonl.gz"  # the rollout on which a reward failed
-MEMBER = re.compile(rb"\x1f\x8b\x08[\0\x04]\0{4}")  # how a gzip member without name and time begins
+MEMBER = re.compile(rb"\x1f\x8b\x08[\0\x04]\0{4}")  # start of a gzip member without name and time
 PIECE = 1 << 16  # bytes that are unpacked at a time
 TEXT = json.JSONEncoder(ensure_ascii=False)
 
@@ -47,26 +48,25 @@ TEXT = json.JSONEncoder(ensure_ascii=False)
 
 
 def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
-    """A file of rollouts, whole or not there; equal rollouts give equal bytes.
+    """Write a file of rollouts, whole or not at all; equal rollouts give equal bytes.
 
     Args:
-      path: ends in .jsonl or .jsonl.gz, which decides the format. What was there is replaced.
-      rollouts: with metadata and arguments of types that JSON knows; tuples in there come back as
-        lists.
-    Raises: ConfigError for another ending, TypeError for what JSON does not know.
+      path: ends in .jsonl or .jsonl.gz, for the format. An existing file is replaced.
+      rollouts: metadata and arguments must be JSON types; tuples in them come back as lists.
+    Raises: ConfigError for another ending, TypeError for a value that JSON does not know.
     """
     write_atomic(Path(path), _json_lines(Path(path), rollouts))
 
 
 def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
-    """Adds rollouts to a .jsonl or .jsonl.gz file, which need not be there yet. A kill in the
-    middle damages these rollouts alone.
+    """Add rollouts to a .jsonl or .jsonl.gz file, creating it if needed. A kill in the middle
+    damages these rollouts alone.
 
-    Raises: ConfigError for another ending, TypeError for what JSON does not know; then nothing was
-    written.
+    Raises: ConfigError for another ending, TypeError for a value that JSON does not know; then
+    nothing was written.
     """
     path = Path(path)
-    data = _json_lines(path, rollouts)  # of a .gz: a member of its own
+    data = _json_lines(path, rollouts)  # in a .gz: a member of its own
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         if path.suffix != ".gz" and file.tell():
@@ -77,16 +77,16 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
 
 
 def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None:
-    """Adds the rollouts of an RL step to the files of a run's rollouts/. Raises: TypeError,
-    OSError; then nothing was written."""
+    """Add the rollouts of an RL step to the files of a run's rollouts/. Raises: TypeError, OSError;
+    then nothing was written."""
     shards.append_lines(folder, rl_step, _lines(rollouts, rl_step))
 
 
 @contextmanager
 def failed_rollout_kept(folder: Path) -> Iterator[None]:
-    """Where a reward fails inside, the rollout on which it failed is saved to the folder, and the
-    error's note names the file."""
-    # rewards bring torch, and a file of rollouts is read without
+    """If a reward fails inside, save its rollout to the folder and name the file in the error's
+    note."""
+    # rewards import torch, but files of rollouts are read without it
     from rlkit.rewards import RewardError
 
     try:
@@ -121,16 +121,16 @@ def _lines(rollouts: Sequence[Rollout], rl_step: int | None = None) -> bytes:
 def load_rollouts(
     path: Path | str | Part, *, step: int | None = None, strict: bool = False
 ) -> list[Rollout]:
-    """The rollouts of a file, or of one RL step of a run, equal to those saved.
+    """Load the rollouts of a file, or of one RL step of a run, equal to the saved ones.
 
     Args:
-      path: a file of `save_rollouts` or `append_rollouts`, or one of a run's rollouts/; with `step`
-        that folder.
+      path: a file written by `save_rollouts` or `append_rollouts`, or one of a run's rollouts/;
+        with `step`, the folder rollouts/.
       step: the RL step, counted from 1. None reads the whole file.
       strict: True raises at the first damaged place. False warns of each, with file and line, and
         keeps the rest.
-    Raises: DataError naming the place, where strict and where there are damaged places only.
-      ConfigError for another ending, and for a step that the folder does not hold.
+    Raises: DataError that names the place, if strict or if every place is damaged. ConfigError for
+      another ending, or for a step missing from the folder.
     """
     rollouts = []
     damages = []
@@ -174,7 +174,7 @@ def _rollout(row: str | DataError) -> Rollout:
 
 
 def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
-    """Each line with its place, or what is wrong there; empty lines hold nothing."""
+    """Yield each line with its place, or with its damage; skip empty lines."""
     data = part.read()
     rest = b""
     number = 0
@@ -183,7 +183,7 @@ def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
         for line in lines:
             number += 1
             yield from _json_row(f"{part}:{number}", line)
-        if damage is not None:  # instead of the line in whose middle it happened
+        if damage is not None:  # replaces the line in the middle of which it happened
             number += 1
             rest = b""
             yield (
@@ -205,8 +205,8 @@ def _json_row(place: str, line: bytes) -> Iterator[tuple[str, str | DataError]]:
 
 
 def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
-    """The members of a gzip file, unpacked, each with what is wrong with it; behind a damaged one
-    it goes on with the next."""
+    """Unpack the members of a gzip file, each with its damage; after a damaged one, go on with the
+    next."""
     start = 0
     while start < len(data):
         text, length, damage = _unpacked(memoryview(data)[start:])
@@ -219,8 +219,8 @@ def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
 
 
 def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
-    """What comes out of the first member before its end or a damage, how many bytes it takes, and
-    the damage."""
+    """Unpack the first member up to its end or a damage: its text, the bytes it takes, and the
+    damage."""
     stream = zlib.decompressobj(wbits=31)
     texts = []
     position = 0
@@ -229,7 +229,7 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
             texts.append(stream.decompress(data[position : position + PIECE]))
             position = min(position + PIECE, len(data))
     except zlib.error as error:
-        # again, up to the very byte: what raises gives nothing
+        # again, up to the very byte: a call that raises returns nothing
         stream = zlib.decompressobj(wbits=31)
         texts = [stream.decompress(data[:position])]
         with suppress(zlib.error):
@@ -241,30 +241,30 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
 
 # --------------------------------------------------------------------------------------------- rows
 
-# to filter on; but for the first told by the rest
+# to filter on; all but the first repeat values of other fields
 COLUMNS = ("rl_step", "task_id", "num_steps", "response_length", "total_reward")
 PLAIN = ("role", "content")  # of a message; its other keys are JSON text
 # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
 LONE = "d[89a-f][0-9a-f]{2}"
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
-# all else is text
+# any other type is stored as text
 SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}
 _fields = functools.cache(typing.get_type_hints)
 
 
 def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    """Rollouts as a .jsonl.gz file would hold them. Raises TypeError for what JSON does not
+    """Rollouts as the bytes of a .jsonl.gz file. Raises: TypeError for a value that JSON does not
     know."""
     return _json_lines(Path(f"rollouts{FORMATS[0]}"), rollouts)
 
 
 def from_bytes(data: bytes) -> list[Rollout]:
-    """The inverse of `to_bytes`. Raises DataError where it is no such data."""
+    """Invert `to_bytes`. Raises: DataError for other data."""
     return [_rollout(line) for line in gzip.decompress(data).decode().split("\n") if line]
 
 
 def rollout_schema() -> pyarrow.Schema:
-    """The columns of a file of rollouts, as `datasets` and Parquet call their types."""
+    """The columns of a file of rollouts, with their types in `datasets` and Parquet."""
     import pyarrow as pa
 
     scalars = {float: pa.float64(), int: pa.int64(), bool: pa.bool_()}
@@ -288,8 +288,8 @@ def rollout_schema() -> pyarrow.Schema:
 
 
 def to_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
-    """Plain types, the same for every rollout: columns to filter on, then the fields in their
-    order."""
+    """Make a row of plain types, the same for every rollout: columns to filter on, then the fields
+    in their order."""
     columns = (
         rl_step,
         rollout.task.id,
@@ -301,14 +301,14 @@ def to_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Rollout:
-    """The inverse of `to_row`, also after a trip through JSON. Raises KeyError, TypeError or
-    ValueError where it is no such row."""
+    """Invert `to_row`, also after a trip through JSON. Raises: KeyError, TypeError or ValueError
+    for another row."""
     return _restored({name: value for name, value in row.items() if name not in COLUMNS}, Rollout)
 
 
 def _plain(value: Any, hint: Any) -> Any:
-    """A value of this type as it stands in a row. In a message, None is a key that is not there, or
-    is no text and so among the others."""
+    """A value of this type as it stands in a row. In a message, None is a missing key, or a value
+    that is no text and so stands among the other keys."""
     origin = typing.get_origin(hint)
     if hint in RECORDS:
         return {name: _plain(getattr(value, name), kind) for name, kind in _fields(hint).items()}
@@ -326,8 +326,8 @@ def _plain(value: Any, hint: Any) -> Any:
 
 
 def _restored(value: Any, hint: Any, path: str = "") -> Any:
-    """The inverse of `_plain`. Raises: TypeError naming the first field that does not hold what its
-    annotation says."""
+    """Invert `_plain`. Raises: TypeError that names the first field with a value of another type
+    than annotated."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if hint is Any:
@@ -366,10 +366,10 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
 
 
 def _line(rollout: Rollout, rl_step: int | None) -> str:
-    """The row as JSON in which every character has a place in UTF-8: half a surrogate pair is
-    written as U+FFFD and its number."""
+    """The row as JSON of characters in UTF-8: half a surrogate pair is written as U+FFFD and its
+    number."""
     text = TEXT.encode(to_row(rollout, rl_step))
-    if text.isascii():  # most are: the search takes as long as all else
+    if text.isascii():  # most are, and the search takes as long as the rest
         return text
     return re.sub(
         f"[\ud800-\udfff]|\ufffd(?={LONE}|fffd)", lambda found: f"\ufffd{ord(found[0]):x}", text
@@ -377,7 +377,7 @@ def _line(rollout: Rollout, rl_step: int | None) -> str:
 
 
 def _unescaped(line: str) -> Any:
-    """The row of a line of `_line`."""
+    """Read the row of a line of `_line`."""
     return json.loads(re.sub(f"\ufffd({LONE}|fffd)", lambda found: chr(int(found[1], 16)), line))
 
 
@@ -385,7 +385,7 @@ def _unescaped(line: str) -> Any:
 
 
 def transcript(rollout: Rollout) -> str:
-    """The conversation as Markdown that also reads well as plain text; text of the model is
+    """Write the conversation as Markdown that also reads well as plain text; the model's text is
     indented, never markup."""
     ending = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
     lines = [

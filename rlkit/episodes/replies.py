@@ -1,5 +1,5 @@
-"""The policy's side of an episode: messages become the ids of a prompt, a completion is sampled and
-read as a step."""
+"""The policy's side of an episode: turn messages into prompt ids, sample a completion, read it as a
+step."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def speaker(
     seed: int,
     encode: Encode,
 ) -> Say:
-    """The `say` of one episode: the policy speaks through an engine.
+    """Return the `say` of one episode: the policy speaks through an engine.
 
     Args:
-      params: `max_new_tokens` is also the room that a context has to leave where the environment
-        drops its oldest turns.
+      params: `max_new_tokens` is also the room that a context has to leave if the environment drops
+        its oldest turns.
       key: of the episode, for the engine.
       seed: of the episode; a reply's own seed is mix(seed, its number).
       encode: of first prompts; see `encoder`.
@@ -74,7 +74,7 @@ def speaker(
 
 
 def check_engine(engine: Any) -> None:
-    """Raises: EngineError where this is no engine."""
+    """Raise EngineError if this is no engine."""
     absent = missing(engine, Engine)
     if absent:
         hint = callable(engine) * (
@@ -88,7 +88,7 @@ def check_engine(engine: Any) -> None:
 
 
 def check_generation(engine: Any, reply: Any) -> None:
-    """Raises: EngineError where an engine gave no completion that can be trained on."""
+    """Raise EngineError if an engine gave no completion to train on."""
     if not isinstance(reply, Generation):
         wrong = f"{reply!r:.200} in place of a rlkit.types.Generation"
     elif not reply.token_ids:
@@ -107,8 +107,8 @@ def check_generation(engine: Any, reply: Any) -> None:
 
 
 def encoder(policy: Policy) -> Encode:
-    """`encode_prompt` for the first prompts of the episodes of one call: those of a task's samples
-    are equal, and are encoded once."""
+    """Return `encode_prompt` for the first prompts of one call's episodes. All samples of a task
+    have the same first prompt, so it is encoded once."""
     kept: dict[str, tuple[int, ...]] = {}
 
     def encode(messages: Messages, tools: Mapping[str, Tool]) -> tuple[int, ...]:
@@ -131,11 +131,11 @@ def read_reply(
     *,
     dropped: int = 0,
 ) -> Step:
-    """A completion as a step: the ids as sampled, and what they say.
+    """Read a completion as a step: the sampled ids and their meaning.
 
     Args:
-      rollout: the episode before it. messages: what was new in its prompt, whose `ids` these are.
-      dropped: exchanges that the prompt no longer holds.
+      rollout: the episode before it. messages: the new messages of its prompt. ids: of the prompt.
+      dropped: number of exchanges dropped from the prompt.
     """
     ended = bool(reply.token_ids) and reply.token_ids[-1] in policy.eos_token_ids
     tags = policy.renderer.thinking
@@ -179,16 +179,16 @@ def next_prompt_ids(
     *,
     room: int = 1,
 ) -> tuple[tuple[int, ...], int]:
-    """The ids of the next prompt, and how many exchanges it has dropped.
+    """Return the ids of the next prompt, and the number of exchanges dropped from it.
 
-    keep_thinking appends: previous prompt + sampled ids + what the template writes between replies.
+    keep_thinking appends: previous prompt + sampled ids + the template's text between replies.
     strip_thinking renders the conversation again without earlier thinking.
 
-    With `drop_oldest`, a prompt that leaves less than `room` tokens loses its oldest exchanges, a
-    reply and what was said to it (a tool's results, a user's message) each, until it leaves them or
-    one exchange is left. The first prompt and the last exchange always stay, so roles alternate and
-    every result follows its call. What is dropped stays dropped. keep_thinking cuts exchanges out
-    of the token stream: those that stay are the ids that were sampled.
+    An exchange is a reply and the messages after it: a tool's results, or a user's message. With
+    `drop_oldest`, a prompt that leaves less than `room` tokens loses its oldest exchanges, until it
+    leaves enough or one exchange is left. The first prompt and the last exchange always stay, so
+    roles alternate and every result follows its call. Dropped exchanges stay dropped. keep_thinking
+    cuts exchanges out of the token stream, so the remaining ids are the sampled ones.
     """
     if not rollout.steps:
         return encode(messages, tools), 0
@@ -218,8 +218,8 @@ def _appended(
     last = rollout.steps[-1]
     context = rollout.context(-1)
     kept = rollout.steps[0].prompt_length
-    # ids of each exchange; the prompt of step k + 1 is the first prompt and the exchanges up to k
-    # that it holds
+    # Ids of each exchange. The prompt of step k + 1 is the first prompt and its remaining exchanges
+    # up to k.
     sizes: list[int] = []
     for step in rollout.steps[1:]:
         sizes.append(step.prompt_length - kept - sum(sizes[step.dropped :]))

@@ -1,10 +1,10 @@
-"""Which problem is asked next, chosen by what its groups have scored so far.
+"""Choose the next problem by the scores of its groups so far.
 
     state ── draw ──▶ problems of a step ── play, score ──▶ outcomes ── update ──▶ state
 
-The state is plain numbers and a table with a row for each problem, so it fits into a checkpoint,
-and a draw is a function of the state and the run's seed. The order of the epochs decides whose turn
-it is in a mixture; a sampler chooses among the problems of that part.
+The state is plain numbers and a table with a row for each problem, so it fits into a checkpoint. A
+draw is a function of the state and the run's seed. In a mixture, the order of the epochs decides
+which part is next; a sampler chooses among the problems of this part.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from rlkit.types import Rollout, Task, ranges
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Columns of the table: successes and failures (sums of rewards clipped to 0 … 1, and of what they
-# lack of 1), the mean of the last group (-1 before the first), and which draw of its part asked the
-# problem last (0: none).
+# Columns of the table: successes (sum of rewards clipped to 0 … 1), failures (sum of 1 - the same),
+# mean of the last group (-1 before the first), and number of the draw of its part that last asked
+# the problem (0: none).
 SUCCESSES, FAILURES, LAST, ASKED = range(4)
 # table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked:
-# before them
+# the step before these
 State = Mapping[str, Any]
 
 
 class TaskSampler(NamedTuple):
-    """How the next problem is chosen among the n of its part that the step has not drawn yet.
+    """A rule for the next problem, among the n of its part that the step has not drawn yet.
 
-    P(i) = (1 - explore) · w_i / Σ w + explore / n;  greedy: the largest w in place of w_i / Σ w, of
-    equal ones the one asked longest ago
+    P(i) = (1 - explore) · w_i / Σ w + explore / n;  greedy: the largest w instead of w_i / Σ w;
+    among equal ones, the one asked longest ago
 
     weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs,
-              whatever they scored
-    retest    every so many draws of a part ask the problem that was asked longest ago; 0: none does
-    memory    the share of a problem's earlier successes and failures that counts beside a new
-              group's
+              whatever their scores
+    retest    every so many draws of a part, ask the problem asked longest ago; 0: never
+    memory    share of a problem's earlier successes and failures that counts beside a new group's
     """
 
     name: str
@@ -51,7 +50,7 @@ class TaskSampler(NamedTuple):
 
 
 def uniform_sampler() -> TaskSampler:
-    """Every problem once an epoch, in an order that the seed fixes."""
+    """Draw every problem once an epoch, in an order fixed by the seed."""
     return TaskSampler("uniform")
 
 
@@ -99,7 +98,7 @@ def by_pool(
 def variance_sampler(
     *, explore: float = 0.1, prior: float = 0.5, memory: float = 0.8
 ) -> TaskSampler:
-    """In proportion to the expected variance of a reply's success: w = E[p(1-p)] = ab /
+    """Draw in proportion to the expected variance of a reply's success: w = E[p(1-p)] = ab /
     ((a+b)(a+b+1)) for p ~ Beta(a, b).
 
     a = prior + Σ memory^k · successes of the k-th last group, b likewise for failures. A prior of
@@ -126,12 +125,13 @@ def by_variance(rows: Tensor, *, prior: float) -> Tensor:
 def prioritised_sampler(
     *, retest: int = 8, unseen: float = 0.1, explore: float = 0.0
 ) -> TaskSampler:
-    """The largest p(1-p) of the last group first, with retests of what is solved or too hard.
+    """Draw the largest p(1-p) of the last group first, with retests of solved and too hard
+    problems.
 
-    Args: retest: every so many draws ask the problem that was asked longest ago, so each of n
-      problems is asked within n · retest draws. unseen: of a problem without a group, in place of
-      p(1-p); below 0.25, so that known signal goes first, and above 0, so that unknown problems go
-      before those that teach nothing. explore: share of uniform draws.
+    Args: retest: every so many draws, ask the problem asked longest ago. So each of n problems is
+      asked within n · retest draws. unseen: stands for p(1-p) of a problem without a group. Below
+      0.25, so that known signal goes first; above 0, so that unknown problems go before problems
+      without signal. explore: share of uniform draws.
     Source: the heap with periodic retests of arXiv:2601.02648.
     """
     return TaskSampler(
@@ -151,14 +151,13 @@ def by_last_variance(rows: Tensor, *, unseen: float) -> Tensor:
 
 @ranges(solved=(0, 1))
 def unsolved_sampler(*, solved: float = 0.9) -> TaskSampler:
-    """No positive resampling: a problem whose last group's mean reached `solved` is not asked
-    again, unless all of its part have.
+    """Do not ask a problem again once its last group's mean has reached `solved`, unless all
+    problems of its part have (no positive resampling).
 
-    So not every problem is visited for ever, and one that the policy forgets stays out;
-    `sampler/solved` is the share that is out.
+    A problem that the policy forgets stays out. `sampler/solved` is the share of such problems.
 
-    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; its threshold is on the history, here on
-    the last group as in TRL.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. Its threshold is on the history; here it
+    is on the last group, as in TRL.
     """
     return TaskSampler("unsolved", partial(while_unsolved, solved=solved))
 
@@ -179,15 +178,16 @@ def choose_tasks(
     *,
     seed: int,
 ) -> State:
-    """The state after one draw for each of `parts`; `step` then ends with the positions that were
-    drawn.
+    """Draw once for each of `parts` and return the new state; its `step` ends with the drawn
+    positions.
 
-    Drawing for a and then for b equals drawing for a + b. A problem that stands several times in
-    the tasks is one, at its first position.
+    Drawing for a and then for b equals drawing for a + b. A problem that occurs several times in
+    the tasks counts once, at its first position.
 
-    Args: parts: whose turn it is, in order. state: None at the start of a run. seed: the run's.
-    Raises: DataError where the tasks are not those of the state; ConfigError where the weights are
-    no numbers of at least 0.
+    Args: parts: the part of each draw, in order. state: None at the start of a run. seed: the
+      run's.
+    Raises: DataError if the tasks are not those of the state; ConfigError if a weight is no number
+      of at least 0.
     """
     import torch
 
@@ -229,7 +229,7 @@ def choose_tasks(
 
 
 def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Random) -> int:
-    """Which of the rows is drawn, as the `number`-th draw of its part."""
+    """Choose a row for the `number`-th draw of its part."""
     import torch
 
     if sampler.retest and number % sampler.retest == 0:
@@ -242,8 +242,8 @@ def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Rando
 
 
 def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
-    """P [n] of each problem in a draw that is no retest; they sum to 1. Raises: ConfigError where
-    the weights are not what they must be."""
+    """P [n] of each problem in a draw other than a retest; they sum to 1. Raises: ConfigError if a
+    weight is no number of at least 0."""
     import torch
 
     assert sampler.weigh is not None
@@ -261,10 +261,10 @@ def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
 
 
 def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout]) -> State:
-    """The state after the groups of a step are scored; the group of number k is that of the step's
+    """Return the state after the groups of a step are scored; group number k belongs to the step's
     k-th draw.
 
-    A reward below 0 counts as 0 and one above 1 as 1. Rollouts that cannot be scored are left out.
+    Rewards are clipped to 0 … 1. Rollouts that cannot be scored are left out.
     """
     table = state["table"].clone()
     scores = dict[int, list[float]]()
@@ -280,9 +280,9 @@ def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout
 
 
 def sampler_metrics(state: State | None) -> dict[str, float]:
-    """sampler/seen: share of the rows that have been asked; mixed, solved: shares of these whose
-    last group was between 0 and 1, or 0.9 and above. Rows that repeat another one's problem count
-    as unseen. Nothing for the uniform sampler."""
+    """sampler/seen: share of the rows asked so far; mixed, solved: shares of these with a last
+    group between 0 and 1, or of 0.9 and above. Rows that repeat another row's problem count as
+    unseen. Nothing for the uniform sampler."""
     if state is None:
         return {}
     last = state["table"][:, LAST]

@@ -1,7 +1,7 @@
-"""The endless stream of prompts: an order that the seed and the epoch fix, and a position in it.
+"""The endless stream of prompts: an order fixed by seed and epoch, and a position in it.
 
-The state is two numbers, and what a sampler knows of the problems (`rlkit.episodes.samplers`); so
-it fits into a checkpoint, and a resumed run draws what the interrupted one would have.
+The state is two numbers and a sampler's knowledge of the problems (`rlkit.episodes.samplers`). So
+it fits into a checkpoint, and a resumed run draws as the interrupted one would have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHANGED = (
 
 
 class StreamState(NamedTuple):
-    """Where the stream stands: `position` tasks of this epoch's order have been drawn."""
+    """Position in the stream: `position` tasks of this epoch's order have been drawn."""
 
     epoch: int = 0
     position: int = 0
@@ -32,7 +32,7 @@ class StreamState(NamedTuple):
 
 @functools.lru_cache(8)
 def order(seed: int, epoch: int, n: int) -> Sequence[int]:
-    """A permutation of 0 … n-1: a function of seed, epoch and n alone, the same on every
+    """A permutation of 0 … n-1. It depends on seed, epoch and n alone, so it is the same on every
     machine."""
     indices = list(range(n))
     random.Random(f"prompt stream/{seed}/{epoch}").shuffle(indices)
@@ -40,8 +40,8 @@ def order(seed: int, epoch: int, n: int) -> Sequence[int]:
 
 
 def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:
-    """The same for tasks of a mixture: shuffled within parts, so that every position keeps its part
-    and a step the shares of the mixture.
+    """Permute a mixture within its parts. Every position keeps its part, so a step keeps the shares
+    of the mixture.
 
     Tasks of one part, or of no mixture, come in `order`.
     """
@@ -61,22 +61,20 @@ UNIFORM = uniform_sampler()
 def take(
     tasks: Sequence[Task], state: StreamState, n: int, *, seed: int, sampler: TaskSampler = UNIFORM
 ) -> tuple[list[Task], StreamState]:
-    """The next n tasks, and the state after them.
+    """Draw the next n tasks; return them and the new state.
 
-    Within an epoch no task is drawn twice; an epoch that runs out is followed by the next one, in
-    its own order, in the same call if need be. So n may exceed the number of tasks, and drawing a
-    and then b tasks equals drawing a + b.
+    Within an epoch no task is drawn twice. After an epoch runs out, the next one follows in its own
+    order, in the same call if need be. So n may exceed the number of tasks, and drawing a and then
+    b tasks equals drawing a + b.
 
     Args:
       tasks: the same ones, in the same order, in every call of a run.
       state: StreamState() at the start of a run.
-      n: how many, 0 or more.
+      n: number of tasks, ≥ 0.
       seed: the run's.
-      sampler: one that weighs problems chooses them in place of the order, which then only says
-        whose turn it is in a mixture. Within a step it draws no problem twice, as long as there are
-        enough.
-    Raises: DataError for no tasks, or a state that lies beyond them (they changed since it was
-      saved).
+      sampler: if it weighs problems, it chooses them. The order then only decides the turns of a
+        mixture's parts. Within a step it draws no problem twice, as long as there are enough.
+    Raises: DataError for no tasks, or for a state beyond them (they changed since it was saved).
     """
     epoch, position = state[:2]
     if not tasks:
@@ -108,7 +106,7 @@ def take(
 def take_again(
     tasks: Sequence[Task], before: StreamState, after: StreamState, n: int, *, seed: int
 ) -> list[Task]:
-    """The n tasks of a step whose states before and after are known. Raises DataError where the
+    """Draw again the n tasks of a step with known states before and after. Raises: DataError if the
     tasks have changed."""
     if after.sampler is None:
         drawn, state = take(tasks, before, n, seed=seed)

@@ -1,4 +1,4 @@
-"""Rollouts in numbers: what a row of metrics.jsonl says about the episodes of a step."""
+"""Summarise rollouts in numbers: the episode metrics of a row of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from rlkit.types import FinishReason, Rollout
 
 NAN = float("nan")
 TRUNCATIONS = ("length", "context", "steps", "deadline", "environment", "error")
-FEWEST_CALLS = 4  # of a tool, of which none succeeded, that say something about the tool
+FEWEST_CALLS = 4  # calls of a tool; if all of them failed, the tool is to blame
 STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component's score
 
 
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of scored rollouts. The keys depend on the reward's names and the mixture's parts
-    only; what cannot be computed is nan.
+    """Metrics of scored rollouts. The keys depend only on the reward's names and the mixture's
+    parts; a value that cannot be computed is nan.
 
-    part/NAME/*         of a mixture, all that follows for the rollouts of one part alone, and their
-                        share of the rollouts
+    part/NAME/*         all metrics below for the rollouts of one part of a mixture, and their share
+                        of the rollouts
 
-    reward/*            raw task reward, those of steps included; unscored_frac is the share without
-                        a score
+    reward/*            raw task reward, rewards of steps included; unscored_frac is the share
+                        without a score
     reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac,
-                        unparseable_frac, timeout_frac and error_frac, how its scores came about;
-                        variance_share, the share of the reward's variance within groups, and so of
-                        the advantage's, that the component alone explains: its squared correlation
-                        with the reward, 0 … 1. Of the terms of a weighted sum that are independent
-                        they add up to 1. NAME/METRIC: what the function measured beside its score,
-                        the mean over the rollouts that it measured it on
-    aggregator/*        what the reward's aggregator measured itself
-    group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all
-                        bad: <= 0) and mixed
-    len/*               sampled tokens of an episode, all steps together; what a thinking budget
-                        wrote is not among them
-    len/loop_frac       share of episodes with a reply that repeats itself: over 10,000 characters,
-                        which zlib makes more than 10 times shorter (prose: about 2; a loop: over
-                        100), as in arXiv:2604.08527
+                        unparseable_frac, timeout_frac and error_frac, the origins of its scores;
+                        variance_share, its squared correlation with the reward, 0 … 1: the share of
+                        the reward's variance within groups, and so of the advantage's, explained by
+                        this component alone. The shares of a weighted sum's independent terms add
+                        up to 1. NAME/METRIC: another figure of the reward function, the mean over
+                        the rollouts that have it
+    aggregator/*        figures of the reward's aggregator itself
+    group/*             shares of prompts with equal rewards (split into all good: > 0, all bad: <=
+                        0) and with mixed ones
+    len/*               sampled tokens of an episode, all steps together, without the text of a
+                        thinking budget
+    len/loop_frac       share of episodes with a reply that repeats itself: it has over 10,000
+                        characters, and zlib makes it more than 10 times shorter (prose: about 2; a
+                        loop: over 100), as in arXiv:2604.08527
     stop_reason/*       how episodes ended: stop (the policy or the environment), length, context,
                         steps, deadline (its seconds in the session), environment (a limit of its
-                        own) or error (it failed, and why is the rollout's `error`)
-                        finish_reason/*     how replies ended: shares of stop, tool, budget and
-                        length, as types.FinishReason has them
-    dropped_frac        share of episodes whose context dropped its oldest turns
+                        own) or error (it failed; the rollout's `error` says why)
+    finish_reason/*     how replies ended: shares of stop, tool, budget and length, as in
+                        types.FinishReason
+    dropped_frac        share of episodes with oldest turns dropped from the context
     think_closed_frac   share of episodes without an unclosed thinking block
     answer_found_frac   share of episodes with content and no tool call in the last reply, or with
                         an answer by their environment
-    parse_fail_frac     share of episodes with at least one tool call that could not be read
+    parse_fail_frac     share of episodes with at least one unreadable tool call
     tools/*             calls and failures per episode, replies per episode
-    rollout/empty_frac  share of episodes that said nothing at all
+    rollout/empty_frac  share of episodes without thinking, content or a call
     program/*           means over the episodes of programs: refused and retries (requests), rows,
                         thinking_rows (the client dropped thinking), prompt_tokens, and
                         thinking_tokens (in thinking_rows)
@@ -65,10 +65,9 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def failures(rollouts: Sequence[Rollout]) -> str:
-    """How many episodes their environment failed in, and the first one's error; nothing where it
-    failed in none.
+    """Count the failed environments, and quote the first error; an empty text if none failed.
 
-    Raises: EnvironmentFailed where it failed in all of them: nothing can be measured or learned.
+    Raises: EnvironmentFailed if all of them failed: there is nothing to measure or learn.
     """
     failed = [r for r in rollouts if r.truncation == "error"]
     if not failed:
@@ -84,7 +83,8 @@ def failures(rollouts: Sequence[Rollout]) -> str:
 
 
 def failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
-    """A sentence on each tool that failed in all of its calls, at least FEWEST_CALLS of them."""
+    """Write a sentence on each tool that failed in all of its calls, if it has at least
+    FEWEST_CALLS."""
     results = defaultdict(list)
     for result in (r for rollout in rollouts for step in rollout.steps for r in step.tool_results):
         if not result.content.startswith("Error: there is no tool"):
@@ -98,8 +98,8 @@ def failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def refusals(rollouts: Sequence[Rollout]) -> str:
-    """In how many episodes requests of a program were refused, and the first one's sentence;
-    nothing where all were answered."""
+    """Count the episodes with refused requests of a program, and quote the first refusal; an empty
+    text if there is none."""
     refused = [r for r in rollouts if r.metadata.get("refused")]
     if not refused:
         return ""
@@ -110,7 +110,7 @@ def refusals(rollouts: Sequence[Rollout]) -> str:
 
 
 def by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """The rollouts of each part of a mixture, by name; nothing where there is no mixture."""
+    """The rollouts of each part of a mixture, by name; empty without a mixture."""
     parts: dict[str, list[Rollout]] = {
         part: [] for part in sorted({r.task.part for r in rollouts} - {""})
     }
@@ -175,8 +175,8 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def loops(text: str) -> bool:
-    """Whether a text is long and repeats itself: more than 10,000 characters, which zlib makes more
-    than 10 times shorter."""
+    """Whether a text is long and repeats itself: it has more than 10,000 characters, and zlib makes
+    it more than 10 times shorter."""
     if len(text) <= 10_000:
         return False
     data = text.encode()
@@ -220,8 +220,8 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def measured_by_reward(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What the reward's functions measured beside their scores, as reward/TERM/METRIC and
-    aggregator/METRIC: means over the rollouts that they measured it on."""
+    """Figures of the reward's functions beside their scores, as reward/TERM/METRIC and
+    aggregator/METRIC: means over the rollouts that have them."""
     return {
         name: _mean([r.metrics[name] for r in rollouts if name in r.metrics])
         for name in dict.fromkeys(name for r in rollouts for name in r.metrics)
@@ -229,8 +229,8 @@ def measured_by_reward(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
-    """(Σ x y)² / (Σ x² Σ y²) of component and reward, each less its mean in the group; nan where
-    one of them does not vary."""
+    """(Σ x y)² / (Σ x² Σ y²) of component and reward, each less its mean in the group; nan if one
+    of them does not vary."""
     groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for r in rollouts:
         value = r.rewards[name]

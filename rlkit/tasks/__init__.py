@@ -1,5 +1,5 @@
-"""Data sets as tasks. A factory takes `split`, `seed` and `max_samples` by keyword and gives a
-sequence of Task; mixture joins several.
+"""Data sets as tasks. A factory takes `split`, `seed` and `max_samples` by keyword and returns a
+sequence of Task; `mixture` joins several.
 
 The problems of train, validation and test are disjoint, and neither the order nor the number of
 rows moves a row (tasks/splits.py).

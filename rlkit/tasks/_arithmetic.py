@@ -1,10 +1,10 @@
 """Generated arithmetic word problems: the embedded default task.
 
-A problem has a name, an item, a start amount and one to three operations on it; some carry a
-distractor sentence about another person. Everything follows from (seed, index). Test problems are
-those whose *expression* falls in one tenth of the hash space, and validation problems those of
-another tenth, so no expression is in two splits, under any wording or seed. The warm-up of the
-embedded model has seen train and validation expressions, never a test one.
+A problem has a name, an item, a start amount and one to three operations on it. Some problems have
+a distractor sentence about another person. Everything follows from (seed, index). An *expression*
+is a test problem if it falls in one tenth of the hash space, and a validation problem in another
+tenth. So no expression is in two splits, under any wording or seed. The warm-up of the embedded
+model has seen train and validation expressions, never a test one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ITEMS = (
     "jars",
 )
 
-# operation -> (kind, sentence); the kind is what a demonstration can get wrong systematically
+# operation -> (kind, sentence); a demonstration can get a kind wrong systematically
 ADD = (
     ("buys", "{name} buys {x} more."),
     ("finds", "{name} finds {x} more."),
@@ -74,13 +74,12 @@ class Problem(NamedTuple):
     question: str
     start: int
     operations: tuple[tuple[str, int], ...]
-    kinds: tuple[str, ...]  # of the operations, then "distractor" where there is one
+    kinds: tuple[str, ...]  # of the operations, then "distractor" if there is one
     distractor: int | None
 
     @property
     def expression(self) -> str:
-        """The operations as one calculator expression, with the parentheses that a final division
-        needs."""
+        """The operations as one calculator expression. A final division may need parentheses."""
         return expression(self.start, self.operations)
 
     @property
@@ -126,7 +125,7 @@ def problem(seed: int, index: int, split: Split) -> Problem:
 
 
 def draw_of(rng: random.Random, splits: Collection[Split]) -> Problem:
-    """The first problem that a generator gives whose expression belongs to one of the splits."""
+    """Draw from a generator until a problem's expression belongs to one of the splits."""
     while True:
         drawn = _draw(rng)
         if drawn is not None and split_of_expression(drawn.expression) in splits:
@@ -134,7 +133,7 @@ def draw_of(rng: random.Random, splits: Collection[Split]) -> Problem:
 
 
 def _draw(rng: random.Random) -> Problem | None:
-    """One problem, or None where the numbers drawn do not fit (a negative total, a division with a
+    """Draw one problem; None if its numbers do not fit (a negative total, a division with a
     remainder)."""
     name, other = rng.sample(NAMES, 2)
     item, other_item = rng.sample(ITEMS, 2)
@@ -179,7 +178,7 @@ def _draw(rng: random.Random) -> Problem | None:
 
 
 def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:
-    """True where every intermediate total is a positive integer."""
+    """Whether every intermediate total is a positive integer."""
     total = start
     for sign, x in operations:
         if sign == "/" and total % x:
@@ -203,9 +202,9 @@ def arithmetic(
 
     Args:
       split: "test" and "validation" for a tenth of all expressions each, "train" for the others.
-      seed: another seed gives other problems of the same split.
-      max_samples: how many problems, > 0; None gives the default 4096.
-      environment: the environment that the rows name.
+      seed: another seed makes other problems of the same split.
+      max_samples: number of problems, > 0; None means the default 4096.
+      environment: its name in every row.
     Raises: DataError for another split.
     """
     check_split(split)

@@ -1,4 +1,4 @@
-"""A user's own conversations, to learn to speak like: the rows of algorithm=sft."""
+"""A user's own conversations, to imitate: the rows of algorithm=sft."""
 
 from __future__ import annotations
 
@@ -35,25 +35,24 @@ def conversations(
     environment: str = "single_turn",
     system_prompt: str | None = None,
 ) -> Sequence[Task]:
-    """The rows of a .jsonl or .parquet file, of a folder or of a hub data set, as tasks that hold
+    """Read the rows of a .jsonl or .parquet file, of a folder or of a hub data set as tasks with
     their whole conversation.
 
-    A task's messages are those before the first reply; the whole conversation is its
+    The messages before the first reply become the task's messages; the whole conversation is its
     `metadata["messages"]`. Thinking between think tags in a reply's content becomes its
     `reasoning_content`.
 
     Args:
       path, split, seed, validation_path, test_path, max_samples: as in `jsonl`.
-      validation, held_out: as in `jsonl`; the prompt is what stands before the first reply.
+      validation, held_out: as in `jsonl`; the prompt is everything before the first reply.
       field: of a row, the list of messages: role (system, user, assistant, tool) and content; an
         assistant's may have reasoning_content and tool_calls.
-      answer: of a row, the gold answer that `reward` compares with, where rows are to be scored;
-        None: there is none.
-      reward, environment: the names for all rows; the environment says which tools the prompt
+      answer: of a row, the gold answer for `reward`, if rows are to be scored. None: there is none.
+      reward, environment: the names for all rows. The environment decides which tools the prompt
         lists.
       system_prompt: put in front of every row's messages.
-    Raises: DataError naming the row, for a list that is none, an unknown role, or a conversation
-      without a reply to learn.
+    Raises: DataError that names the row, for a list without messages, an unknown role, or a
+      conversation without a reply to learn.
     """
 
     def first_prompt(where: str, row: Mapping[str, Any]) -> list[Message]:
@@ -131,7 +130,7 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
 
 
 def _call(where: str, call: Any, number: int) -> dict[str, Any]:
-    """A tool call with its arguments as a mapping, whether a row holds them so or as JSON text."""
+    """Read a tool call. A row may hold its arguments as a mapping or as JSON text."""
     try:
         function = call.get("function", call)
         arguments = function["arguments"]

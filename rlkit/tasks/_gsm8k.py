@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems whose solutions end in `#### N`."""
+"""GSM8K: grade-school word problems. Their solutions end in `#### N`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def gsm8k(
     max_samples: int | None = None,
     environment: str = "tool_use",
 ) -> Sequence[Task]:
-    """The problems of one split as tasks for the `numeric` reward.
+    """Read the problems of one split as tasks for the `numeric` reward.
 
     Args:
       path: a hub id, or a local file or folder of rows with `question` and `answer` (see
         `read_rows`).
-      split: train, validation or test. GSM8K has no validation rows of its own: they are a share of
-        train.
+      split: train, validation or test. GSM8K has no validation rows of its own, so they are a share
+        of train.
       seed: of the order. It moves no row from one split to another.
-      validation, held_out: shares of the questions, for splits that the source does not have (see
+      validation, held_out: shares of the questions, for splits missing from the source (see
         `read_split`).
-      max_samples: how many, after the shuffle; None for all.
-      environment: name of the environment that every task asks for.
-    Returns: tasks called gsm8k/SPLIT/ROW. `answer` is what follows the last `####` (the whole
-      answer where there is none); `metadata["solution"]` is the whole gold solution.
-    Raises: DataError naming the row without a question or an answer; see also `read_rows`.
+      max_samples: number of problems after the shuffle; None for all.
+      environment: its name in every task.
+    Returns: tasks called gsm8k/SPLIT/ROW. `answer` is the text after the last `####`, or the whole
+      answer if there is none; `metadata["solution"]` is the whole gold solution.
+    Raises: DataError that names the row without a question or an answer; see also `read_rows`.
     Source: Cobbe et al. 2021, arXiv:2110.14168.
     """
     question = partial(_text, field="question")

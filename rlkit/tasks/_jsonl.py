@@ -38,30 +38,31 @@ def jsonl(
     environment: str = "single_turn",
     system_prompt: str | None = None,
 ) -> Sequence[Task]:
-    """The rows of a .jsonl or .parquet file, of a folder of them, or of a hub data set, as tasks.
+    """Read the rows of a .jsonl or .parquet file, of a folder of them, or of a hub data set, as
+    tasks.
 
     Args:
-      path: see `read_rows`. A folder or a data set gives the splits that it has. What it lacks, and
-        a single file has only training rows, is cut from "train" as a share that "train" then
-        leaves out.
+      path: see `read_rows`. A folder or a data set provides its own splits. A single file has only
+        training rows. Any missing split is cut from "train" as a share, and "train" then leaves it
+        out.
       split: train, validation or test.
       seed: of the order. It moves no row from one split to another.
-      fields: our name → the row's field; null for a name that is not used. `prompt` (text, or a
-        list of messages) is needed; `answer` (text or a number) as soon as the reward has a truth;
-        `id`, `reward` and `environment` let each row choose its own. `metadata` is a mapping,
-        the task's metadata. Its `files`, a mapping of path to text or a folder beside the rows, are
-        copied by environment=program into the folder of each episode.
+      fields: our name → the row's field; null for an unused name. `prompt` (text, or a list of
+        messages) is needed; `answer` (text or a number) as soon as the reward has a truth; `id`,
+        `reward` and `environment` let each row choose its own. `metadata` is a mapping, the task's
+        metadata. environment=program copies its `files` into the folder of each episode: a mapping
+        of path to text, or a folder beside the rows.
       validation_path, test_path: other sources for "validation" and "test".
-      validation, held_out: shares of the different prompts that are "validation" and "test", at
-        least 0 and together below 1. The cut goes by the hash of the prompt (`split_of`), whatever
-        a row's id: rows with the same prompt share a split, and neither the order nor the number of
-        rows moves a row.
-      max_samples: how many, after the shuffle; None for all.
-      reward, environment: the names for rows that name none.
+      validation, held_out: shares of the different prompts for "validation" and "test", at least 0
+        and together below 1. The cut goes by the hash of the prompt (`split_of`), not by the id.
+        Rows with the same prompt share a split, and neither the order nor the number of rows moves
+        a row.
+      max_samples: number of rows after the shuffle; None for all.
+      reward, environment: the names for rows without names of their own.
       system_prompt: put in front of every row's messages.
     Returns: tasks; without an `id` field they are called SOURCE/SPLIT/ROW.
-    Raises: ConfigError for fields or shares that make no sense; DataError naming the row for one
-      that lacks a mapped field or whose prompt is no prompt; see also `read_rows`.
+    Raises: ConfigError for fields or shares that make no sense. DataError that names the row if it
+      lacks a mapped field or its prompt is no prompt. See also `read_rows`.
     """
     named = {name: field for name, field in fields.items() if field}
     _check(named)
@@ -130,8 +131,8 @@ def _task(
 
 
 def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
-    """The row's metadata. A folder of its files must be one beside the rows, so that the rows of a
-    stranger name no other."""
+    """Read the row's metadata. A folder of its files must stand beside the rows, so that a
+    stranger's rows name no other folder."""
     own = (_value(where, row, "metadata", fields) if "metadata" in fields else None) or {}
     if not isinstance(own, Mapping):
         raise DataError(f"{where}: task.fields.metadata names a field that is no mapping")
@@ -146,7 +147,7 @@ def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]
 
 
 def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:
-    """What a row has in a field. Raises DataError naming the fields that there are."""
+    """Read a field of a row. Raises: DataError with the names of its fields."""
     if fields[name] not in row:
         there = ", ".join(map(repr, row)) or "none"
         raise DataError(
@@ -157,8 +158,8 @@ def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:
 
 
 def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
-    """A prompt as chat messages: text is one user message; a list must already be messages, the
-    last not a reply."""
+    """Read a prompt as chat messages. Text is one user message; a list must already be messages,
+    and the last must not be a reply."""
     if isinstance(prompt, str) and prompt.strip():
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, list) or not prompt:
@@ -177,10 +178,10 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
 
 
 def tasks_of_rows(rows: Any, split: str) -> list[Task]:
-    """Tasks, or rows as of a file with the fields of `FIELDS`, of which only `prompt` is needed: a
-    list of mappings, a `datasets.Dataset`.
+    """Make tasks of rows: Tasks, or mappings with the fields of `FIELDS`, such as a
+    `datasets.Dataset`. Only `prompt` is required.
 
-    Raises: ConfigError where they are neither; DataError naming the row for one without a prompt.
+    Raises: ConfigError if they are neither; DataError that names a row without a prompt.
     """
     if isinstance(rows, str | Task | Mapping) or not isinstance(rows, Iterable):
         raise ConfigError(NO_TASKS.format(rows))

@@ -32,25 +32,25 @@ def mbpp(
     exclude: Sequence[int] = (123, 414),
     environment: str = "single_turn",
 ) -> Sequence[Task]:
-    """The problems of one split as tasks for the `code_exec` reward.
+    """Read the problems of one split as tasks for the `code_exec` reward.
 
-    The prompt shows the first test, because it tells the function's name; only the others score, so
-    that a program that knows one case does not pass.
+    The prompt shows the first test, because it names the function. Only the other tests score, so a
+    program written for one case does not pass.
 
     Args:
       path: a hub id, or a local file or folder of rows with `text` (or `prompt`), `code` and
         `test_list` (see `read_rows`).
       split: train, validation or test; the data set has all three.
       seed: of the order. It moves no row from one split to another.
-      validation, held_out: shares of the texts, for splits that the source does not have (see
+      validation, held_out: shares of the texts, for splits missing from the source (see
         `read_split`).
-      max_samples: how many, after the shuffle; None for all.
+      max_samples: number of problems after the shuffle; None for all.
       exclude: task_ids to leave out.
-      environment: name of the environment that every task asks for.
+      environment: its name in every task.
     Returns: tasks called mbpp/SPLIT/TASK_ID. `answer` is the reference solution in a block;
-      `metadata` has `tests` (hidden), `shown` and `setup`. Rows with fewer than two tests that the
-      sandbox can check are left out, and named in a warning of the log.
-    Raises: DataError naming the row that lacks a field, or where nothing is left; see also
+      `metadata` has `tests` (hidden), `shown` and `setup`. The sandbox must be able to check at
+      least two tests of a row. Other rows are left out, and a warning in the log names them.
+    Raises: DataError that names the row without a field, or if no row is left; see also
       `read_rows`.
     Source: Austin et al. 2021, arXiv:2108.07732.
     """
@@ -99,8 +99,8 @@ def _task(id: str, where: str, row: Row, environment: str) -> Task:
 
 
 def _lines(text: str) -> str:
-    """The text with the line ends of Unix; the rows have those of Windows. Other separators may
-    stand in strings and stay."""
+    """Replace the rows' Windows line ends by Unix ones. Other separators may stand in strings and
+    stay."""
     return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 

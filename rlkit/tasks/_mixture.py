@@ -1,5 +1,5 @@
-"""Several tasks in one run: shares of the prompts by weight, every row with the reward and the
-environment that its own task names."""
+"""Several tasks in one run: weights set their shares of the prompts, and every row keeps its own
+task's reward and environment."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ def mixture(
     weights: Mapping[str, float] = {},
     max_samples: int | None = None,
 ) -> Callable[..., list[Task]]:
-    """A task made of named tasks, `(split=…)` → their rows in turn, each with `Task.part`.
+    """Join named tasks: `(split=…)` → their rows in turn, each with `Task.part`.
 
-    The first k rows hold k · weight / Σ weights rows of every part, to within one, for every k; the
-    prompt stream keeps that (`rlkit.tasks.take`), so a step of n prompts has its shares too. Of
-    "train", an epoch ends when every part has been gone through whole: rows of the parts that are
-    shorter for their weight repeat. Of any other split no row stands twice: it ends when a part
-    ends.
+    For every k, the first k rows hold k · weight / Σ weights rows of every part, to within one. The
+    prompt stream keeps this (`rlkit.tasks.take`), so a step of n prompts has its shares too. In
+    "train", an epoch ends when every part has been gone through whole, so rows of a part too short
+    for its weight repeat. In any other split no row stands twice: it ends when a part ends.
 
     Args:
       parts: name → factory of a task, called with `split`.
-      weights: name → share of the prompts, relative to the sum, ≥ 0; 0 leaves the part out, and a
-        part without a weight has 1.
+      weights: name → share of the prompts, relative to the sum, ≥ 0. 0 leaves the part out; a part
+        without a weight has 1.
       max_samples: rows at most, > 0; None for all.
-    Raises: ConfigError for no parts, a weight that is no such number or belongs to no part, or
-      max_samples below 1; DataError, when called, naming a part without rows.
+    Raises: ConfigError for no parts, a weight below 0 or of an unknown part, or max_samples below
+      1. DataError, when called, that names a part without rows.
     """
     unknown = [name for name in weights if name not in parts]
     if unknown:
@@ -88,16 +87,16 @@ def mixture(
 
 
 def _of_part(task: Task, name: str) -> Task:
-    """The row with its part; that of a mixture within a mixture has both names."""
+    """Set the row's part. In a mixture within a mixture it has both names."""
     return task._replace(part=f"{name}/{task.part}" if task.part else name)
 
 
 def turns(weights: Mapping[str, float]) -> Iterator[str]:
-    """Names in turn, without end: after any number k of turns, each has had k · weight / Σ weights
+    """Yield names in turn, without end. After any k turns, each name has had k · weight / Σ weights
     of them, to within one.
 
-    Of the names that are behind their share, the one goes first that would fall a whole turn behind
-    first.
+    Among the names behind their share, choose the one that would be first to fall a whole turn
+    behind.
 
     Args:
       weights: > 0.

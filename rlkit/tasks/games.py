@@ -1,4 +1,4 @@
-"""Seeds and hidden numbers as tasks, for environments that make up their own problems."""
+"""Seeds and hidden numbers as tasks, for environments with problems of their own making."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.splits import check_split, cut
 from rlkit.types import Split, Task, ranges, safe
 
-# split → first seed and distance of those it may have
+# split → first of its seeds and their distance
 SEEDS = {"train": (0, 4), "validation": (2, 4), "test": (1, 2)}
 
 
@@ -26,11 +26,11 @@ def episodes(
     """Tasks without messages: the environment says the first word, and its rewards count.
 
     Args:
-      split: train has seeds that 4 divides, validation the other even ones, test the odd ones.
-      seed: another seed gives other episodes.
-      max_samples: how many, > 0; None gives 1024.
-      environment: what `environment=by_task` looks up.
-      reward: what `reward=by_task` looks up.
+      split: train has the seeds divisible by 4, validation the other even ones, test the odd ones.
+      seed: another seed makes other episodes.
+      max_samples: number of tasks, > 0; None means 1024.
+      environment: its name for `environment=by_task`.
+      reward: its name for `reward=by_task`.
     Returns: tasks with `metadata["seed"]`, 0 … 2³¹ - 1.
     Raises: ConfigError for max_samples below 1; DataError for another split.
     """
@@ -65,25 +65,25 @@ def guess_number(
     validation: float = 0.0,
     held_out: float = 0.0,
 ) -> list[Task]:
-    """Games as Tasks, played in the environment guess_number and scored by how few guesses it took.
+    """Games as Tasks for the environment guess_number. The score falls with the number of guesses.
 
     All prompts are alike, so prompts cannot be disjoint. Hidden numbers can, by `validation` and
     `held_out`. By default they are not: every split hides every number of the range. The number is
-    secret, so no game can be learned by heart, and numbers that training never hides teach the
-    policy never to say them. Figures of such a run are of the whole game, not of unseen games.
+    secret, so no game can be learned by heart. If training never hid some numbers, the policy would
+    learn never to say them. Figures of a run are of the whole game, not of unseen games.
 
-    Every number of a split comes up once before any comes up again, so that without shares
-    `evaluation.n` = high - low + 1 plays each game there is exactly once.
+    Every number of a split comes up once before any comes up again. So without shares,
+    `evaluation.n` = high - low + 1 plays each game exactly once.
 
     Args:
       split: train, validation or test; each has an order of its own.
       seed: another seed gives another order.
-      max_samples: how many games, > 0. None gives 1024.
-      low, high: the range that is named to the policy, 0 ≤ low < high.
-      validation, held_out: shares of the numbers that only validation and only test games hide, by
-        the hash of range and number. Both 0: all games hide all numbers.
-    Raises: DataError where that is no range, or where the shares leave a split without a number;
-      ConfigError for other shares.
+      max_samples: number of games, > 0. None means 1024.
+      low, high: the range told to the policy, 0 ≤ low < high.
+      validation, held_out: shares of the numbers hidden only in validation and only in test games,
+        by the hash of range and number. Both 0: all games hide all numbers.
+    Raises: DataError if it is no range, or if the shares leave a split without a number.
+      ConfigError for other wrong shares.
     """
     if not 0 <= low < high:
         raise DataError(

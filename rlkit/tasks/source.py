@@ -1,4 +1,4 @@
-"""Reading the rows of a data set: a file, a folder of files, or a data set on the hub."""
+"""Read the rows of a data set: a file, a folder of files, or a data set on the hub."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rlkit.tasks.splits import check_split, cut
 SUFFIXES = (".jsonl", ".parquet")
 ROLES = ("system", "user", "assistant", "tool")
 Row = dict[str, Any]
-Place = tuple[int, str, Row]  # index in the source, where for messages, the row
-Readers = dict[str, Callable[[], Iterator[tuple[str, Row]]]]  # split → what reads its rows
+Place = tuple[int, str, Row]  # index in the source, place for messages, row
+Readers = dict[str, Callable[[], Iterator[tuple[str, Row]]]]  # split → reader of its rows
 
 
 def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tuple[str, Row]]:
-    """The rows of one split, each with the place it comes from (for messages): "file:line" or "data
-    set[split] row i".
+    """Read the rows of one split, each with its place for messages: "file:line" or "data set[split]
+    row i".
 
     Args:
-      path: a .jsonl or .parquet file (the whole file, whatever the split), a folder that holds
-        SPLIT.jsonl or SPLIT.parquet, or a hub id. What exists locally, and what looks like a path
-        (it has one of these endings, or starts with / . or ~), is never looked up on the hub.
-        Relative paths start at the current folder.
-      split: "train", "validation", "test" or another name that the source knows.
-      name: which configuration of a hub data set.
-    Raises: DataError naming the path, line or row, and the remedy: nothing there, no such split, a
-      file that cannot be read, a line that is not JSON, a row that is not an object.
+      path: a .jsonl or .parquet file (the whole file, for any split), a folder with SPLIT.jsonl or
+        SPLIT.parquet, or a hub id. An existing local path is never looked up on the hub. Nor is a
+        text that looks like a path: it has one of these endings, or starts with / . or ~. Relative
+        paths start at the current folder.
+      split: "train", "validation", "test" or another name known to the source.
+      name: configuration of a hub data set.
+    Raises: DataError that names the path, line or row, and the remedy: nothing there, no split of
+      this name, an unreadable file, a line that is not JSON, a row that is not an object.
     """
     found = _sources(path, name)
     one_file = path.endswith(SUFFIXES) and not Path(path).expanduser().is_dir()  # for all splits
@@ -38,7 +38,7 @@ def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tup
 
 
 def check_message(where: str, message: Any, field: str, *, empty: bool = False) -> None:
-    """Raises: DataError for a chat message without a role or a text; with `empty` it may have no
+    """Raise DataError for a chat message without a role or a text; with `empty` it needs no
     text."""
     if isinstance(message, dict) and message.get("role") in ROLES:
         content = message.get("content")
@@ -60,19 +60,19 @@ def read_split(
     test_path: str | None = None,
     name: str | None = None,
 ) -> tuple[str, Sequence[Place]]:
-    """The source of a split's rows, and the rows: a source or a split of their own where there is
-    one, else a share of the training rows.
+    """Return the source of a split's rows, and the rows: from a source or a split of their own if
+    there is one, else a share of the training rows.
 
     Args:
       path, name: as in `read_rows`.
       split: train, validation or test.
-      content: (place for messages, row) → what the cut goes by (see `split_of`), such as the
-        prompt.
-      validation, held_out: shares of the training rows that are validation and test where these
-        have no rows of their own.
+      content: (place for messages, row) → the content to cut by, for example the prompt (see
+        `split_of`).
+      validation, held_out: shares of the training rows for validation and test, if these have no
+        rows of their own.
       validation_path, test_path: sources of their own.
-    Raises: ConfigError for shares that leave nothing; DataError where the split has no rows; see
-      also `read_rows`.
+    Raises: ConfigError for shares that leave nothing; DataError if the split has no rows; see also
+      `read_rows`.
     """
     check_split(split, validation, held_out)
     own = {"validation": validation_path, "test": test_path}
@@ -108,7 +108,7 @@ def _numbered(rows: Iterator[tuple[str, Row]]) -> list[Place]:
 
 
 def _sources(path: str, name: str | None) -> Readers:
-    """The splits that a source has. The rows of a single file are all "train"."""
+    """The splits of a source. The rows of a single file are all "train"."""
     local = Path(path).expanduser()
     if not local.exists() and not path.endswith(SUFFIXES) and not path.startswith(("/", ".", "~")):
         return _hub(path, name)
@@ -199,7 +199,7 @@ def _hub(path: str, name: str | None) -> Readers:
 
         found = load_dataset(path, name)
     except Exception as error:
-        # whatever the hub client raises, the user has to mend the path or the network
+        # for any error of the hub client, the user has to mend the path or the network
         reason = name_error(error)
         raise DataError(
             f"task.path={path} is no local path, and cannot be loaded from the hub: {reason:.300}."

@@ -1,5 +1,4 @@
-"""Which split a problem belongs to, told by what it asks and by nothing around it; and the order of
-the rows of a split."""
+"""Decide a problem's split by its content and nothing around it; order the rows of a split."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ Row = TypeVar("Row")
 
 
 def split_of(content: Any, *, validation: float, held_out: float) -> Split:
-    """The split of a problem: "test" for a share `held_out` of all contents, "validation" for a
-    share `validation`, else "train".
+    """Choose the split of a problem: "test" for a share `held_out` of all contents, "validation"
+    for a share `validation`, else "train".
 
     u = (first 48 bits of SHA-256 of the content as JSON) / 2⁴⁸, 0 ≤ u < 1; test: u < held_out;
     validation: u ≥ 1 - validation
 
-    The split follows from the content alone. So no row is moved by the order or the number of the
-    others, rows with equal contents share a split, and each share moves rows between its own split
-    and train only.
+    The split follows from the content alone. So neither the order nor the number of other rows
+    moves a row, and rows with equal contents share a split. Each share only moves rows between its
+    own split and train.
 
     Args:
-      content: what makes the problem, such as its prompt: text, or lists and mappings that JSON can
-        hold.
+      content: the text that makes the problem, such as its prompt, or lists and mappings of JSON
+        types.
       validation, held_out: shares, ≥ 0, with a sum below 1 (see `check_split`).
     """
     text = json.dumps(content, sort_keys=True, default=str)
@@ -40,8 +39,8 @@ def split_of(content: Any, *, validation: float, held_out: float) -> Split:
 
 
 def check_split(split: str, validation: float = 0.0, held_out: float = 0.0) -> None:
-    """Raises DataError for a name that is no split; ConfigError for shares that are below 0 or
-    leave nothing to train on."""
+    """Raise DataError for an unknown split, and ConfigError for shares below 0 or with nothing left
+    to train on."""
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r}; use train, validation or test")
     for name, share in (("validation", validation), ("held_out", held_out)):
@@ -63,12 +62,12 @@ def cut(
     validation: float,
     held_out: float,
 ) -> Sequence[Row]:
-    """The rows that belong to a split, in their order.
+    """Select the rows of a split, in their order.
 
     Args:
-      content: row → what makes the problem. Shares as in `split_of`.
-      what: which rows they are, for the message, such as "rows of task.path=rows.jsonl".
-    Raises: DataError where the shares leave the split without rows.
+      content: row → the content that makes the problem. Shares as in `split_of`.
+      what: the rows in words, for the message, for example "rows of task.path=rows.jsonl".
+    Raises: DataError if the shares leave the split without rows.
     """
     kept = [
         row
@@ -91,11 +90,11 @@ def cut(
 def in_order(
     tasks: Sequence[Task], *, seed: int, max_samples: int | None, source: str
 ) -> list[Task]:
-    """The tasks in an order that the seed fixes, cut to `max_samples` after the shuffle.
+    """Order the tasks by the seed, and cut them to `max_samples` after the shuffle.
 
     Args:
-      source: where the tasks come from, for the message.
-    Raises: DataError where there is no task; ConfigError for max_samples below 1.
+      source: of the tasks, for the message.
+    Raises: DataError if there is no task; ConfigError for max_samples below 1.
     """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(
@@ -109,11 +108,11 @@ def in_order(
 
 
 def overlaps(splits: Splits) -> list[str]:
-    """Sentences on problems that stand in two splits: with the same prompt and answer, or without a
+    """Write sentences on problems in two splits: with the same prompt and answer, or without a
     prompt with the same metadata.
 
-    The shares of one source never overlap. Files of a user's own may, and so may games whose
-    instances are few.
+    The shares of one source never overlap. A user's own files may, and so may games with few
+    instances.
     """
     keys = [[problem_of(task) for task in tasks] for tasks in splits]
     out = []
@@ -131,8 +130,8 @@ def overlaps(splits: Splits) -> list[str]:
 
 
 def problem_of(task: Task) -> str:
-    """What makes a task's problem: its prompt and answer, or without a prompt its metadata. Rows
-    with the same are one problem."""
+    """The identity of a task's problem: its prompt and answer, or without a prompt its metadata.
+    Rows with the same are one problem."""
     return json.dumps(
         [task.messages, task.answer] if task.messages else dict(task.metadata),
         sort_keys=True,
@@ -141,12 +140,12 @@ def problem_of(task: Task) -> str:
 
 
 def count_distinct(tasks: Sequence[Task]) -> int:
-    """How many problems the rows hold, each counted once."""
+    """Count the problems of the rows, each once."""
     return len({problem_of(task) for task in tasks})
 
 
 def count_in_words(rows: int, distinct: int) -> str:
-    """Rows and distinct problems in words.
+    """Write rows and distinct problems in words.
 
     >>> count_in_words(300, 42), count_in_words(42, 42)
     ('300 (42 distinct)', '42')

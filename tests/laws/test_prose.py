@@ -13,6 +13,7 @@ GOAL = 1.5
 LIMITS = {
     "docs": 1.6,
     "experiments": 2.3,
+<<<<<<< HEAD
     "rlkit": 5.1,
     "rlkit/commands": 5.4,
     "rlkit/environments": 4.6,
@@ -28,6 +29,14 @@ LIMITS = {
     "rlkit/extras/vllm": 4.4,
     "rlkit/extras/why": 6.2,
     "rlkit/tasks": 3.9,
+=======
+    "rlkit/config": 6.6,
+    "rlkit/distributed": 3.2,
+    "rlkit/models": 4.8,
+    "rlkit/runs": 5.6,
+    "rlkit/sandbox": 4.1,
+    "rlkit/system": 6.8,
+>>>>>>> eng3
 }
 
 

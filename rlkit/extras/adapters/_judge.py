@@ -1,5 +1,5 @@
-"""A score that a language model gives: it reads the conversation and a rubric, and answers with a
-number for each criterion."""
+"""A score by a language model. It reads the conversation and a rubric, and answers with a number
+for each criterion."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ INSTRUCTIONS = (
     " with a whole number from 0 (not met at all) to {levels} (fully met), and give your reason in"
     " one sentence first."
 )
-# seconds more than the client's own limit, which begins anew with every byte that arrives
+# seconds beyond the client's own limit, because every arriving byte restarts that limit
 SLACK = 2.0
-LONGEST_PAUSE = 60.0  # seconds between two requests, whatever the server asks for
+LONGEST_PAUSE = 60.0  # seconds between two requests, even if the server asks for more
 BUSY = (408, 409, 425, 429)  # statuses below 500 that pass by themselves
 SPENT: Counter[str] = Counter()  # address → requests of this process
 
 
 class _Unreachable(Exception):
-    """The judge does not answer now. `pause`: seconds that it asks to be left alone."""
+    """The judge does not answer now. `pause`: seconds to wait, if it asks for a pause."""
 
     def __init__(self, why: str, pause: float = 0.0):
         super().__init__(why)
@@ -47,7 +47,7 @@ class _Unreachable(Exception):
 
 
 class _Settings(NamedTuple):
-    """How the judge is asked; the parameters of `judge`."""
+    """How to ask the judge; the parameters of `judge`."""
 
     address: str
     api_key: str | None
@@ -93,25 +93,25 @@ async def judge(
     score = Σ_c weight_c · points_c / (levels · Σ_c weight_c)
 
     Equal questions are asked once. A verdict is kept under the SHA-256 of the whole question
-    (model, instructions, rubric, conversation), so a run that is repeated or resumed asks nothing
-    twice. The first rank asks for all ranks, so the limits are those of the run.
+    (model, instructions, rubric, conversation), so a repeated or resumed run asks nothing twice.
+    The first rank asks for all ranks, so the limits hold for the whole run.
 
     Args:
-      address: base URL, such as http://127.0.0.1:8000/v1; requests go to ADDRESS/chat/completions.
-      model: as the server calls it. api_key: sent as a bearer token.
-      rubric: criterion → what it asks for. weights: criterion → weight ≥ 0; 1 for those without
-        one.
-      levels: points of a criterion that is fully met.
+      address: base URL, for example http://127.0.0.1:8000/v1; requests go to
+        ADDRESS/chat/completions.
+      model: its name on the server. api_key: sent as a bearer token.
+      rubric: criterion → its demand. weights: criterion → weight ≥ 0; a missing one is 1.
+      levels: points of a fully met criterion.
       cache: folder of verdicts; None keeps none.
       concurrency: requests at the same time. timeout: seconds of one request.
-      retries: further requests where the server is busy, is not there, or gives no verdict; before
-        the n-th of them a pause of backoff · 2^(n-1) seconds, or of what the server asks for.
+      retries: further requests if the server is busy, absent, or gives no verdict. Before the n-th
+        of them it pauses for backoff · 2^(n-1) seconds, or for the server's own pause.
       budget: requests of this process, retries included; None sets no limit.
-    Returns: for each rollout its score in 0 … 1; an episode without a final answer scores 0 and is
-      not asked about. Where the server gives no verdict, the exception; once it is found to be
-      down, it is not asked again.
-    Raises: ConfigError for an address, a rubric or weights that make no sense, where the server
-      refuses the request, and where the budget is spent.
+    Returns: for each rollout its score in 0 … 1. An episode without a final answer scores 0 without
+      a request. If the server gives no verdict, the exception takes the score's place. Once the
+      server is known to be down, it is not asked again.
+    Raises: ConfigError for an address, a rubric or weights that make no sense, if the server
+      refuses the request, or if the budget is spent.
     Source: Zheng et al. 2023, arXiv:2306.05685; a rubric as the reward, Gunjal et al. 2025,
       arXiv:2507.17746.
     """
@@ -154,8 +154,8 @@ async def _points(
     places: asyncio.Semaphore,
     down: list[Exception],
 ) -> Mapping[str, int] | Exception:
-    """The points of a verdict, from its file in the cache or from the judge; the exception where
-    there is none. A judge that does not answer is noted in `down` and not asked again."""
+    """Get the points of a verdict, from its file in the cache or from the judge; else the
+    exception. A judge that does not answer is noted in `down` and not asked again."""
     known = _kept(file, settings)
     if known is not None:
         return known
@@ -263,8 +263,8 @@ def question(
 
 
 async def _verdict(body: Mapping[str, Any], settings: _Settings) -> dict[str, Any]:
-    """The judge's answer, asked as often as it takes. Raises: _Unreachable, ConfigError, ValueError
-    with the last answer."""
+    """Ask for the judge's answer, as often as it takes. Raises: _Unreachable, ConfigError,
+    ValueError with the last answer."""
     for attempt in range(settings.retries + 1):
         if settings.budget is not None and SPENT[settings.address] >= settings.budget:
             raise ConfigError(
@@ -293,8 +293,8 @@ async def _verdict(body: Mapping[str, Any], settings: _Settings) -> dict[str, An
 
 
 def _post(settings: _Settings, body: Mapping[str, Any]) -> str:
-    """The text of the judge's reply. Raises: _Unreachable; ConfigError where it refuses; ValueError
-    where there is no reply."""
+    """Post a request and return the judge's reply. Raises: _Unreachable; ConfigError if it refuses;
+    ValueError if there is no reply."""
     headers = {"Content-Type": "application/json"} | (
         {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     )
@@ -323,7 +323,7 @@ def _post(settings: _Settings, body: Mapping[str, Any]) -> str:
 
 
 def _read(text: str, settings: _Settings) -> dict[str, Any]:
-    """The verdict in a reply, the prose around it left out. Raises ValueError."""
+    """Read the verdict in a reply, without the prose around it. Raises: ValueError."""
     try:
         verdict = json.loads(text[text.find("{") : text.rfind("}") + 1])
         scores = {name: verdict["scores"][name] for name in settings.names}
@@ -342,7 +342,7 @@ def _read(text: str, settings: _Settings) -> dict[str, Any]:
 
 
 def _kept(file: Path | None, settings: _Settings) -> Mapping[str, int] | None:
-    """The scores of a cached verdict; None where there is none that can be read."""
+    """The scores of a cached verdict; None if there is none, or none that can be read."""
     try:
         return None if file is None else _read(file.read_text(), settings)["scores"]
     except (OSError, ValueError):

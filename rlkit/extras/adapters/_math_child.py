@@ -7,10 +7,10 @@ Each line of standard input is a JSON list, and each gets one line back, a JSON 
     [seconds, truth]            readable, or the reason why the truth cannot be read
     [seconds, truth, answer]    equal, different or unparseable
 
-The first line back is "ready", "missing: …" (a package is not installed) or "failed: …". What the
-package prints is discarded. The kernel ends this process when a call takes longer than its seconds
-of processor time (SIGPROF), or `PATIENCE` times as long on the clock (SIGALRM), whether or not the
-parent is still there.
+The first line back is "ready", "missing: …" (a package is not installed) or "failed: …". The
+package's own output is discarded. The kernel ends this process after a call's limit of processor
+time (SIGPROF), or after `PATIENCE` times as long on the clock (SIGALRM). It does so even if the
+parent is gone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from types import ModuleType
 from typing import Any
 
 PATIENCE = 10.0  # a machine may be this busy before a call counts as hung
-LONGEST = 1000  # characters of a formula that no \boxed{} marks
-MOST_WORDS = 8  # of an answer in plain words; more are a sentence
+LONGEST = 1000  # characters of a formula outside \boxed{}
+MOST_WORDS = 8  # of an answer in plain words; a longer one is a sentence
 
 # ------------------------------------------------------------------------- one answer, one formula
 
@@ -51,11 +51,12 @@ MARKER = re.compile(r"(?i:\banswer\b)[ *]*(?:is\b|:)[ :*]*|^[ \t]*####", re.MULT
 
 
 def formula(text: str) -> str:
-    r"""Write a bare answer as one LaTeX formula that the package reads whole.
+    r"""Write a bare answer as one LaTeX formula for the package to read whole.
 
-    $3$ becomes 3, 5 dollars becomes 5\text{ dollars} (a unit, which the package drops), Wednesday
-    becomes \text{Wednesday} (it would be the product of its letters), 0.\overline{36} becomes 4/11,
-    and x ± y becomes both values. Percent signs are dropped, as in the comparison of MATH itself.
+    $3$ becomes 3. 5 dollars becomes 5\text{ dollars}, a unit, and the package drops units.
+    Wednesday becomes \text{Wednesday}, otherwise it would be the product of its letters.
+    0.\overline{36} becomes 4/11, and x ± y becomes both values. Percent signs are dropped, as in
+    the comparison of MATH itself.
     """
     text = PERCENT.sub("", DELIMITER.sub("", text)).strip().removesuffix(".")
     text = REPEATING.sub(_repeating, text)
@@ -89,9 +90,9 @@ def _words(text: str, *, longer_than: int = 1) -> list[str]:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last \boxed{…} holds, or None. \boxed{2} and \boxed{3} are one answer: 2,3."""
+    r"""The content of the last \boxed{…}, or None. \boxed{2} and \boxed{3} are one answer: 2,3."""
     contents: list[str] = []
-    follows = len(text)  # where the next box begins
+    follows = len(text)  # the start of the next box
     for found in reversed(list(BOX.finditer(text))):
         start = end = found.end()
         depth = 1
@@ -107,10 +108,10 @@ def boxed(text: str) -> str | None:
 
 
 def marked(reply: str) -> str | None:
-    r"""The answer that a reply marks, or all of a reply that is nothing but a formula; else None.
+    r"""The marked answer of a reply, or the whole reply if it is only a formula; else None.
 
-    Marked is the last \boxed{…}; else what follows the last "answer is", "Answer:" or #### on its
-    line, unless it goes on as a sentence.
+    The mark is the last \boxed{…}; else the last "answer is", "Answer:" or ####. The answer is the
+    rest of its line, unless it goes on as a sentence.
     """
     inside = boxed(reply)
     if inside is not None:
@@ -131,7 +132,7 @@ def _alone(text: str) -> bool:
 
 
 def unreadable(truth: str) -> str:
-    """Why a truth cannot be one answer, as far as its text tells; empty where it can."""
+    """Say why a truth cannot be one answer, as far as its text tells; empty if it can."""
     bare = truth.replace(r"\{", "").replace(r"\}", "")
     if not truth.strip():
         return "it is empty"
@@ -156,7 +157,7 @@ def spelled(text: str) -> str:
 
 
 class Judge:
-    """The package, and the truths that it has read."""
+    """The package, and the truths read so far."""
 
     def __init__(self, package: ModuleType) -> None:
         self.package = package
@@ -185,7 +186,7 @@ class Judge:
         return "equal" if self.package.verify(gold, given, timeout_seconds=None) else "different"
 
     def _truth(self, truth: str) -> tuple[list[Any], str, str]:
-        r"""What a truth is read as, its text without \boxed{}, and the reason why it cannot be
+        r"""Read a truth: its formulas, its text without \boxed{}, and the reason if it cannot be
         read."""
         reason = unreadable(truth)
         if reason:
@@ -198,7 +199,7 @@ class Judge:
         return gold, bare, ""
 
     def given(self, answer: str, said: str | None) -> list[Any]:
-        """What a reply is read as: all that it marks, else the answer that the package finds."""
+        """Read a reply: everything it marks, else the answer found by the package."""
         if said is not None:
             whole = formula(said.replace("\n", " "))
             return [] if unreadable(whole) else list(self.latex(rf"\boxed{{{whole}}}"))
@@ -217,7 +218,7 @@ def main() -> None:
     memory = int(sys.argv[2])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.stdout = sys.stderr  # which can write any character
+    sys.stdout = sys.stderr  # it can write any character
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -232,7 +233,7 @@ def main() -> None:
         import math_verify as package
 
         judge = Judge(package)
-        judge("1", r"\boxed{1}")  # sympy imports its parts when they are first needed
+        judge("1", r"\boxed{1}")  # sympy imports its parts on first use
     except ImportError as error:
         return say(f"missing: {error}")
     except Exception as error:

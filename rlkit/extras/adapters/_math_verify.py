@@ -1,9 +1,9 @@
 """Symbolic equality of mathematical answers by the package math-verify, in child processes.
 
-What a policy writes may keep sympy busy for ever (9**9**9), and the package evaluates parts of it.
-None of it is read in the process that trains. The children run a script of their own
-(`_math_child.py`) with an empty environment, and stay warm between calls. They are not made by
-`multiprocessing`: that would import the user's main script once more in each of them, and a fork
+A policy's text may keep sympy busy for ever (9**9**9), and the package evaluates parts of it. So
+none of it is read in the training process. The children run a script of their own
+(`_math_child.py`) with an empty environment, and stay warm between calls. They do not come from
+`multiprocessing`. It would import the user's main script once more in each of them, and a fork
 would inherit threads, CUDA and secrets.
 """
 
@@ -33,7 +33,7 @@ CHILD = Path(__file__).with_name("_math_child.py")
 DEADLINE = 5.0  # seconds of processor time for one call
 START = 300.0  # seconds for a child to import sympy, on the slowest disk
 HUNG = 30.0  # times the deadline on the clock, after which the parent kills a child itself
-# bytes of address space that a child may take; one whose caches outgrow it dies and is replaced
+# bytes of address space for a child; if its caches outgrow it, it dies and is replaced
 MEMORY = 2 * 2**30
 MOST = 16  # children; each takes some 100 MB
 _LOCK = Lock()
@@ -41,7 +41,7 @@ _idle: list[subprocess.Popen[str]] = []
 
 
 def _truth_problems(tasks: Sequence[Task], *, deadline: float = DEADLINE, **_: Any) -> list[str]:
-    """Why the truth of each task cannot be read. Equal truths are asked about once."""
+    """Say why the truth of each task cannot be read. Equal truths are asked about once."""
     truths = list(dict.fromkeys(task.answer for task in tasks))
     said = dict(zip(truths, ask([(truth,) for truth in truths], deadline), strict=True))
     return ["" if said[task.answer] == "readable" else _unread(said[task.answer]) for task in tasks]
@@ -60,21 +60,21 @@ def math_verify(
 ) -> list[float]:
     r"""Whether each final reply's mathematical answer equals `task.answer`, as 0.5 equals 1/2.
 
-    A truth is one answer, with or without delimiters: 2k+2, $[0,1)$, \text{east}, 15\%. Of a reply
-    the last \boxed{…} is read in the same way; else what follows the last "answer is" or #### on
+    A truth is one answer, with or without delimiters: 2k+2, $[0,1)$, \text{east}, 15\%. In a reply
+    the last \boxed{…} is read in the same way; else the text after the last "answer is" or #### on
     its line; else the last formula between $ $, \( \) or \[ \]; else the last number. Units,
-    currency and percent signs are dropped. LaTeX that the package cannot read is compared as text.
+    currency and percent signs are dropped. LaTeX unknown to the package is compared as text.
 
     Args:
-      rollouts: a batch. Equal answers to equal truths are compared once, and as many at a time as
-        this process may use cores.
+      rollouts: a batch. Equal answers to equal truths are compared once. At most as many run at a
+        time as this process may use cores.
       correct, wrong: the two scores.
-      deadline: seconds of processor time for one reply, > 0. It is not wall-clock time, so that a
-        busy machine does not turn a right answer into a late one.
+      deadline: seconds of processor time for one reply, > 0. Wall-clock time would turn a right
+        answer into a late one on a busy machine.
     Returns: `correct` or `wrong` for each. The status is unparseable if nothing can be read from a
       reply, timeout if it takes longer than the deadline, error if a child dies on it twice; all
       three are wrong.
-    Raises: DataError naming the row whose truth cannot be read. ConfigError if math-verify is not
+    Raises: DataError that names a row with an unreadable truth. ConfigError if math-verify is not
       installed. RuntimeError if its process does not start.
     Source: github.com/huggingface/Math-Verify.
     """
@@ -199,7 +199,7 @@ def _end(child: subprocess.Popen[str]) -> int:
     status = child.wait()
     for pipe in (child.stdin, child.stdout):
         assert pipe is not None
-        with contextlib.suppress(OSError):  # what was not sent yet has nowhere to go
+        with contextlib.suppress(OSError):  # unsent data has nowhere to go
             pipe.close()
     return status
 

@@ -1,5 +1,5 @@
-"""Task sets of the package `verifiers` (0.4 and later): their rows as tasks, scored by their own
-rewards."""
+"""Task sets of the package `verifiers` (0.4 and later): read their rows as tasks, and score them by
+their own rewards."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def verifiers(
     max_samples: int | None = None,
     environment: str = "single_turn",
 ) -> list[Task]:
-    """The rows of a task set whose tasks are a prompt, a reply and rewards of the conversation, for
-    the reward `verifiers_reward`.
+    """Read a task set's rows for the reward `verifiers_reward`. Each must be a prompt, a reply and
+    rewards of the conversation.
 
     Args:
-      id: of an installed task set, as `verifiers` finds it.
-      split: train, validation or test. A task set has none of its own: "validation" and "test" are
-        shares that "train" leaves out.
+      id: of an installed task set, in the form of `verifiers`.
+      split: train, validation or test. A task set has no splits of its own. "validation" and "test"
+        are shares, and "train" leaves them out.
       seed: of the order. It moves no row from one split to another.
-      config: of the task set: what its own config takes.
+      config: for the task set's own config.
       validation, held_out: these shares, at least 0 and together below 1. The cut goes by the hash
-        of a task's prompt, or of its `key` where the task set defines one (the package's own key
+        of a task's prompt, or of its `key` if the task set defines one (the package's own key
         changes with a row's position).
       limit: rows read at most; a task set without end needs it. None reads all.
-      max_samples: how many, after the shuffle; None for all.
-      environment: name of the environment that every task asks for.
+      max_samples: number of tasks after the shuffle; None for all.
+      environment: its name in every task.
     Returns: tasks called ID/SPLIT/INDEX. `metadata["verifiers"]` holds the task set's id, its
       config and the row.
-    Raises: ConfigError where the package, the task set or a value of its config is not there;
-      DataError where the task set needs what only a harness of `verifiers` gives: a container, tool
-      servers, hooks or rewards that ask for a runtime, a user of its own, images.
+    Raises: ConfigError if the package, the task set or a value of its config does not exist.
+      DataError if the task set needs a harness of `verifiers`: a container, tool servers, hooks or
+      rewards that ask for a runtime, a user of its own, images.
     """
     check_split(split, validation, held_out)
     taskset = _taskset(id, config)
@@ -83,9 +83,7 @@ def _taskset(id: str, config: Mapping[str, Any]) -> Any:
             loaders.taskset_config_type(id).model_validate({**config, "id": id})
         )
         own = loaders.environment_class(id).__name__
-    except (
-        Exception
-    ) as error:  # whatever a task set raises when it is imported or made, the user has to mend it
+    except Exception as error:  # any error at import or construction is the user's to mend
         raise ConfigError(
             f"task.id={id}, task.config={dict(config)}: {type(error).__name__}:"
             f" {' '.join(str(error).split()):.300}"
@@ -99,7 +97,7 @@ def _taskset(id: str, config: Mapping[str, Any]) -> Any:
 
 
 def _content(row: Any) -> Any:
-    """What the cut goes by."""
+    """The content to cut by."""
     from verifiers.v1 import Task as Base
 
     return (
@@ -133,7 +131,7 @@ def _task(id: str, config: Mapping[str, Any], split: str, environment: str, row:
 
 
 def _beyond(row: Any) -> list[str]:
-    """What a task needs that a conversation alone does not have."""
+    """List a task's needs beyond a conversation."""
     from verifiers.v1 import Task as Base
 
     hooks = [*row.hooks("reward"), *row.hooks("metric")]
@@ -177,10 +175,10 @@ def _messages(where: str, data: Any) -> tuple[Message, ...]:
 @no_gold
 @reads_fields("verifiers")
 async def verifiers_reward(rollout: Rollout) -> float:
-    """The weighted sum of the rewards of the row's own task, of the episode as a trace.
+    """The weighted sum of the rewards of the row's own task, given the episode as a trace.
 
-    Raises: ConfigError for a row that is of no such task set, or where the package is not
-      installed; what a reward raises is that of the task set.
+    Raises: ConfigError for a row of no such task set, or if the package is not installed; every
+    error of the task set's rewards.
     """
     row = rollout.task.metadata.get("verifiers")
     if row is None:
@@ -195,7 +193,7 @@ async def verifiers_reward(rollout: Rollout) -> float:
 
 
 def task_of(row: Mapping[str, Any]) -> Any:
-    """The task of verifiers that a row describes by id, config and data."""
+    """Make the verifiers task of a row with id, config and data."""
     try:
         from verifiers.v1.utils import loaders
     except ImportError as error:
@@ -210,7 +208,7 @@ def task_of(row: Mapping[str, Any]) -> Any:
 
 
 def trace_of(task: Any, rollout: Rollout) -> Any:
-    """The episode as verifiers records one: a chain of messages, of which the replies are marked as
+    """Record the episode as verifiers does: a chain of messages, with the replies marked as
     sampled."""
     from verifiers import v1
     from verifiers.v1.state import state_cls
@@ -237,7 +235,7 @@ def trace_of(task: Any, rollout: Rollout) -> Any:
 
 
 def _message(v1: Any, message: Message) -> Any:
-    """One of rlkit's messages as one of verifiers'."""
+    """Turn a message of rlkit into one of verifiers."""
     content = message.get("content", "")
     if message["role"] == "assistant":
         calls = [

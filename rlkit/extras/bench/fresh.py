@@ -1,5 +1,5 @@
-"""A very small policy made on the spot, which replies at random in a given form: the start of the
-bench's tasks."""
+"""A very small policy made on the spot: the start of the bench's tasks. It replies at random in a
+given form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlkit.models.load import LoRA, add_lora, make_policy
 from rlkit.system.files import write_atomic
 from rlkit.types import Policy, ranges, safe
 
-STARTS = (  # in the environment of a bench's jobs: the folder of the starts that they share
+STARTS = (  # in the environment of a bench's jobs: the folder of their common starts
     "RLKIT_STARTS"
 )
 TEMPLATE = """{%- for message in messages -%}
@@ -57,19 +57,19 @@ def fresh_policy(
     lora: LoRA = LoRA(),  # noqa: B008  (a NamedTuple: immutable)
     device: torch.device | str = "cpu",
 ) -> Policy:
-    """A Qwen3 of a few thousand parameters whose vocabulary is single characters, taught to draw
-    well-formed replies at random.
+    """Make a Qwen3 of a few thousand parameters with single characters as its vocabulary, and teach
+    it to draw well-formed replies at random.
 
     The lessons are conversations of random prompts and random replies, so the policy knows the form
-    and nothing about what is right. Without opinions the chance of each reply is nearly that of a
-    uniform draw, whatever the prompt. Such a policy has never used its prompt, and training makes
-    it give one reply to all problems before it tells them apart.
+    and nothing about right answers. Without opinions the chance of each reply is nearly that of a
+    uniform draw, for any prompt. Such a policy has never used its prompt, so training first makes
+    it give one reply to all problems, and only later tell them apart.
 
     With opinions, each prompt has a distribution of its own, p ∝ exp(opinions · z), with a standard
-    normal z for each place and character that has nothing to do with what is right.
+    normal z for each place and character. z has nothing to do with right answers.
 
     Args:
-      replies: the characters that may stand at each place of a reply, such as ["0123456789", "+-",
+      replies: the characters for each place of a reply, for example ["0123456789", "+-",
         "0123456789"]. A place that ends in "*" is repeated, with one half as the chance of each
         further repetition, and may be absent.
       symbols: characters of prompts, beside those of replies.
@@ -78,12 +78,12 @@ def fresh_policy(
       opinions: standard deviation of the log-odds of characters between prompts. From the second
         turn on, the first prompt and the latest one count half each.
       width, layers: of the model; a width is a multiple of 8.
-      init_std: standard deviation of the weights as drawn. 0.02 is Qwen3's, for widths above 1,000;
-        1/√width keeps the size of activations and lets the policy tell prompts apart from the first
-        steps on.
+      init_std: standard deviation of the weights as drawn. 0.02 is Qwen3's, for widths above 1,000.
+        1/√width keeps the size of activations, so that the policy tells prompts apart from the
+        first steps on.
       steps, rate: of AdamW on 64 conversations each; 0 leaves the weights as drawn.
       seed: of weights and lessons.
-      lora: adapters, which come after the lessons; rank 0 trains everything.
+      lora: adapters, added after the lessons; rank 0 trains everything.
     """
     alphabet = sorted({*symbols, *(c for place in replies for c in place.removesuffix("*"))})
     with torch.random.fork_rng(devices=[]):
@@ -112,11 +112,11 @@ def fresh_policy(
 
 
 def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
-    """`taught`, made once for all processes that share the folder named by RLKIT_STARTS; without
-    one it is made here.
+    """Run `taught` once for all processes with the same folder in RLKIT_STARTS; without the folder,
+    run it here.
 
-    A file is named by all that the weights depend on. It is made under a lock, and a damaged one is
-    made again.
+    A file's name holds everything that the weights depend on. It is made under a lock, and made
+    again if damaged.
     """
     folder = os.environ.get(STARTS)
     if not folder:
@@ -139,14 +139,14 @@ def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
                 return found
             data = save(dict(taught(**given)))
             write_atomic(path, hashlib.sha256(data).digest() + data)
-    except OSError:  # no room, no locks: every job makes its own, which is the same
+    except OSError:  # no room, no locks: every job makes its own, an equal one
         pass
     return taught(**given)
 
 
 def read_weights(path: Path) -> Mapping[str, torch.Tensor]:
-    """The weights of a file of `kept_start`; empty if there is none, or if its digest tells that it
-    was damaged."""
+    """Read the weights in a file of `kept_start`; empty if there is none, or if its digest shows
+    damage."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -154,7 +154,7 @@ def read_weights(path: Path) -> Mapping[str, torch.Tensor]:
     return load(content[32:]) if hashlib.sha256(content[32:]).digest() == content[:32] else {}
 
 
-@lru_cache(maxsize=4)  # runs that follow one another in a process share their start
+@lru_cache(maxsize=4)  # consecutive runs in a process share their start
 def taught(
     replies: tuple[str, ...],
     alphabet: tuple[str, ...],
@@ -169,8 +169,8 @@ def taught(
     rate: float,
     seed: int,
 ) -> Mapping[str, torch.Tensor]:
-    """The weights after the lessons. The arguments are those of `fresh_policy`. Callers copy the
-    tensors and do not change them."""
+    """Train on the lessons and return the weights. The arguments are those of `fresh_policy`.
+    Callers copy the tensors and do not change them."""
     tokenizer = character_tokenizer(alphabet)
     own = Opinions(seed, opinions)
     with torch.random.fork_rng(devices=[]):
@@ -202,7 +202,7 @@ def taught(
 
 
 def character_tokenizer(alphabet: Sequence[str]) -> Any:
-    """A fast tokenizer of one token a character; characters that it does not know are left out."""
+    """Make a fast tokenizer of one token a character; unknown characters are left out."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -248,8 +248,8 @@ def small_model(vocabulary: int, *, width: int, layers: int, init_std: float) ->
 
 
 class Opinions:
-    """What a fresh policy prefers: for each prompt and place of a reply, the log-odds of the
-    characters that may stand there."""
+    """Preferences of a fresh policy: for each prompt and place of a reply, the log-odds of the
+    characters for this place."""
 
     def __init__(self, seed: int, strength: float):
         self.seed = seed
@@ -265,7 +265,7 @@ class Opinions:
         ]
 
     def drawn(self, prompt: str, place: int, characters: str) -> list[float]:
-        """Standard normal numbers that depend on the seed and the arguments only."""
+        """Standard normal numbers by the seed and the arguments only."""
         key = (prompt, place, characters)
         if key not in self.known:
             rng = random.Random(f"opinion {self.seed} {key}")
@@ -282,8 +282,8 @@ def lesson(
     prompt: int,
     opinions: Opinions,
 ) -> str:
-    """A conversation of random prompts and random well-formed replies, as the template writes
-    it."""
+    """Write a conversation of random prompts and random well-formed replies in the template's
+    form."""
     out = ""
     first = ""
     for _ in range(rng.randint(1, turns)):
@@ -311,8 +311,7 @@ def random_reply(
 
 
 def as_tensors(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded ids [B, T], and the next ids [B, T-1] where they belong to a reply or end it, else
-    -100."""
+    """Padded ids [B, T], and the next ids [B, T-1] in replies and at their ends, -100 elsewhere."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     speaks = torch.zeros(len(rows), dtype=torch.bool)

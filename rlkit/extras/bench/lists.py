@@ -15,12 +15,11 @@ def listed(rollout: Rollout) -> float | None:
     """1 if the last reply is one of `task.metadata["right"]`, else 0; None, cannot be scored, if
     the row has no list.
 
-    With `metadata["among"]` it is enough for the reply to have a listed one in it, and with
+    With `metadata["among"]` it is enough for the reply to contain a listed one, and with
     `metadata["any"]` every reply is right. A row with `metadata["flip"]` has a verifier with
     errors: with this chance, drawn for each rollout on its own, the score is 1 - score. The draw is
-      a hash
-    of row, group and sample, so arms of one seed share it. With a chance of one half the score
-    is a coin.
+    a hash of row, group and sample, so arms of one seed share it. With a chance of one half the
+    score is a coin.
     """
     row = rollout.task.metadata
     if row.get("right") is None:

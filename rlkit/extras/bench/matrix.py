@@ -1,9 +1,9 @@
-"""A matrix of short runs, tasks × arms × seeds, run as a sweep; what they came to, as rows, and as
-one page.
+"""A matrix of short runs, tasks × arms × seeds, run as a sweep; their results as rows and as one
+page.
 
 A run is `rlkit train` in <folder>/TASK/ARM/SEED, on one thread, with as many at a time as there are
-cores. Runs that are finished are not repeated, unless they are of other settings. A run's score is
-its regret (rlkit/extras/bench/tasks.py): 1 as good as a random policy, 0 as good as possible.
+cores. A finished run is not repeated, unless its settings differ. A run's score is its regret
+(rlkit/extras/bench/tasks.py): 1 as good as a random policy, 0 as good as possible.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from rlkit.statistics import FEWEST
 from rlkit.system import owner
 from rlkit.system.files import write_atomic
 
-# Arms that cannot learn what is asked: a method counts only above them. The rewards of training are
-# a coin, or 1 for any reply.
+# Arms without a chance to learn the task: a method counts only above them. Their training rewards
+# are a coin, or 1 for any reply.
 PLACEBOS = {
     f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")
 }
@@ -57,8 +57,8 @@ SPENT = {
     "tokens": "tokens",
     "processor_s": "processor seconds",
 }
-FEW = 6  # pairs of a task that the page names where they are not told apart
-ROUNDED = 2e-5  # two regrets of a table that are closer differ by its rounding alone
+FEW = 6  # most unseparated pairs of a task named on the page
+ROUNDED = 2e-5  # regrets of a table that differ by less differ by rounding alone
 
 
 class MatrixRun(NamedTuple):
@@ -84,8 +84,8 @@ def matrix(
     seeds: Sequence[int],
     common: Sequence[str],
 ) -> list[MatrixRun]:
-    """All runs, seeds outermost, so that a matrix that is stopped early has whole seeds. `common`
-    goes to every run."""
+    """All runs, seeds outermost, so that a matrix stopped early has whole seeds. `common` goes to
+    every run."""
     return [
         MatrixRun(
             task,
@@ -101,7 +101,7 @@ def matrix(
 
 
 def folder_of(arm: str) -> str:
-    """An arm's name as a folder's, which is one below its task's."""
+    """Turn an arm's name into the name of a folder below its task's."""
     return re.sub(r"[^\w.+=-]+|^\.+$", "_", arm) or "_"
 
 
@@ -113,15 +113,16 @@ def run_all(
     config_dir: str | None,
     start: Start | None = None,
 ) -> tuple[list[RunJob], list[int]]:
-    """Run what is not finished, `jobs` at a time, on one thread each.
+    """Run the unfinished runs, `jobs` at a time, on one thread each.
 
-    A finished or unfinished run of other settings is set aside and run anew. The caller owns
-    `folder` (`owner.owned`), which all cells are below.
+    A run with other settings, finished or not, is set aside and run anew. The caller owns `folder`
+    (`owner.owned`), the parent of all cells.
 
     Args:
-      start: starts a job's process; by default as a copy of one that has imported what runs need.
-    Returns: what became of each cell, in their order, and the signals that stopped the queue.
-    Raises: Occupied or ConfigError where one of the runs is in use; nothing has begun then.
+      start: starts a job's process. By default, as a copy of a process that has imported the
+        modules of a run.
+    Returns: the outcome of each cell, in their order, and the signals that stopped the queue.
+    Raises: Occupied or ConfigError if one of the runs is in use; nothing has begun then.
     """
     refuse_running(folder)
     overrides = {cell: [*cell.overrides, "resume=auto"] for cell in cells}
@@ -161,7 +162,7 @@ def prepare(
     overrides: Mapping[MatrixRun, Sequence[str]],
     config_dir: str | None,
 ) -> int:
-    """Set aside the runs of other settings, and say so; the devices that each run asks for."""
+    """Set aside the runs of other settings, and say so; return the devices of each run."""
     from rlkit.config.compose import compose
 
     first = compose(overrides[cells[0]], config_dir=config_dir).config
@@ -181,8 +182,7 @@ def prepare(
 
 
 def read_row(cell: MatrixRun) -> Row | None:
-    """What a run came to, as its folder says; None if it is not finished, or without an
-    evaluation."""
+    """Read a run's result from its folder; None if it is not finished, or without an evaluation."""
     from rlkit.runs.reading import read_run
     from rlkit.runs.verdicts import UNITS, budget
 
@@ -218,7 +218,7 @@ def value_of_run(folder: Path) -> Any:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """One line a run."""
+    """Write one line a run."""
     with io.StringIO(newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -230,37 +230,37 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 class Scores(NamedTuple):
-    """1 - regret of the seeds that every arm has on its tasks: arm → [n seeds, tasks]; NaN on a
-    task that none of its runs finished."""
+    """1 - regret of the seeds common to all arms on their tasks: arm → [n seeds, tasks]; NaN on a
+    task without a finished run of the arm."""
 
     tasks: list[str]
     seeds: list[int]
     of: dict[str, np.ndarray]
 
     def on(self, task: int) -> dict[str, np.ndarray]:
-        """The arms that have runs on a task: arm → [n seeds]."""
+        """The arms with runs on a task: arm → [n seeds]."""
         return {
             arm: own[:, task] for arm, own in self.of.items() if not np.isnan(own[:, task]).any()
         }
 
     def step(self, task: int) -> float:
-        """The smallest step of a score on a task that any two runs show: three equal differences of
-        a coarse score are not certain."""
+        """The smallest step between the scores of two runs on a task: three equal differences of a
+        coarse score are not certain."""
         return smallest_step(
             [value for own in self.on(task).values() for value in own.tolist()], ROUNDED
         )
 
     def everywhere(self) -> dict[str, np.ndarray]:
-        """The arms that have runs on all tasks: arm → [n seeds, tasks]."""
+        """The arms with runs on all tasks: arm → [n seeds, tasks]."""
         return {arm: own for arm, own in self.of.items() if not np.isnan(own).any()}
 
 
 def scores(rows: Sequence[Row]) -> Scores:
-    """The rows as a cube. A seed that lacks a run is left out for all arms, so that every
+    """Arrange the rows as a cube. A seed without some run is left out for all arms, so that every
     comparison is within pairs.
 
-    An arm that has no run at all on a task, such as one that a task refuses, is left out there, and
-    no seed for it.
+    If an arm has no run at all on a task, for example because the task refuses it, the arm is left
+    out there, and no seed is.
     """
     found = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
     tasks, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "arm"))
@@ -280,8 +280,8 @@ def scores(rows: Sequence[Row]) -> Scores:
 
 
 class Pair(NamedTuple):
-    """A comparison of two arms on a task; `q` is the false-discovery rate at which it is a claim,
-    nan below `TO_CLAIM` seeds."""
+    """A comparison of two arms on a task. `q` is the lowest false-discovery rate for a claim, nan
+    below `TO_CLAIM` seeds."""
 
     task: str
     first: str
@@ -290,19 +290,19 @@ class Pair(NamedTuple):
     low: float
     high: float
     q: float
-    sees: float  # the difference that these seeds would have claimed four times in five
+    sees: float  # the difference that these seeds would claim four times in five
 
     def order(self) -> tuple[str, str]:
-        """The better arm, and the other."""
+        """The better arm, then the other."""
         return (self.second, self.first) if self.mean > 0 else (self.first, self.second)
 
 
 def pairs(found: Scores) -> list[Pair]:
-    """Every pair of arms on every task, by Student's t within seeds, with the false-discovery rate
-    over all of them.
+    """Compare every pair of arms on every task, by Student's t within seeds, with the
+    false-discovery rate over all of them.
 
-    Pairs with a placebo have a correction of their own: nearly all of them differ, and beside them
-    a pair of others would pass with a larger p-value.
+    Pairs with a placebo have a correction of their own. Nearly all of them differ, so beside them
+    another pair would pass with a larger p-value.
     """
     places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.on(t), 2)]
     steps = [found.step(t) for t in range(len(found.tasks))]
@@ -316,8 +316,8 @@ def pairs(found: Scores) -> list[Pair]:
 
 
 def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
-    """The page, in Markdown: scores by task, over tasks, what can be claimed, what cannot, and what
-    the runs spent."""
+    """Write the page in Markdown: scores by task, over tasks, what can be claimed and what cannot,
+    and the cost of the runs."""
     found = scores(rows)
     n = len(found.seeds)
     arms = list(found.of)
@@ -356,7 +356,7 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
 
 
 def shares_rate(rows: Sequence[Row]) -> bool:
-    """Whether no arm has a learning rate of its own, so that none was chosen for it."""
+    """Whether no arm has a learning rate of its own, so no rate was chosen for any."""
     rates = {
         re.search(r"(?:^|\s)optimizer\.lr=(\S+)", row.get("overrides", ""))
         for row in rows
@@ -366,7 +366,7 @@ def shares_rate(rows: Sequence[Row]) -> bool:
 
 
 def failed_lines(failed: Mapping[Path, str]) -> str:
-    """A line for what the same arm said on a task, with its seeds."""
+    """Write a line for each message of an arm on a task, with its seeds."""
     seeds: dict[tuple[Path, str], list[str]] = {}
     for folder, why in failed.items():
         seeds.setdefault((folder.parent, why), []).append(folder.name)
@@ -377,14 +377,14 @@ def failed_lines(failed: Mapping[Path, str]) -> str:
 
 
 def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Write a table."""
     return "\n".join(
         f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines)
     )
 
 
 def by_task_table(found: Scores) -> str:
-    """Mean over seeds, its 95 % interval, and the rank; ties share theirs."""
+    """Mean over seeds, its 95 % interval, and the rank; equal means share a rank."""
     cells = {arm: ["did not run"] * len(found.tasks) for arm in found.of}
     for t in range(len(found.tasks)):
         there = found.on(t)
@@ -398,15 +398,15 @@ def by_task_table(found: Scores) -> str:
 
 
 def score_interval(scores: Sequence[float], step: float) -> tuple[float, float, float]:
-    """Mean score over seeds and its 95 % interval. Scores lie between -1, or the lowest there is,
-    and the best possible, 1."""
+    """Mean score over seeds and its 95 % interval. Scores lie between -1, or the lowest score, and
+    the best possible, 1."""
     return bounded_mean(scores, resolution=step, bounds=(min(-1.0, *scores), max(1.0, *scores)))
 
 
 def over_tasks_table(found: Scores) -> str:
     """IQM and mean with their intervals, mean rank, profile, and the chance to beat the first arm.
 
-    Only of the arms that ran on all tasks: means over different tasks are not comparable.
+    Only for arms that ran on all tasks, because means over different tasks are not comparable.
     """
     arms = found.everywhere()
     if not arms:
@@ -448,8 +448,8 @@ def over_tasks_table(found: Scores) -> str:
 
 
 def claims(found: Scores) -> str:
-    """What can be told apart at a false-discovery rate of 5 % over all pairs and tasks, the largest
-    first; the others; the placebos."""
+    """List the pairs separated at a false-discovery rate of 5 % over all pairs and tasks, the
+    largest first; then the others; then the placebos."""
     n = len(found.seeds)
     if n < TO_CLAIM:
         known = " comparisons.csv has each difference with its interval." if n >= FEWEST else ""
@@ -495,12 +495,12 @@ def claims(found: Scores) -> str:
 
 
 def rate(q: float) -> str:
-    """A false-discovery rate with four digits; none is nothing."""
+    """Write a false-discovery rate with four digits, and a tiny one as a bound."""
     return f"q = {q:.4f}" if q >= 0.00005 else "q < 0.0001"
 
 
 def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
-    """By task, the arms that are above every placebo, and those that are not."""
+    """List by task the arms above every placebo, and the other arms."""
     lines = []
     for t, task in enumerate(found.tasks):
         arms = found.on(t)
@@ -520,8 +520,8 @@ def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
 
 
 def budget_table(rows: Sequence[Row]) -> str:
-    """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task, and
-    which of them are not equal."""
+    """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task, with a
+    note on unequal ones."""
     spent = {
         (task, arm): [
             _mean([row[unit] for row in rows if (row["task"], row["arm"]) == (task, arm)])
@@ -544,8 +544,8 @@ def budget_table(rows: Sequence[Row]) -> str:
 
 
 def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
-    """A sentence for optimiser steps, samples and tokens each, of which arms of a task spent
-    unequal amounts; placebos do not count."""
+    """For optimiser steps, samples and tokens each, name the arms of a task with unequal amounts;
+    placebos do not count."""
     from rlkit.runs.verdicts import UNEVEN
 
     out = []
@@ -574,5 +574,5 @@ def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
 
 
 def _mean(values: Sequence[Any]) -> float:
-    """Of what is a number; nan without one."""
+    """The mean of the numbers; nan if one is missing."""
     return float(np.mean([math.nan if value == "" else float(value) for value in values]))

@@ -14,8 +14,8 @@ The truth is the gradient of the expected reward, less the coefficient times KL(
 episodes if the experiment has a KL. `max_rl` has an objective of its own: the mean over problems
 of -Σ_k (1 - p)^k / k for k = 1 … n - 1, with p the chance of a right answer.
 
-What is left out: later updates of the same batch, refills, and streams beside the reward's. A
-critic is perfect: it knows the expected return of every state.
+Left out are later updates of the same batch, refills, and streams beside the reward's. A critic is
+perfect: it knows the expected return of every state.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Figures(NamedTuple):
     """An expected update u beside the truth g, both [problem, turn, token]."""
 
     angle: float  # between u and g, in degrees; nan if u is 0
-    scale: float  # u·g / g·g, which a learning rate absorbs
+    scale: float  # u·g / g·g; a learning rate absorbs it
     bias: float  # |u - g| / |g|
-    # n (E|single update|² - |u|²) / |scale · g|²: so many rollouts have to be averaged until the
-    # noise is as long as the update's part along g
+    # n (E|single update|² - |u|²) / |scale · g|²: the number of rollouts to average until the noise
+    # is as long as the update's part along g
     noise: float
     turns: tuple[tuple[float, ...], ...]  # the scale at each problem's turns
 
@@ -78,8 +78,8 @@ def prove(x: Experiment, size: int, staleness: int) -> Figures:
     """The figures of an experiment for groups of `size` rollouts.
 
     Args:
-      x: with plain numbers, as `rlkit.config.problems.schedules.first_steps` gives it.
-      staleness: 0: the policy has sampled the rollouts. 1: the policy of one step before has.
+      x: with plain numbers, from `rlkit.config.problems.schedules.first_steps`.
+      staleness: 0: the policy has sampled the rollouts. 1: the policy one step before has.
     Raises: ConfigError if the loss has no reward.
     """
     if not x.algorithm.reward_coef or x.algorithm.episodes is not None:
@@ -108,7 +108,7 @@ def prove(x: Experiment, size: int, staleness: int) -> Figures:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Weights and other tensors without a dtype of their own are made in float64."""
+    """Make weights and other tensors without a dtype of their own in float64."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -144,7 +144,7 @@ def routes() -> tuple[Tensor, Tensor]:
 
 
 def score_routes(logits: Tensor) -> TokenLogprobs:
-    """What a policy [turn, token] gives for the tokens of all routes; its reference is uniform."""
+    """Score the tokens of all routes by a policy [turn, token]; its reference is uniform."""
     ids, mask = routes()
     log_p = logits.log_softmax(-1)
     entropy = F.from_log_probs(log_p)
@@ -162,7 +162,7 @@ def expected_reward(logits: Tensor) -> Tensor:
 
 
 def objective(x: Experiment, logits: Tensor, size: int) -> Tensor:
-    """What the update on a problem should climb."""
+    """The value that the update on a problem should climb."""
     value = expected_reward(logits)
     if plain(x.algorithm.advantage) is F.max_rl:
         orders = torch.arange(1.0, size)
@@ -177,7 +177,7 @@ def objective(x: Experiment, logits: Tensor, size: int) -> Tensor:
 
 
 def problem_of(x: Experiment, logits: Tensor, sampler: Tensor, staleness: int) -> Problem:
-    """The routes of a problem as a step finds them before its update."""
+    """The routes of a problem in the form of a step before its update."""
     ids, mask = routes()
     n = len(ids)
     right = (ids == RIGHT).double()
@@ -222,7 +222,7 @@ def perfect_values(batch: Scored, kl: KL) -> Tensor:
 
 
 def multisets(chances: Sequence[float], size: int) -> Iterator[tuple[list[int], float]]:
-    """Every multiset of so many routes, and how likely a group is to be it."""
+    """Yield every multiset of so many routes, and its chance as a group."""
     for rows in itertools.combinations_with_replacement(range(len(chances)), size):
         orders = math.factorial(size)
         for count in Counter(rows).values():

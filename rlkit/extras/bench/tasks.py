@@ -1,13 +1,12 @@
-"""Small generated tasks, each of which isolates one thing that algorithms differ in, with an
-optimum that is computed.
+"""Small generated tasks with a computed optimum. Each isolates one difference between algorithms.
 
-Every problem lists the replies that are right, or is a game whose states can be counted. So the
-expected reward of a random policy and of the best possible one are known, and a run's score is its
-regret between the two: 1 as good as random, 0 as good as possible. All splits hold the same
-problems: what is measured is how fast they are learned, not how far that carries.
+Every problem lists its right replies, or is a game with countable states. So the expected reward of
+a random policy and of the best possible one are known. A run's score is its regret between the two:
+1 as good as random, 0 as good as possible. All splits hold the same problems: the score measures
+how fast they are learned, not how far this carries.
 
 Every factory takes `placebo`: "coin" makes the rewards of training rows a coin, "format" makes them
-1 for any reply; validation and test rows stay as they are. A method counts only above these two
+1 for any reply. Validation and test rows stay as they are. A method counts only above these two
 (Shao et al. 2025, "Spurious Rewards", arXiv:2506.10947).
 """
 
@@ -23,25 +22,25 @@ from rlkit.types import Message, Split, Task, ranges
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 symbols
 Placebo = Literal["none", "coin", "format"]
-# what a placebo makes of a row of training
+# a placebo's change to a row of training
 OF_A_ROW: Mapping[str, Mapping[str, Any]] = {"coin": {"flip": 0.5}, "format": {"any": True}}
-# added to the seed that a game is reset with
+# added to the seed of a game's reset
 OF_A_GAME: Mapping[str, int] = {"truth": 0, "none": 1000, "coin": 2000, "format": 3000}
 
 
 class Value(NamedTuple):
-    """Expected reward of a policy that draws well-formed replies at random, and of the best one."""
+    """Expected reward of a policy with random well-formed replies, and of the best one."""
 
     random: float
     best: float
 
     def regret(self, reward: float) -> float:
-        """How far a reward is from the best: 0 there, 1 at the random policy."""
+        """The distance of a reward from the best: 0 there, 1 at the random policy."""
         return (self.best - reward) / (self.best - self.random)
 
 
 class Question(NamedTuple):
-    """A problem: what is asked, and the replies that are right."""
+    """A problem: its prompt and its right replies."""
 
     prompt: str
     right: Sequence[str]
@@ -59,12 +58,12 @@ def dealt(
     max_samples: int,
     placebo: Placebo,
 ) -> list[Task]:
-    """Problems as tasks, every one of them once before any comes again, in an order of the split's
-    and seed's own.
+    """Make tasks of problems. Each comes once before any comes again, in an order by split and
+    seed.
 
     Args:
-      form: the characters that may stand at each place of a reply; the value of each problem is an
-        enumeration of all of them.
+      form: the characters for each place of a reply. The value of each problem is an enumeration of
+        all of them.
     """
     replies = ["".join(reply) for reply in itertools.product(*form)]
     tasks = []
@@ -83,7 +82,7 @@ def dealt(
 
 
 def in_turn(problems: Sequence[Task], split: Split, seed: int, count: int) -> list[Task]:
-    """Problems in a random order that has every one of them once before any comes again."""
+    """Repeat problems in a random order; each comes once before any comes again."""
     check_split(split)
     rng = random.Random(f"{problems[0].id}/{seed}/{split}")
     out = list[Task]()
@@ -101,8 +100,8 @@ def games(
     max_samples: int,
     placebo: Placebo,
 ) -> list[Task]:
-    """Episodes of a game whose problems are numbered; `metadata["seed"]`, which it is reset with,
-    is the number (see `OF_A_GAME`).
+    """Make episodes of a game with numbered problems. `metadata["seed"]`, for its reset, is the
+    number (see `OF_A_GAME`).
 
     Args:
       values: of the problems.
@@ -116,7 +115,7 @@ def games(
 
 
 def mean_value(tasks: Sequence[Task]) -> Value:
-    """Mean over tasks of the expected rewards that their metadata name."""
+    """Mean over tasks of the expected rewards in their metadata."""
     return Value(*(sum(task.metadata["value"][i] for task in tasks) / len(tasks) for i in (0, 1)))
 
 
@@ -133,13 +132,13 @@ def needle(
     letters: int = 16,
     depths: int = 3,
 ) -> list[Task]:
-    """Exploration: two symbols are to be found. A random reply finds those of problem i with chance
-    1/letters, half of that, a quarter, …
+    """Exploration: find two symbols. A random reply to problem i finds them with chance 1/letters,
+    half of it, a quarter, …
 
     Args:
-      problems: how many, at most 32. letters: that a reply may have at each place, a power of 2 up
-        to 32.
-      depths: chances that there are; they repeat every so many problems.
+      problems: their number, at most 32. letters: number of letters for each place of a reply, a
+        power of 2 up to 32.
+      depths: number of different chances; they repeat every so many problems.
     """
     rng = random.Random(f"needle of {seed}")
     rows = []
@@ -166,7 +165,7 @@ def scales(
     placebo: Placebo = "none",
     problems: int = 16,
 ) -> list[Task]:
-    """Normalisation: one of eight letters is right, and pays 1, 10, 100 or 1000 in training, by
+    """Normalisation: one of eight letters is right. In training it pays 1, 10, 100 or 1000, by
     problem; in evaluations it pays 1."""
     rng = random.Random(f"scales of {seed}")
     rows = [
@@ -192,8 +191,8 @@ def noisy(
     placebo: Placebo = "none",
     problems: int = 16,
 ) -> list[Task]:
-    """A verifier that errs: one of eight letters is right, and that of training errs with a chance
-    of 0, 0.15, 0.3 or 0.45 by problem."""
+    """A verifier with errors: one of eight letters is right. The training verifier errs with a
+    chance of 0, 0.15, 0.3 or 0.45, by problem."""
     rng = random.Random(f"noisy of {seed}")
     rows = [
         Question(LETTERS[i], [rng.choice(LETTERS[:8])], flip=0.15 * (i % 4))
@@ -218,8 +217,8 @@ def stale(
     placebo: Placebo = "none",
     problems: int = 16,
 ) -> list[Task]:
-    """Off-policy corrections: one of eight letters is right. What is hard stands in the preset,
-    which samples with old weights."""
+    """Off-policy corrections: one of eight letters is right. The difficulty is in the preset, which
+    samples with old weights."""
     rng = random.Random(f"stale of {seed}")
     rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])]) for i in range(problems)]
     return dealt(
@@ -246,13 +245,13 @@ def proxy(
     """Reward hacking: the first letter of three is right or wrong, and a reply that ends in "aa"
     fools the verifier of some problems.
 
-    That verifier passes one random reply in eight for the right reason and one in 73 by the trick,
-    and does not tell them apart; the trick is the same for all its problems, what is right is not.
-    In evaluations a reply with the trick is wrong. A policy that is kept close to the start, π ∝
+    This verifier passes one random reply in eight for the right reason and one in 73 by the trick,
+    and does not tell them apart. The trick is the same for all its problems, the right letter is
+    not. In evaluations a reply with the trick is wrong. A policy kept close to the start, π ∝
     π_start · exp(r/β), has the right reason eight times as often as the trick, however small β.
 
     Args:
-      fooled: one problem in so many has such a verifier.
+      fooled: one problem in so many has this verifier.
     """
     rng = random.Random(f"proxy of {seed}")
     rows = []
@@ -286,12 +285,12 @@ def lengthy(
     problems: int = 16,
     price: float = 0.05,
 ) -> list[Task]:
-    """Length: a reply that has the right letter of eight among others is right, too, and every
-    letter but the first costs.
+    """Length: a reply with the right letter of eight among others is right, too, and every letter
+    after the first costs.
 
-    To name all eight is easier to learn than which of them is right, and earns less. A random reply
-    has one letter and n more, where n is the sum of three geometric numbers of mean 1; so its
-    expected score is 1 - 7/8 · E[(7/8)ⁿ] - 3 · price, with E[(7/8)ⁿ] = (8/9)³.
+    To name all eight is easier to learn than the right one, and earns less. A random reply has one
+    letter and n more, and n is the sum of three geometric numbers of mean 1. So its expected score
+    is 1 - 7/8 · E[(7/8)ⁿ] - 3 · price, with E[(7/8)ⁿ] = (8/9)³.
 
     Args:
       price: of a letter, in training and in evaluations.
@@ -325,11 +324,11 @@ def chain(
     problems: int = 8,
     choices: int = 8,
 ) -> list[Task]:
-    """Credit: the game `Chain`, of which one turn counts.
+    """Credit: the game `Chain`, with one turn that counts.
 
     Args:
-      problems: each has a turn that counts and a letter that is right there. choices: letters of
-        the game.
+      problems: number of them. Each has one turn that counts, and a right letter for it. choices:
+        letters of the game.
     """
     return games(
         "chain",
@@ -342,12 +341,12 @@ def chain(
 
 
 class Chain:
-    """Of `length` turns one counts, and its problem says which. The others pay `coin` or -`coin` in
+    """Of `length` turns one counts; the problem decides which. The others pay `coin` or -`coin` in
     training, and nothing in evaluations.
 
     The first observation is the problem, each later one the number of the turn. Every reward stands
-    at its turn, so an algorithm that gives each turn its own credit does not see the coins, and one
-    that gives all turns the episode's sees little else.
+    at its turn. So an algorithm with a credit for each turn does not see the coins, and one with
+    the episode's reward on all turns sees little else.
     """
 
     def __init__(self, *, length: int = 6, choices: int = 8, coin: float = 1.0):
@@ -356,7 +355,7 @@ class Chain:
         self.coin = coin
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        """A problem: its name, the turn that counts and the letter that is right there."""
+        """Choose a problem: its name, the turn that counts and the right letter there."""
         self.kind, number = divmod(seed, 1000)
         rng = random.Random(f"chain {number}")
         self.turn = 0
@@ -365,7 +364,7 @@ class Chain:
         return LETTERS[number], {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """One reply."""
+        """Take one reply."""
         right = float(action == self.right)
         coin = float(random.random() < 0.5)
         reward = (
@@ -387,7 +386,7 @@ def lake(
     holes: int = 3,
     length: int = 10,
 ) -> list[Task]:
-    """Many turns that cannot be taken back: the game `Lake`.
+    """Many turns without a way back: the game `Lake`.
 
     Args:
       problems: maps. holes, length: of the game.
@@ -405,8 +404,8 @@ class Lake:
     by u, d, l and r, and fall into no hole.
 
     The goal pays 1 and ends the episode; a hole and the last turn end it with nothing. A move off
-    the ice, and a reply that is none, stay where they are. The first observation is the problem,
-    which says where the holes are, each later one the cell.
+    the ice, or a reply that is no move, stays in place. The first observation is the problem, which
+    decides the holes; each later one is the cell.
 
     Source: the environment FrozenLake-v1 of Gymnasium (Towers et al. 2024, arXiv:2407.17032), with
     is_slippery=False and maps of its own.
@@ -417,7 +416,7 @@ class Lake:
         self.length = length
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        """A problem: its name, and its map."""
+        """Choose a problem: its name, and its map."""
         self.kind, number = divmod(seed, 1000)
         self.turn = 0
         self.cell = 0
@@ -425,7 +424,7 @@ class Lake:
         return LETTERS[number], {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """One move."""
+        """Make one move."""
         self.turn = self.turn + 1
         self.cell = neighbour(self.cell, action)
         over = self.turn == self.length or self.cell == GOAL or self.cell in self.thin
@@ -434,7 +433,7 @@ class Lake:
 
 
 def neighbour(cell: int, action: str) -> int:
-    """The cell after a move, of 4 × 4 that are numbered by rows."""
+    """The cell after a move; the 4 × 4 cells are numbered by rows."""
     down, right = MOVES.get(action, (0, 0))
     row = cell // 4 + down
     column = cell % 4 + right
@@ -442,7 +441,7 @@ def neighbour(cell: int, action: str) -> int:
 
 
 def ice(number: int, holes: int) -> frozenset[int]:
-    """The cells of a map that are holes, drawn until there is a way past them."""
+    """Draw the holes of a map until there is a way past them."""
     rng = random.Random(f"lake {number}")
     while not crossing(thin := frozenset(rng.sample(range(1, GOAL), holes)), 16).best:
         pass
@@ -450,8 +449,8 @@ def ice(number: int, holes: int) -> frozenset[int]:
 
 
 def crossing(thin: frozenset[int], length: int) -> Value:
-    """Chance that moves at random cross the ice, and 1 where any moves do, in at most `length`: by
-    dynamic programming over turns."""
+    """Chance that random moves cross the ice within `length`, and 1 if any moves do: by dynamic
+    programming over turns."""
     there = {0: 1.0}
     crossed = 0.0
     for _ in range(length):

@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from rlkit.types import Rollout
 
-SHARE = 0.5  # of its limit, for a reply whose length nobody knows; assumed
+SHARE = 0.5  # of its limit, for a reply of unknown length; assumed
 
 
 class Counts(NamedTuple):
-    """How many rollouts, and tokens. The samples of a group share their first prompt."""
+    """Numbers of rollouts and of tokens. The samples of a group share their first prompt."""
 
     groups: float
     size: float  # rollouts of a group
     prompt: float  # tokens of the first prompt
-    later: float  # tokens a rollout that the policy reads behind its own replies
-    drawn: float  # tokens a rollout that the policy samples
+    later: float  # tokens a rollout that the policy reads after its own replies
+    drawn: float  # sampled tokens a rollout
 
     @property
     def rollouts(self) -> float:
@@ -31,7 +31,7 @@ class Counts(NamedTuple):
 
     @property
     def read(self) -> float:
-        """Tokens that sampling reads."""
+        """Tokens read by sampling."""
         return self.first + self.rollouts * self.later
 
     @property
@@ -40,12 +40,12 @@ class Counts(NamedTuple):
 
     @property
     def decoded(self) -> float:
-        """Sampled tokens without the first of each rollout, which follows from what was read."""
+        """Sampled tokens without the first of each rollout, which needs no decoding step."""
         return max(0.0, self.sampled - self.rollouts)
 
     @property
     def packed(self) -> float:
-        """Tokens that an update reads."""
+        """Tokens read by an update."""
         return self.read + self.sampled
 
     @property
@@ -55,17 +55,17 @@ class Counts(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A pass over some rollouts, and the seconds that it took."""
+    """A pass over some rollouts, and its seconds."""
 
     of: Counts
     seconds: float
 
 
 class Passes(NamedTuple):
-    """The timed passes of a check. Of a pair, the second has at least as many tokens."""
+    """The timed passes of a check. The second of a pair has at least as many tokens."""
 
     sampling: tuple[Timed, Timed]  # the same prompts: with one token a reply, and with more
-    scoring: tuple[Timed, Timed]  # the part of the two updates that computes no gradient
+    scoring: tuple[Timed, Timed]  # the part of the two updates without gradient
     update: tuple[Timed, Timed]  # whole updates, scoring included
     evaluation: Timed | None
 
@@ -94,8 +94,8 @@ class Costs(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What takes memory at once: tokens of a micro-batch, entries of a chunk of logits, and tokens
-    with keys and values. In `forecast_peak` also bytes of one of each."""
+    """Everything in memory at once: tokens of a micro-batch, entries of a chunk of logits, and
+    tokens with keys and values. In `forecast_peak` also bytes of one of each."""
 
     tokens: float
     logits: float
@@ -117,13 +117,13 @@ def count(rollouts: Sequence[Rollout]) -> Counts:
 
 
 def expect_drawn(rollouts: Sequence[Rollout], limit: int, share: float | None = None) -> float:
-    """Mean tokens that a rollout of the run will sample.
+    """Expect the mean number of sampled tokens of a rollout of the run.
 
     Args:
       rollouts: of the check, perhaps cut at fewer tokens than a run's.
       limit: tokens of a reply in the run.
-      share: part of the limit that each reply fills. None: a reply that ended by itself has its own
-        length, and a shorter one that was cut has SHARE of the limit.
+      share: part of the limit filled by each reply. None: a reply that ended by itself has its own
+        length; a shorter reply that was cut has SHARE of the limit.
     """
     total = 0.0
     for rollout in rollouts:
@@ -144,11 +144,11 @@ def count_evaluations(steps: int, every: int) -> tuple[int, int]:
 def scale_passes(timed: Passes, step: Counts, evaluated: Counts, steps: int) -> Costs:
     """Scale timed passes to a run: `step` is one step, `evaluated` all evaluations together.
 
-    Sampling costs p a prompt token and d a decoded token. p is the time of one-token replies by
-    what they read, so it holds the host's work for an episode too. d is what longer replies add, so
-    it holds later turns; turns that only longer replies would reach are read at p. All start from
-    the larger pass, so a step that was timed whole costs what it took. Updates are a straight line
-    through their two passes, or one through zero.
+    Sampling costs p a prompt token and d a decoded token. p is the time of one-token replies
+    divided by the tokens read, so it holds the host's work for an episode too. d comes from the
+    extra time of longer replies, so it holds later turns. Turns reached only by longer replies are
+    read at p. All start from the larger pass, so a step timed whole costs exactly its time. Updates
+    are a straight line through their two passes, or one through zero.
     """
     short, long = timed.sampling
     p = short.seconds / short.of.first
@@ -171,7 +171,7 @@ def scale_passes(timed: Passes, step: Counts, evaluated: Counts, steps: int) -> 
 def extend_line(small: Timed, large: Timed, tokens: float) -> float:
     """Seconds at a number of packed tokens, by the line through two passes.
 
-    Its slope is at least 0 and at most that of a line through zero: no work costs less than
+    Its slope is at least 0 and at most the slope of a line through zero: no work costs less than
     nothing. Two passes of one size give the line through zero.
     """
     slope = large.seconds / large.of.packed
@@ -187,8 +187,8 @@ def size_room(
     """The room of a step.
 
     Args:
-      micro: tokens of a micro-batch at most; a prompt counts for each sample there.
-      chunk: entries of logits at once at most. rows: rollouts that decode at once at most.
+      micro: most tokens of a micro-batch; a prompt counts for each of its samples there.
+      chunk: most entries of logits at once. rows: most rollouts that decode at once.
     """
     rollouts = max(1.0, of.rollouts / minibatches)
     share = min(1.0, max(micro, of.row) / (rollouts * of.row)) * rollouts / of.rollouts
@@ -197,7 +197,7 @@ def size_room(
 
 
 def forecast_peak(measured: float, taken: Room, needed: Room, size: Room) -> float:
-    """Bytes at the peak of a run, from the peak that was measured with the room `taken`; `size` has
-    the bytes of one of each."""
+    """Forecast the bytes at the peak of a run, from the peak measured with the room `taken`; `size`
+    has the bytes of one of each."""
     more = (s * max(0.0, n - t) for t, n, s in zip(taken, needed, size, strict=True))
     return measured + sum(more)

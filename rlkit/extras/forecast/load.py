@@ -1,4 +1,4 @@
-"""What a step of a composed run asks for. Of the model only its config is read."""
+"""The load of a composed run's step. Only the model's config is read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rlkit.errors import ConfigError, RLKitError
 from rlkit.extras.forecast.roofline import KNOWN, Load, Shape, shape_of
 from rlkit.training.experiment import Experiment
 
-# assumed where neither the rows nor the user say how long a prompt and how much of its limit a
-# reply is
+# assumed if neither the rows nor the user give the length of a prompt, or the part of its limit
+# that a reply fills
 PROMPT = 200
 SHARE = 0.5
 
 
 def shape_of_run(x: Experiment) -> Shape:
-    """Sizes of the run's model; for those of conf/model nothing is fetched. Raises ConfigError for
-    a model without a path."""
+    """Sizes of the run's model; nothing is fetched for the models of conf/model. Raises:
+    ConfigError for a model without a path."""
     from rlkit.models.load import pretrained_config
 
     path = x.model.path
@@ -28,7 +28,7 @@ def shape_of_run(x: Experiment) -> Shape:
 
 
 def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Load, str]:
-    """What a step of the run asks for, and its lengths in words."""
+    """The load of a step of the run, and its lengths in words."""
     a = x.algorithm
     limit = x.generation.max_new_tokens
     rank = x.model.rank
@@ -65,8 +65,8 @@ def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def prompt_tokens(x: Experiment) -> int | None:
-    """Mean tokens of the first prompts, tools and template included; None where rows or tokenizer
-    are not on this machine."""
+    """Mean tokens of the first prompts, tools and template included; None if rows or tokenizer are
+    not on this machine."""
     from rlkit.environments import environment_of
     from rlkit.episodes.episode import opening
     from rlkit.models.chat import encode_prompt, make_renderer

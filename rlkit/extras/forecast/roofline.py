@@ -1,6 +1,6 @@
 """Seconds and bytes of an RL step from sizes alone: nothing is loaded, no card is needed.
 
-A pass takes the longer of its arithmetic and the memory it moves (Williams, Waterman and Patterson
+A pass takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson
 2009, "Roofline"). A decode step is bound by memory: it reads all weights once, and the keys and
 values of every row. The noise of the draw, adapters and the start of kernels are counted beside it.
 Everything is a pure function of a model's `Shape`, a step's `Load` and a `Card`.
@@ -14,28 +14,27 @@ from typing import Any, NamedTuple
 from rlkit.models.shape import model_shape
 from rlkit.training.activations import FEWEST
 
-# What the decode engine does.
-# moved by the sampling noise per row and vocabulary entry, at most: two-level Gumbel-max needs 2 √V
-# numbers a row
+# The decode engine: bytes moved by the sampling noise per row and vocabulary entry, at most.
+# Two-level Gumbel-max needs 2 √V numbers a row.
 NOISE_BYTES = 8
 # the same by the logits: written in bfloat16, read, normalised and searched in float32
 LOGIT_BYTES = 16
-# Bytes that a decoding step on CUDA moves for a byte of keys and values that it needs: it gathers
-# pages, which are read, written and read again, over columns rounded up by a quarter on average. It
-# reads a row as far as the longest of its quarter, assumed to be a fifth further. A CPU reads
-# pages in place, each row its own.
+# Bytes moved by a decoding step on CUDA for each byte of keys and values that it needs. It gathers
+# pages: they are read, written and read again, over columns rounded up by a quarter on average. It
+# reads a row as far as the longest of its quarter, assumed to be a fifth further. A CPU reads pages
+# in place, each row its own.
 MOVED = 4.5
 # kernels of a layer, and of embedding, head, draw and bookkeeping
 LAYER_KERNELS = 24
 STEP_KERNELS = 40
 ADAPTER_KERNELS = 8  # of a layer: down and up of each of its four groups of projections
-ADAPTER_BYTES = 2  # moved per number of an adapter, which the engine keeps in bfloat16
-CACHE = 0.35  # share of the memory beside the weights that the engine takes for keys and values
+ADAPTER_BYTES = 2  # moved per number of an adapter; the engine keeps it in bfloat16
+CACHE = 0.35  # the engine's share, for keys and values, of the memory left by the weights
 # graphs captured in a whole run, and seconds of each
 GRAPHS = 48
 CAPTURE_S = 0.1
-# What the trainer does.
-LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with all that is made of it
+# The trainer.
+LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with everything made from it
 CHUNK = 1 << 25  # entries of a chunk, as in rlkit.models.log_probs
 # moved per trained number: weight, gradient and two moments read, all but the gradient written
 ADAM_BYTES = 28
@@ -43,7 +42,7 @@ RESERVED = 1.5e9  # bytes of CUDA itself, kernels and workspaces
 
 
 class Card(NamedTuple):
-    """A device: rates that programs reach, not those of the data sheet."""
+    """A device, with rates reached by programs, not those of the data sheet."""
 
     name: str
     memory: float  # bytes
@@ -58,15 +57,15 @@ class Card(NamedTuple):
     # work
     touch_s: float = 0.0
     train_touch_s: float = 0.0  # the same in forward and backward of an update
-    train_layer_s: float = 0.0  # of a micro-batch and layer, whatever its tokens
+    train_layer_s: float = 0.0  # of a micro-batch and layer, for any number of tokens
     host_s: float = 1.5e-3  # Python of a reply: template, tokenizer, environment, reward, records
 
 
 def gpu(
     name: str, gigabytes: float, terabytes: float, teraflops: float, reached: float, source: str
 ) -> Card:
-    """A card from its data sheet: memory, bandwidth, dense bfloat16 arithmetic, and the share of
-    the latter that training reaches.
+    """Make a card from its data sheet: memory, bandwidth, dense bfloat16 arithmetic, and the share
+    of this arithmetic reached in training.
 
     Streaming kernels reach about 0.9 of the bandwidth (4.3 of 4.8 TB/s on an H200).
     """
@@ -130,11 +129,11 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    mlp: int  # of one expert, where there are several
+    mlp: int  # of one expert, if there are several
     vocab: int
     tied: bool  # embedding and head are one matrix
     experts: int = 1
-    active: int = 1  # experts that a token passes through
+    active: int = 1  # experts of one token
     qk_norm: bool = True
 
     @property
@@ -155,7 +154,7 @@ class Shape(NamedTuple):
 
     @property
     def used(self) -> int:
-        """Numbers of the trunk that one token is multiplied with."""
+        """Numbers of the trunk that one token is multiplied by."""
         return (
             self.layers
             * self.hidden
@@ -172,7 +171,7 @@ class Shape(NamedTuple):
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
-# As in their config.json on the hub: no network is needed for them.
+# From their config.json on the hub, so they need no network.
 KNOWN = {
     "Qwen/Qwen3-0.6B": Shape(28, 1024, 16, 8, 128, 3072, 151_936, True),
     "Qwen/Qwen3-1.7B": Shape(28, 2048, 16, 8, 128, 6144, 151_936, True),
@@ -183,7 +182,7 @@ KNOWN = {
 
 
 def shape_of(config: Any) -> Shape:
-    """The sizes in a Hugging Face config of a Llama-like model."""
+    """Read the sizes in a Hugging Face config of a Llama-like model."""
     own = model_shape(config)
     mlp = own.expert_width if own.experts > 1 else None
     return Shape(
@@ -202,7 +201,7 @@ def shape_of(config: Any) -> Shape:
 
 
 class Load(NamedTuple):
-    """What one RL step asks for; lengths in tokens."""
+    """The load of one RL step; lengths in tokens."""
 
     prompts: int
     group: int
@@ -219,12 +218,12 @@ class Load(NamedTuple):
     copies: int = 0  # further copies of all weights: a reference beside trained weights
     updates: int = 1  # optimizer steps
     epochs: int = 1
-    steps: int = 100  # of the run, over which what is done once is spread
+    steps: int = 100  # of the run; the cost of one-time work is spread over them
 
 
 class Forecast(NamedTuple):
-    """Bytes and seconds by name, replies decoded at once, decoded tokens a second, and the share of
-    the bandwidth limit that they are."""
+    """Bytes and seconds by name, replies decoded at once, decoded tokens a second, and their share
+    of the bandwidth limit."""
 
     memory: Mapping[str, float]
     fits: bool
@@ -255,8 +254,7 @@ def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float
 def decode_step(
     card: Card, shape: Shape, rows: float, context: float, rank: int = 0
 ) -> dict[str, float]:
-    """Seconds of one decode step by what they go into: rows of this mean context, adapters of this
-    rank."""
+    """Seconds of one decode step by part: rows of this mean context, adapters of this rank."""
     read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
     flops = 2 * rows * (shape.used + shape.hidden * shape.vocab)
     small = shape.adapters(rank)
@@ -280,11 +278,11 @@ def decode_step(
 
 def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], int]:
     """Bytes by name, and the replies decoded at once. The engine's cache is `CACHE` of the memory
-    beside the weights, and no larger than `load.max_cached` tokens or `max_rows` longest contexts;
-    a CPU takes what the replies need of it.
+    left by the weights, and no larger than `load.max_cached` tokens or `max_rows` longest contexts.
+    On a CPU it takes only as much as the replies need.
 
-    Backward keeps every layer's norms, rotation, attention, gate, up and residuals; with
-    checkpointing one layer's, and the states between layers.
+    Backward keeps the norms, rotation, attention, gate, up and residuals of every layer; with
+    checkpointing those of one layer, and the states between layers.
     """
     base = shape.parameters
     size = card.itemsize
@@ -326,12 +324,12 @@ def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], i
 
 
 def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
-    """Bytes and seconds of one RL step.
+    """Forecast bytes and seconds of one RL step.
 
-    Replies decode side by side until the longest ends, which is taken to reach its limit. Each
+    Replies decode side by side until the longest ends; it is assumed to reach its limit. Each
     prompt is read once for its group, in decoding and in training. An update is a forward and twice
-    that for the gradients; frozen weights need no gradient of their own, and checkpointing takes
-    one more forward. The head is applied again in backward.
+    its time for the gradients. Frozen weights need no gradient of their own, and checkpointing
+    takes one more forward. The head is applied again in backward.
     """
     memory, slots = memory_of(card, shape, load)
     replies = load.prompts * load.group * load.turns
@@ -380,8 +378,8 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
 
 
 def settle_checkpointing(card: Card, shape: Shape, load: Load) -> Load:
-    """The load of model.gradient_checkpointing=auto: micro-batches are halved down to FEWEST tokens
-    before activations are recomputed, as in a run."""
+    """Settle model.gradient_checkpointing=auto: as in a run, halve micro-batches down to FEWEST
+    tokens before recomputing activations."""
     tokens = load.micro_batch
     while True:
         tried = load._replace(micro_batch=tokens, checkpointing=False)
@@ -393,15 +391,15 @@ def settle_checkpointing(card: Card, shape: Shape, load: Load) -> Load:
 
 
 def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[str, Forecast]]:
-    """Overrides that make the run fit, or a sampled token at least 5 % cheaper, each on top of
-    those before it, and what is then expected.
+    """Propose overrides that make the run fit, or a sampled token at least 5 % cheaper, each on top
+    of the earlier ones, with its forecast.
 
-    Adapters in place of all weights, and shorter replies, are proposed only where the run does not
+    Adapters in place of all weights, and shorter replies, are proposed only if the run does not
     fit.
     """
 
     def cost(at: Load) -> tuple[float, float]:
-        """Bytes that are missing, then seconds of a sampled token."""
+        """Missing bytes, then seconds of a sampled token."""
         found = forecast(card, shape, at)
         missing = 0.0 if found.fits else max(1.0, found.held - card.memory)
         return missing, found.total / (at.prompts * at.group * at.turns * at.reply)

@@ -1,8 +1,7 @@
-"""Timed passes of a run's own parts, by which `rlkit check` forecasts what the run costs here.
+"""Time passes of a run's own parts, so that `rlkit check` can forecast the run's cost here.
 
-A learner that has taken one small step times sampling, updates and an evaluation, at the run's size
-if that is cheap and at a part of it otherwise. Seconds are the processor's or, on a GPU, those of
-the clock.
+After one small step, a learner times sampling, updates and an evaluation, at the run's size if this
+is cheap and at a part of it otherwise. Seconds are the processor's or, on a GPU, the clock's.
 """
 
 from __future__ import annotations
@@ -48,40 +47,40 @@ from rlkit.types import Rollout, Splits
 
 T = TypeVar("T")
 
-BUDGET = 4.0  # seconds that a timed pass of sampling may take, about
+BUDGET = 4.0  # about the most seconds of a timed pass of sampling
 UPDATE_BUDGET = 8.0  # the same of an update
-CHEAP = 1.0  # seconds of a pass that is done once untimed; dearer ones are warm by smaller passes
-LEAST = 4  # tokens behind the first of a reply in the longer pass of sampling
-# Bytes on a CPU of what a run imports and a check does not, Lightning first of all; measured.
+CHEAP = 1.0  # seconds of a pass worth an untimed first run; dearer ones warm up by smaller passes
+LEAST = 4  # tokens after the first of a reply in the longer pass of sampling
+# Bytes on a CPU of modules imported by a run and not by a check, mostly Lightning; measured.
 IMPORTS = 70 << 20
-# Resident bytes on a CPU for each byte that autograd keeps. torch asks for aligned blocks, and for
-# those glibc reuses no freed block of the same size. Measured with glibc 2.36: 1.6 to 1.7.
+# Resident bytes on a CPU for each byte kept by autograd. torch asks for aligned blocks, and glibc
+# reuses no freed block of the same size for them. Measured with glibc 2.36: 1.6 to 1.7.
 RESIDENT = 1.7
-# no verifier is asked about the replies of one token
+# replies of one token are not sent to a verifier
 UNSCORED = Reward("none", {"none": Term(1.0, lambda own: [0.0] * len(own), batched=True)})
 
 
 class Given(NamedTuple):
-    """Lengths that the user sets, check.NAME; None leaves them to the check."""
+    """Lengths set by the user, check.NAME; None leaves them to the check."""
 
     prompt_tokens: float | None = None
     reply_share: float | None = None
 
 
 class RunCost(NamedTuple):
-    """What a run will cost."""
+    """The forecast cost of a run."""
 
     costs: Costs
     step: Counts
     source: str  # of the lengths, in words
-    on: str  # which processor, in words
+    on: str  # the processor, in words
     peak: float = 0.0  # bytes
     activations: float = 0.0  # of them, of one micro-batch with its logits
     cache: float = 0.0  # of them, of keys and values
 
 
 class Reads:
-    """The forward passes of a learner (`Host.forward`): adds up the seconds of those without
+    """The forward passes of a learner (`Host.forward`). It adds up the seconds of passes without
     gradient."""
 
     def __init__(self) -> None:
@@ -105,15 +104,15 @@ def now(model: nn.Module) -> float:
 
 
 class Trial(NamedTuple):
-    """A learner after its small step, and the run that it stands for."""
+    """A learner after its small step, and the run behind it."""
 
     learner: Learner  # its host's forward passes are `reads`
     x: Experiment  # the run at its first step
     tasks: Splits
     reads: Reads
     small: Counts  # of the small step
-    update_s: float  # that its update took a token
-    prompt_s: float = 0.0  # that the samples of one prompt take, with one token a reply
+    update_s: float  # seconds a token of its update
+    prompt_s: float = 0.0  # seconds of one prompt's samples, with one token a reply
     token_s: float = 0.0  # of a decoded token beside those of one group
 
 
@@ -122,7 +121,7 @@ def forecast_run(
 ) -> RunCost:
     """Time the passes and scale them to the run. The learner's weights move.
 
-    A precision other than that of the weights is the caller's, as in `Learner`.
+    The caller sets any precision other than that of the weights, as in `Learner`.
 
     Args:
       learner: after one small step; `reads` are its host's forward passes. x: the run at its first
@@ -158,8 +157,8 @@ def forecast_run(
 
 
 def time_sampling(t: Trial) -> tuple[Timed, Timed, list[Rollout]]:
-    """The prompts of a step, or as many as are cheap: with one token a reply, and with all or as
-    many tokens as are cheap; and the longer replies."""
+    """Time the prompts of a step, or as many as are cheap, with one token a reply, and with as many
+    tokens as are cheap. Return both, and the longer replies."""
     prompts = max(1, min(int(BUDGET / t.prompt_s), t.x.batch.prompts))
     group_s = t.x.batch.group_size * t.token_s
     tokens = 1 + max(LEAST, int(BUDGET / (prompts * group_s)))
@@ -174,7 +173,7 @@ def time_sampling(t: Trial) -> tuple[Timed, Timed, list[Rollout]]:
 def expect_step(
     t: Trial, rollouts: Sequence[Rollout], played: Counts, given: Given
 ) -> tuple[Counts, str]:
-    """The sizes of a step of the run, and where the lengths are from.
+    """Expect the sizes of a step of the run; say where the lengths are from.
 
     Args:
       rollouts: the longest of the check. played: by the longer pass of sampling.
@@ -213,8 +212,8 @@ def sample(t: Trial, prompts: int, tokens: int, reward: Reward) -> tuple[Timed, 
 
 
 def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None, Counts]:
-    """Greedy replies to training problems, as many as a step has rollouts or as are cheap; and the
-    sizes of all evaluations of the run."""
+    """Time greedy replies to training problems, as many as a step has rollouts or as are cheap.
+    Return this pass, and the sizes of all evaluations of the run."""
     evaluation = t.x.evaluation
     splits = t.tasks.validation, t.tasks.test
     passes = count_evaluations(t.x.trainer.steps, evaluation.every)
@@ -246,7 +245,7 @@ def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None,
 def time_updates(
     t: Trial, rollouts: Sequence[Rollout], step: Counts
 ) -> tuple[tuple[Timed, Timed], tuple[Timed, Timed]]:
-    """Scoring and update of half of the groups that are cheap, and of all of them."""
+    """Time scoring and update of all cheap groups, and of half of them."""
     token_s = t.update_s * t.x.algorithm.epochs
     groups = len({r.group for r in rollouts})
     groups = max(1, min(groups, int(UPDATE_BUDGET / (token_s * step.packed / step.groups))))
@@ -261,7 +260,7 @@ def time_updates(
 
 
 def update(t: Trial, rollouts: Sequence[Rollout]) -> tuple[Timed, Timed]:
-    """What scoring and a whole update of these rollouts take."""
+    """Time scoring and a whole update of these rollouts."""
     version = ((0, t.learner.rl_step),)
     own = [
         r._replace(
@@ -284,7 +283,7 @@ def update(t: Trial, rollouts: Sequence[Rollout]) -> tuple[Timed, Timed]:
 def with_memory(
     t: Trial, found: RunCost, taken: Counts, played: Sequence[tuple[Counts, Counts]]
 ) -> RunCost:
-    """The forecast with its memory, from the peak so far.
+    """Add the memory to the forecast, from the peak so far.
 
     Args:
       taken: of the largest update. played: of sampling and evaluation, here and in the run.
@@ -309,7 +308,7 @@ def with_memory(
     # on a GPU the cache has its whole size from the start
     on_cpu = device.type == "cpu"
     grows = isinstance(engine, Cached) and on_cpu
-    # bytes that one token more adds to a micro-batch of such rows: b + c·width
+    # bytes that one more token adds to a micro-batch of these rows: b + c·width
     fits = [fit_activations(trunk) for trunk in trunks]
     saved = sum(b + c * round(found.step.row) for _, b, c in fits)
     size = Room(
@@ -331,8 +330,8 @@ def vocabulary(model: Any) -> int:
 
 
 def shortened(sampling: Sampling, tokens: int) -> Sampling:
-    """The settings with at most so many tokens a reply, and without a thinking budget that such a
-    reply does not reach."""
+    """Limit the settings to so many tokens a reply, and drop a thinking budget out of reach of this
+    limit."""
     tokens = min(tokens, sampling.max_new_tokens)
     budget = sampling.max_thinking_tokens
     kept = budget if budget is not None and budget < tokens else None
@@ -340,7 +339,7 @@ def shortened(sampling: Sampling, tokens: int) -> Sampling:
 
 
 def lengthened(rollouts: Sequence[Rollout], tokens: int, vocabulary: int) -> list[Rollout]:
-    """The rollouts, those that were cut with a last reply of at least so many tokens.
+    """Lengthen the last reply of each cut rollout to at least so many tokens.
 
     The reply's own tokens repeat, moved by the number of the sample, so that no two samples share
     them.

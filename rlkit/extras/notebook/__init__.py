@@ -1,9 +1,10 @@
-"""The names of the project's first documents, as those write them, over `collect`, `play` and
+"""The names of the project's first documents, in their spelling, over `collect`, `play` and
 `Learner.step`.
 
-There is one episode loop and one training loop, the core's; here arguments and hooks become its
-parts, and its episodes rollouts in the document's shape (`rlkit.extras.notebook.views`). Users
-import these names from `rlkit.notebook`. docs/notebooks.md says, name by name, what differs.
+There is one episode loop and one training loop, the core's. Here arguments and hooks become its
+parts, and its episodes become rollouts in the document's shape (`rlkit.extras.notebook.views`).
+Users import these names from `rlkit.notebook`. docs/notebooks.md lists the differences, name by
+name.
 
 Files in the order of their imports: borrowed, data, checkpoints, configs, kl, rewards, views,
 algorithms, generation, chat, hooks, rollouts, manager, training, trainer.

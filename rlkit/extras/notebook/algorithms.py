@@ -1,5 +1,5 @@
-"""Advantages and losses of rollouts in the document's shape; a loss carries the gradient that the
-rollouts' log-probs carry."""
+"""Advantages and losses of rollouts in the document's shape. A loss passes its gradient to the
+rollouts' log-probs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compute_advantages(
     advantage_fn: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """GRPO's advantages [B, T], over the deviation of the group if `normalize`, less the KL
-    penalty; 0 for what cannot be scored."""
+    penalty; 0 for rollouts that cannot be scored."""
     if advantage_fn is not None:
         return advantage_fn(rollouts, normalize)
     ids = groups(rollouts)
@@ -65,11 +65,11 @@ def compute_ppo_loss(
     clip_epsilon: float = 0.0,
     mask: Any = None,
 ) -> Any:
-    """PPO's clipped surrogate, averaged over all tokens: of rollouts the loss, of log-probs [B, T]
-    the loss and its statistics.
+    """PPO's clipped surrogate, averaged over all tokens. For rollouts it returns the loss, for
+    log-probs [B, T] the loss and its statistics.
 
     old_logprobs: [B, T] in nats. advantages: [B, T] or [B]. Both are constants. clip_range,
-    clip_epsilon: two names, in (0, 1]. mask: [B, T], True where a token counts; None: everywhere.
+    clip_epsilon: two names, in (0, 1]. mask: [B, T], True for tokens that count; None: all.
     """
     clip = clip_epsilon or clip_range
     logprobs, mask = (rollouts, mask) if isinstance(rollouts, Tensor) else stacked(rollouts)
@@ -94,8 +94,8 @@ def compute_ppo_loss(
 def compute_dapo_loss(
     rollouts: Sequence[Rollout], beta: float = 0.1, pair_selector: PairSelector | None = None
 ) -> Tensor:
-    """The preference loss -log σ(β (log π(better) - log π(worse))), averaged over pairs; 0 with a
-    gradient of 0 without any.
+    """The preference loss -log σ(β (log π(better) - log π(worse))), averaged over pairs. Without
+    any pair it is 0 with a gradient of 0.
 
     beta: > 0, per nat. pair_selector: None: every pair of a prompt. Ties, pairs of two prompts and
     rollouts without a score are skipped.
@@ -113,7 +113,7 @@ def compute_dapo_loss(
 def selected(
     pair_selector: PairSelector | None, rollouts: Sequence[Rollout]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A pair_selector as the core takes it: (rewards [N], group_ids [N]) → [P, 2], the better
+    """Turn a pair_selector into the core's form: (rewards [N], group_ids [N]) → [P, 2], the better
     rollout first, without ties."""
     if pair_selector is None:
         return F.all_pairs
@@ -128,6 +128,6 @@ def selected(
 
 
 def _constant(values: Tensor, mask: Tensor) -> Tensor:
-    """[B], [B, T] or wider as a constant [B, T] beside the mask, 0 under it."""
+    """[B], [B, T] or wider as a constant [B, T] like the mask, 0 under it."""
     values = values.detach().to(mask.device).reshape(len(mask), -1)
     return F.fill_masked(values[:, : mask.shape[1]].expand(mask.shape), mask, 0.0)

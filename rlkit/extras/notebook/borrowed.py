@@ -1,4 +1,4 @@
-"""A learner of what a notebook owns: its model, an optimizer that may hold several networks, and
+"""A learner of a notebook's own objects: its model, an optimizer, perhaps of several networks, and
 its reference model."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlkit.types import Environment, Policy, Reference
 
 
 class Share:
-    """What one network has of an optimizer that may hold several, as an optimizer of its own."""
+    """One network's share of an optimizer of several, as an optimizer of its own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, net: nn.Module):
         self.optimizer = optimizer
@@ -30,7 +30,7 @@ class Share:
         ]
 
     def step(self) -> None:
-        """A step of this network's parameters alone."""
+        """Take a step of this network's parameters alone."""
         others = [
             (p, p.grad)
             for group in self.optimizer.param_groups
@@ -45,12 +45,12 @@ class Share:
 
 
 def no_optimizer(parameters: Any) -> Any:
-    """Marks that the optimizer exists already; never called. It has no learning rate, so the
+    """Mark that the optimizer exists already; never called. It has no learning rate, so the
     optimizer keeps its own."""
 
 
 def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment:
-    """A learner's experiment of a notebook's parts: its model, optimizers and rollouts exist
+    """Make a learner's experiment of a notebook's parts. Its model, optimizers and rollouts exist
     already, and nothing is evaluated."""
     some: dict[str, Any] = {
         "seed": 0,
@@ -72,8 +72,8 @@ def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment
 
 
 def given(model: nn.Module | None, update: Callable[..., Any] | None = None) -> Reference:
-    """A reference model that someone else keeps. update: (reference model, policy model, step=,
-    kl=) moves it in place after a step."""
+    """A reference model kept by the caller. update: (reference model, policy model, step=, kl=)
+    moves it in place after a step."""
 
     def updated(state: nn.Module, policy: nn.Module, **progress: Any) -> nn.Module:
         if update is not None:

@@ -1,5 +1,5 @@
-"""The chat and tool functions of the chat and PPO notebook, over `collect` and `run_agent`: what is
-sampled here is sampled in training."""
+"""The chat and tool functions of the chat and PPO notebook, over `collect` and `run_agent`: they
+sample as training does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Chat = list[Message]
 
 
 class LLMGenerator:
-    """Batched replies to chats, with the thinking apart; the same calls in the same order give the
+    """Batched replies to chats, with the thinking apart. The same calls in the same order give the
     same replies."""
 
     def __init__(
@@ -42,7 +42,7 @@ class LLMGenerator:
         self.engine = engine or Cached()
         self.seed = seed
         self.temperature = TEMPERATURE
-        # of `replies`; RL steps that the weights have done
+        # calls of `replies`; RL steps behind the weights
         self.calls = 0
         self.version = 0
         self.policies = {
@@ -63,8 +63,8 @@ class LLMGenerator:
         return_thinking: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """[thinking, content], or without `return_thinking` a text with both; a list of these for
-        many replies or chats, of lists for both.
+        """[thinking, content], or without `return_thinking` a text with both. Many replies or many
+        chats give a list of these, both a list of lists.
 
         temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample,
         max_thinking_tokens.
@@ -92,7 +92,7 @@ class LLMGenerator:
         thinks: bool = True,
         **kwargs: Any,
     ) -> list[Rollout]:
-        """The replies as rollouts of one step, chat by chat; one without a step where the chat
+        """The replies as rollouts of one step, chat by chat. A rollout has no step if its chat
         leaves no room for a reply."""
         self.calls += 1
         tasks = [as_task(chat, i) for i, chat in enumerate(chats)]
@@ -118,16 +118,16 @@ def generate_templates(prompts: Sequence[str]) -> Chat:
 
 
 def batch_history(history: Messages, prompts: Sequence[str]) -> list[Chat]:
-    """The history with each of the texts as its next message: one chat a text, and no two share a
-    list or a message."""
+    """Append each text to the history as its next message. There is one chat a text, and no two
+    share a list or a message."""
     return [[*deepcopy(history), message] for message in generate_templates(prompts)]
 
 
 def create_batch(
     bh: Sequence[Messages], num_gen: int, outputs: Any, include_thinking: bool = False
 ) -> tuple[list[Chat], list[Chat]]:
-    """The chats with their replies, `num_gen` of each, without thinking; and with it in
-    `reasoning_content`, if `include_thinking`."""
+    """The chats with their replies, `num_gen` of each, without thinking; and a second time, with it
+    in `reasoning_content` if `include_thinking`."""
     pairs = [
         (list(deepcopy(chat)), reply)
         for chat, own in zip(bh, outputs, strict=True)
@@ -152,7 +152,7 @@ def res(
     max_new_tokens: int = 1000,
     num_return_sequences: int = 1,
 ) -> tuple[Any, ...]:
-    """The replies of `generator.generate`, and the chats with them of `create_batch`, without and
+    """The replies of `generator.generate`, and the chats of `create_batch` with them, without and
     with thinking."""
     outputs = generator.generate(
         batch, max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences
@@ -164,7 +164,7 @@ def res(
 
 
 def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> bool:
-    """Whether a reply calls a tool, or means to: a call that cannot be read counts, one inside the
+    """Whether a reply calls a tool, or tries to. An unreadable call counts, a call inside the
     thinking does not."""
     return bool(parse_tool_calls(response_text, tool_parser=tool_parser))
 
@@ -172,8 +172,8 @@ def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = herme
 def parse_tool_calls(
     response_text: str, *, tool_parser: Callable[..., Any] = hermes
 ) -> list[dict[str, Any]]:
-    """The calls of a reply outside its thinking, as {id, type, function {name, arguments}}; one
-    that cannot be read has an `error`."""
+    """The calls of a reply outside its thinking, as {id, type, function {name, arguments}}; an
+    unreadable one has an `error`."""
     _, content, _ = split_thinking(response_text)
     return [as_dict(call) for call in core_parser(tool_parser)(content)[1]]
 
@@ -181,8 +181,8 @@ def parse_tool_calls(
 def execute_tool_call(
     tool_call: Mapping[str, Any] | ToolCall, tool_implementations: Mapping[str, Callable[..., Any]]
 ) -> str:
-    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence
-    (`rlkit.environments.execute`)."""
+    """Run a call and return its result as text: a result other than a string as JSON, every failure
+    as a sentence (`rlkit.environments.execute`)."""
     return run(execute(to_call(tool_call), tool_implementations)).content
 
 

@@ -22,8 +22,8 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(
     model: Any, tokenizer: Any, step: int, output_dir: str | Path, checkpoint_fn: Hook = None
 ) -> None:
-    """Writes model and tokenizer to output_dir/checkpoint-STEP, whole or not at all; of a model
-    with adapters these alone."""
+    """Write model and tokenizer to output_dir/checkpoint-STEP, whole or not at all. If the model
+    has adapters, only these are written."""
     if checkpoint_fn is not None:
         checkpoint_fn(model, tokenizer, step, output_dir)
         return

@@ -1,5 +1,5 @@
-"""Algorithms as the notebook of primitives sets them: a function each, and the switch between
-them."""
+"""Algorithms with the settings of the notebook of primitives: a function each, and the switch
+between them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def switch_at_50(iteration: int) -> str:
 def get_algorithm_config(
     iteration: int, switch_strategy: Callable[[int], str] = switch_at_50, **numbers: Any
 ) -> TrainingConfig:
-    """The config of an iteration, counted from 0. numbers: fields of TrainingConfig that hold
-    before and after a switch."""
+    """The config of an iteration, counted from 0. numbers: fields of TrainingConfig, fixed before
+    and after a switch."""
     configs = {
         "grpo": create_grpo_config(),
         "dapo": create_dapo_config(),
@@ -61,8 +61,8 @@ def get_algorithm_config(
 
 
 def core_of(config: TrainingConfig) -> tuple[Algorithm, KL]:
-    """Algorithm and KL of the core. The KL of a sequence is taken off its reward, after the group's
-    statistics."""
+    """Algorithm and KL of the core. The KL of a sequence is subtracted from its reward, after the
+    group's statistics."""
     kl = config.kl or KL("k1", F.k1, "reward_sequence", config.kl_coef)
     if isinstance(config.algorithm, Algorithm):
         return config.algorithm, kl
@@ -97,7 +97,7 @@ def core_of(config: TrainingConfig) -> tuple[Algorithm, KL]:
 def squared(
     values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float | None = None
 ) -> Tensor:
-    """The notebooks' value loss: the whole square, with `clip` about the old values."""
+    """The notebooks' value loss: the whole square, with `clip` around the old values."""
     return 2 * (
         F.squared_error(values, returns)
         if clip is None

@@ -1,4 +1,4 @@
-"""The data of the notebook of primitives: named tuples, immutable in their defaults too."""
+"""The data of the notebook of primitives: named tuples with immutable defaults."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Generation(NamedTuple):
     text: str
     token_ids: Tensor  # [T] int64, the end token included
     logprobs: Tensor | None  # [T] in nats, at the sampler's temperature
-    valid_mask: Tensor  # [T] float, 1 where a token was sampled, the end token included
+    valid_mask: Tensor  # [T] float, 1 on sampled tokens, the end token included
     metadata: Mapping[str, Any] = {}  # thinking and finish_reason
 
 
 class Message(NamedTuple):
     role: str  # system, user, assistant or tool
     content: str
-    # as the tool_parser gave them, else as OpenAI writes them
+    # in the tool_parser's form, else in OpenAI's
     tool_calls: Sequence[Mapping[str, Any]] = ()
     metadata: Mapping[str, Any] = {}  # of a tool's result: id, name and ok
 
@@ -45,7 +45,7 @@ class Rollout(NamedTuple):
 
     prompt: str
     generation: Generation
-    reward: float | np.ndarray | None  # less kl_penalty; None where it cannot be scored
+    reward: float | np.ndarray | None  # less kl_penalty; None if it cannot be scored
     kl_penalty: float = 0.0  # coefficient × KL in nats, mean over the tokens
     # of `create_multiturn_rollout`, and of episodes in training
     conversation: Conversation | None = None
@@ -60,14 +60,14 @@ class Batch(NamedTuple):
 
 
 class GenerationConfig(NamedTuple):
-    """How replies are sampled. Training needs the full distribution: it takes top_p as 1 and top_k
-    as 0."""
+    """Settings of sampling. Training needs the full distribution: it takes top_p as 1 and top_k as
+    0."""
 
     max_new_tokens: int = 512
     temperature: float = 0.7
     top_p: float = 0.9
     top_k: int = 50  # 0 is off
-    do_sample: bool = True  # False is greedy, as temperature 0 is
+    do_sample: bool = True  # False is greedy, like temperature 0
     enable_thinking: bool | None = False  # for the chat template; None leaves its default
     # with enable_thinking: `generate` leaves the thinking out of the text
     parse_thinking: bool = False
@@ -75,7 +75,7 @@ class GenerationConfig(NamedTuple):
 
     @property
     def params(self) -> SamplingParams:
-        """How an engine samples by it."""
+        """The same as the engine's parameters."""
         return SamplingParams(
             self.max_new_tokens, self.temperature if self.do_sample else 0.0, self.top_p, self.top_k
         )
@@ -86,7 +86,7 @@ class TrainingConfig(NamedTuple):
 
     # grpo, pg, dapo (the pairwise loss) or ppo; or one of the core
     algorithm: str | Algorithm = "grpo"
-    learning_rate: float = 1e-4  # for whoever makes the optimizer, as `train` does
+    learning_rate: float = 1e-4  # for the maker of the optimizer, such as `train`
     kl_coef: float = 0.1  # ≥ 0, in units of reward per nat
     clip_range: float = 0.2  # in (0, 1]
     normalize_advantages: bool = True
@@ -98,13 +98,13 @@ class TrainingConfig(NamedTuple):
     value_learning_rate: float = 1e-4  # of the critic
     gamma: float = 0.99  # of PPO, per step
     lam: float = 0.95
-    kl: KL | None = None  # one of the core in place of the one that kl_coef describes
+    kl: KL | None = None  # a KL of the core in place of kl_coef's
 
 
 class TrainingState(NamedTuple):
-    """How an iteration went."""
+    """Result of an iteration."""
 
-    step: int  # iterations that this optimizer has done
+    step: int  # iterations done by this optimizer
     total_tokens: int  # sampled in this iteration
     metrics: Mapping[str, float]
     ema_metrics: Mapping[str, float] = {}

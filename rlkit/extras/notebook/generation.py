@@ -39,7 +39,7 @@ def load_model(
     lora_alpha: int = 32,
     model_loader: Hook = None,
 ) -> Any:
-    """A causal LM in evaluation mode: "tiny", a local folder, a hub id, or one that is built;
+    """Load a causal LM in evaluation mode: "tiny", a local folder, a hub id, or a model object;
     adapters (use_lora) are float32."""
     if model_loader is not None:
         return model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha)
@@ -56,8 +56,8 @@ def load_model(
 
 
 def load_tokenizer(model_id: str, padding_side: str = "left") -> Any:
-    """The tokenizer of a model; the end token pads where there is no other. Raises: ConfigError
-    where there is none."""
+    """Load the tokenizer of a model; the end token pads if there is no other. Raises: ConfigError
+    if there is none."""
     tokenizer = pretrained_tokenizer(model_id)
     tokenizer.padding_side = padding_side
     if tokenizer.pad_token_id is None:
@@ -73,8 +73,8 @@ def format_prompt(
     enable_thinking: bool = False,
     template_fn: Hook = None,
 ) -> str:
-    """The text that a model reads. Without the chat template it is the prompt, and the system
-    prompt is ignored."""
+    """Write the model's text. Without the chat template it is the prompt, and the system prompt is
+    ignored."""
     if template_fn is not None:
         return template_fn(prompt, tokenizer, use_chat_template, system_prompt, enable_thinking)
     if not use_chat_template:
@@ -112,8 +112,8 @@ def _raw(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
 def policy_of(
     model: Any, tokenizer: Any, *, use_chat_template: bool, enable_thinking: bool | None = None
 ) -> Policy:
-    """A policy that reads a prompt through the chat template, as plain text; or as it is, with
-    control tokens, as of `format_prompt`."""
+    """Make a policy. It reads a prompt through the chat template, as plain text; or as it is, with
+    control tokens, as written by `format_prompt`."""
     if use_chat_template:
         return make_policy(model, tokenizer, enable_thinking=enable_thinking)
     policy = make_policy(model, tokenizer, render=_raw)
@@ -121,8 +121,8 @@ def policy_of(
 
 
 class Verbatim:
-    """Encodes a text with the control tokens in it, and behind the token that begins every text,
-    where the tokenizer has one."""
+    """Encode a text with the control tokens in it, after the tokenizer's first token, if it has
+    one."""
 
     def __init__(self, tokenizer: Any):
         self.backend = tokenizer.backend_tokenizer
@@ -137,14 +137,14 @@ class Verbatim:
 def engine_of(
     generator: Callable[..., Generation] | None, config: GenerationConfig, engine: Any = None
 ) -> Engine:
-    """The engine that samples: the generator's, the given one, else rlkit's fast one."""
+    """The sampling engine: the generator's, the given one, else rlkit's fast one."""
     return engine or Cached() if generator is None else Batched(_asked(generator, config))
 
 
 def _asked(
     generator: Callable[..., Generation], config: GenerationConfig
 ) -> Callable[..., list[types.Generation]]:
-    """A generator as the core's function of a batch, asked prompt by prompt."""
+    """Turn a generator into the core's function of a batch, asked prompt by prompt."""
 
     def complete(
         policy: Policy, contexts: list[Any], seeds: list[int], params: SamplingParams
@@ -163,7 +163,7 @@ def _asked(
 def _sampled(
     policy: Policy, context: Sequence[int], given: Generation, params: SamplingParams
 ) -> types.Generation:
-    """A generator's reply as the core keeps it: up to the first end token, scored by the model."""
+    """A generator's reply in the core's form: up to the first end token, scored by the model."""
     ids = torch.as_tensor(given.token_ids).tolist()
     ends = [i for i, token in enumerate(ids) if token in policy.eos_token_ids]
     reply = ids[: ends[0] + 1 if ends else int(given.valid_mask.sum())]
@@ -176,8 +176,8 @@ def _sampled(
 
 
 def drawn_seed(seed: int | None) -> int:
-    """The seed that is given, else one from torch's generator, so that two calls differ and
-    torch.manual_seed repeats them."""
+    """The given seed, else one from torch's generator. So two calls differ and torch.manual_seed
+    repeats them."""
     return int(torch.randint(1 << 62, ())) if seed is None else seed
 
 
@@ -192,10 +192,10 @@ def generate(
     engine: Any = None,
     seed: int | None = None,
 ) -> Generation:
-    """A reply to a text, which the model reads as it is. Raises: ValueError for a prompt that fills
-    the model's context.
+    """Reply to a text; the model reads it as it is. Raises: ValueError for a prompt that fills the
+    model's context.
 
-    compute_logprobs: at the sampler's temperature, with gradient where gradients are enabled. seed:
+    compute_logprobs: at the sampler's temperature, with gradient if gradients are enabled. seed:
     None takes one from torch.
     """
     if generator is not None:
@@ -245,8 +245,7 @@ def played(
 
 
 def begun(policy: Policy, episodes: list[types.Rollout]) -> list[types.Rollout]:
-    """The episodes, each with a reply. Raises: ValueError for one whose prompt left no room for
-    it."""
+    """The episodes, each with a reply. Raises: ValueError if a prompt left no room for it."""
     full = [episode.group for episode in episodes if not episode.steps]
     if full:
         raise ValueError(
@@ -293,7 +292,7 @@ def compute_logprobs_for_tokens(
     temperature: float = 1.0,
 ) -> Tensor:
     """The log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient; prompt_mask [B,
-    P] says what is padding."""
+    P] marks padding."""
     ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
     found = [

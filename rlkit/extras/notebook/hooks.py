@@ -29,8 +29,8 @@ def with_hooks(
     kl_fn: Hook = None,
     pair_selector: Hook = None,
 ) -> tuple[Algorithm, KL]:
-    """Algorithm and KL of a config with the hooks, which are given the learner's episodes; a kl_fn
-    of [B] is taken off the rewards."""
+    """Algorithm and KL of a config with the hooks. The hooks receive the learner's episodes. A
+    kl_fn with a result [B] is subtracted from the rewards."""
     algorithm, kl = core_of(config)
     if kl_fn is not None:
         if not kl.coef:
@@ -68,7 +68,8 @@ def _views(learner: Learner) -> list[Rollout]:
 
 
 def _per_rollout(kl_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kl_fn that gives [B] as an estimator: each rollout's number on all of its tokens."""
+    """Make an estimator of a kl_fn with a result [B]: each rollout's number on all of its
+    tokens."""
 
     def estimator(
         logprobs: Tensor,
@@ -87,7 +88,7 @@ def _per_rollout(kl_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize: bool) -> Any:
-    """An advantage_fn, which takes rollouts, as an advantage."""
+    """Make an advantage of an advantage_fn of rollouts."""
 
     def advantage(
         rewards: Tensor,
@@ -109,8 +110,8 @@ def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize:
 
 
 def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
-    """A loss_fn, which gives a number for a whole minibatch, as a loss per token whose weighted sum
-    is that number."""
+    """Turn a loss_fn with one number for a whole minibatch into a loss per token. Its weighted sum
+    is this number."""
 
     def policy_loss(
         logprobs: Tensor,
@@ -149,8 +150,8 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
 
 
 def _episodes(rollout_ids: Tensor, step_ids: Tensor, mask: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Positions and mask [n, T] of each rollout's sampled tokens, also for rollouts at the end
-    without any."""
+    """Positions and mask [n, T] of each rollout's sampled tokens, even if the last rollouts have
+    none."""
     positions, own = F.episode_positions(rollout_ids, step_ids, mask)
     padding = (0, 0, 0, n - len(own))
     return nn.functional.pad(positions, padding), nn.functional.pad(own, padding)

@@ -1,4 +1,4 @@
-"""KL and references: every kl_fn, and how a reference model is made and moved."""
+"""KL and references: every kl_fn, and the making and moving of a reference model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def compute_kl(
     """The divergence of each sequence from the reference [B], in nats, by a kl_fn, or the mean of
     an estimator of the core.
 
-    policy_logprobs carries the gradient, ref_logprobs is a constant: [B, T] of tokens that the
-    policy sampled, or [T], one sequence.
+    policy_logprobs carries the gradient, ref_logprobs is a constant. Both are [B, T] of tokens
+    sampled by the policy, or [T], one sequence.
     """
     mask = torch.ones_like(policy_logprobs) if valid_mask is None else valid_mask
     width = policy_logprobs.shape[-1]
@@ -59,7 +59,7 @@ def compute_kl(
 
 
 def is_estimator(kl_fn: Callable[..., Any]) -> bool:
-    """Whether a function is one of the core: all that it asks for are quantities."""
+    """Whether a function is an estimator of the core: it asks for nothing but quantities."""
     asked = inputs(kl_fn)
     return "logprobs" in asked and set(asked) <= set(QUANTITIES)
 
@@ -95,14 +95,13 @@ truncated_kl = create_truncated_kl()
 
 
 def create_adaptive_kl(confidence_threshold: float = 0.1) -> KLHook:
-    """A kl_fn: k3 on tokens that the policy gives more than the threshold (in [0, 1)), 0 on others;
+    """A kl_fn: k3 on tokens with a policy probability above the threshold (in [0, 1)), 0 on others;
     the mean of all."""
     return partial(compute_kl, kl_fn=partial(F.confident, probability=confidence_threshold))
 
 
 def create_reference_model(policy_model: torch.nn.Module, ref_model_fn: Hook = None) -> Any:
-    """A copy of the policy as it is now, without gradient, in evaluation mode; or what ref_model_fn
-    gives."""
+    """Copy the policy as it is now, without gradient, in evaluation mode; or call ref_model_fn."""
     return (
         ref_model_fn(policy_model)
         if ref_model_fn
@@ -116,8 +115,8 @@ def update_reference_model(
     update_fn: UpdateHook,
     **progress: Any,
 ) -> None:
-    """Moves the reference. Of `progress` an update_fn gets what it has parameters for: step, and kl
-    or kl_value (nats per token)."""
+    """Move the reference. An update_fn receives the entries of `progress` for its own parameters:
+    step, and kl or kl_value (nats per token)."""
     taken = inspect.signature(update_fn).parameters
     given = progress | ({"kl_value": progress["kl"]} if "kl" in progress else {})
     every = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -129,8 +128,8 @@ def update_reference_model(
 
 
 def lift_update(kept: Reference) -> UpdateHook:
-    """A reference of the core that moves, as an update_fn; without a step in the progress, calls
-    are counted."""
+    """Turn a moving reference of the core into an update_fn; without a step in the progress, it
+    counts calls."""
     states: WeakKeyDictionary[torch.nn.Module, tuple[int, reference.Moving]] = WeakKeyDictionary()
 
     def update_fn(
@@ -151,8 +150,8 @@ def create_ema_updater(decay: float = 0.999) -> UpdateHook:
 
 
 def create_periodic_updater(update_every: int) -> UpdateHook:
-    """An update_fn: a copy of the policy at every multiple of `update_every` steps (or calls, where
-    no step is passed)."""
+    """An update_fn: a copy of the policy at every multiple of `update_every` steps (or calls, if no
+    step is passed)."""
     return lift_update(reference.periodic(every=update_every))
 
 

@@ -1,5 +1,5 @@
-"""The rollout manager of the chat and PPO notebook: parallel chats, step by step, each reply
-sampled by the core."""
+"""The rollout manager of the chat and PPO notebook: parallel chats, step by step. The core samples
+each reply."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class StepData:
     prompt: str
     thinking: str
     content: str
-    history_wo_thinking: Chat  # up to and with this turn
+    history_wo_thinking: Chat  # up to this turn, included
     history_w_thinking: Chat  # the same with the thinking of every turn, as `reasoning_content`
     tokens: list[int] = field(default_factory=list)  # context and reply
 
 
 @dataclass
 class RLStepData(StepData):
-    """A turn with what training needs. Tensors are constants."""
+    """A turn with its data for training. Tensors are constants."""
 
-    logprobs: Tensor | None = None  # [T] of response_tokens, by the policy that sampled
+    logprobs: Tensor | None = None  # [T] of response_tokens, by the sampling policy
     values: Tensor | None = None  # [1], the value of the state before the reply
     response_tokens: list[int] = field(default_factory=list)  # as sampled, the end token included
     advantages: float = 0.0
@@ -53,7 +53,7 @@ class RolloutData:
     steps: list[StepData] = field(default_factory=list)
     is_complete: bool = False
     terminated_early: bool = False
-    termination_step: int = -1  # steps that it had when it ended; -1 before
+    termination_step: int = -1  # its number of steps at its end; -1 before
     reward: float | None = 0.0  # None: it cannot be scored
     metadata: dict[str, Any] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class RolloutData:
         return len(self.steps)
 
     def mark_complete(self, early: bool = False) -> None:
-        """The rollout is over; `early` if it ended of itself before the step limit."""
+        """The rollout is over; `early` if it ended by itself before the step limit."""
         self.is_complete = True
         self.terminated_early = early
         self.termination_step = len(self.steps)
@@ -77,7 +77,7 @@ class RolloutData:
 
 
 def _rollout_from(plain: Mapping[str, Any]) -> RolloutData:
-    """The inverse of `to_dict`."""
+    """Invert `to_dict`."""
     steps: list[StepData] = []
     for step in plain["steps"]:
         tensors = {
@@ -92,7 +92,7 @@ def _rollout_from(plain: Mapping[str, Any]) -> RolloutData:
 
 
 def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
-    """The rollout as the core has it, without steps that have no log-probs; its metadata holds
+    """The rollout in the core's form, without steps lacking log-probs. Its metadata holds
     `advantages` and `returns` of each step."""
     trained = [
         s
@@ -131,11 +131,10 @@ def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
 
 
 class RolloutManager:
-    """n chats side by side: every step is one reply in each that is still active, all of them one
-    batch.
+    """n chats side by side. Every step is one reply in each active chat, all of them one batch.
 
-    generator: an `LLMGenerator`; or anything with its `generate`, whose steps then have no tokens
-    to train on.
+    generator: an `LLMGenerator`; or any object with its `generate`, but then the steps have no
+    tokens to train on.
     """
 
     def __init__(self, generator: Any, n_rollouts: int, max_steps: int = 50):
@@ -156,8 +155,8 @@ class RolloutManager:
     def execute_step(
         self, step_num: int, prompts: Sequence[str], max_new_tokens: int = 1000
     ) -> None:
-        """One reply in every active rollout to its prompt, after its history without thinking; one
-        whose context is full is over."""
+        """Sample one reply in every active rollout, to its prompt after its history without
+        thinking. A rollout with a full context is over."""
         active = [self.rollouts[i] for i in self.active_rollout_indices]
         before = [
             (
@@ -195,8 +194,8 @@ class RolloutManager:
                 self._end(rollout, early=False)
 
     def check_termination_conditions(self, termination_fn: Hook = None) -> list[int]:
-        """Ends the rollouts that have max_steps replies, or of which termination_fn (rollout,
-        last_step) says so; their indices."""
+        """End the rollouts with max_steps replies, or by the word of termination_fn (rollout,
+        last_step). Return their indices."""
         before = list(self.active_rollout_indices)
         for rollout in (self.rollouts[i] for i in before):
             full = rollout.get_total_steps() >= self.max_steps
@@ -214,7 +213,7 @@ class RolloutManager:
         termination_fn: Hook = None,
         max_new_tokens: int = 1000,
     ) -> None:
-        """Plays all rollouts to their ends. prompt_generator_fn: (rollout, step from 0) → a user
+        """Play all rollouts to their ends. prompt_generator_fn: (rollout, step from 0) → a user
         message; None ends the rollout early."""
         for step_num in range(self.max_steps):
             prompts = []
@@ -238,8 +237,7 @@ class RolloutManager:
             rollout.set_reward(reward_fn(rollout))
 
     def get_rollout_summary(self) -> dict[str, Any]:
-        """Counts and means; `avg_reward` is that of the rollouts that could be scored, 0 where
-        there is none."""
+        """Counts and means; `avg_reward` is over the scored rollouts, 0 if there is none."""
         steps = [r.get_total_steps() for r in self.rollouts]
         rewards = [r.reward for r in self.rollouts]
         scored = [reward for reward in rewards if reward is not None]
@@ -255,7 +253,7 @@ class RolloutManager:
         }
 
     def save_rollouts(self, filepath: str | Path, format: str = "pickle") -> None:
-        """Writes the rollouts as plain data, in JSON or pickled."""
+        """Write the rollouts as plain data, in JSON or pickled."""
         plain = [r.to_dict() for r in self.rollouts]
         Path(filepath).write_bytes(
             pickle.dumps(plain) if _is_pickle(format) else json.dumps(plain, indent=2).encode()
@@ -263,7 +261,7 @@ class RolloutManager:
 
     @staticmethod
     def load_rollouts(filepath: str | Path, format: str = "pickle") -> list[RolloutData]:
-        """The rollouts of a file of `save_rollouts`. Raises: DataError for a pickle that holds more
+        """Load the rollouts of a file of `save_rollouts`. Raises: DataError for a pickle with more
         than plain data."""
         with Path(filepath).open("rb") as file:
             return [
@@ -275,8 +273,8 @@ class RolloutManager:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads lists, dicts, texts and numbers; a pickle that names a class or a function could run
-    anything."""
+    """Read lists, dicts, texts and numbers. A pickle with the name of a class or a function could
+    run anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise DataError(
@@ -292,7 +290,7 @@ def _is_pickle(format: str) -> bool:
 
 
 def _sampled(reply: Step, data: StepData) -> RLStepData:
-    """A turn with the tokens that the core sampled."""
+    """A turn with the tokens sampled by the core."""
     logprobs = torch.tensor(reply.logprobs)
     tokens = list(reply.response_ids)
     given: dict[str, Any] = vars(data) | {

@@ -15,12 +15,12 @@ RewardFn = Callable[[Rollout], Any]
 
 
 def compute_scalar_reward(rollout: Rollout, reward_fn: RewardFn) -> Any:
-    """What a reward function gives a rollout; None: it cannot be scored, which is not 0."""
+    """Score a rollout by a reward function. None means that it cannot be scored, which is not 0."""
     return reward_fn(rollout)
 
 
 def compute_vector_reward(rollout: Rollout, reward_fns: Sequence[RewardFn]) -> np.ndarray:
-    """One number for each function; nan where a rollout cannot be scored."""
+    """One number for each function; nan if it cannot score the rollout."""
     return np.array([reward_fn(rollout) for reward_fn in reward_fns], dtype=float)
 
 
@@ -32,7 +32,7 @@ def aggregate_vector_rewards(
 
 
 def length_penalty_reward(min_length: int = 50, max_length: int = 500) -> RewardFn:
-    """A reward: -0.5 for a reply of fewer words, -0.3 for one of more, else 0."""
+    """A reward: -0.5 for a reply of fewer words, -0.3 for a longer one, else 0."""
 
     def reward_fn(rollout: Rollout) -> float:
         length = len(rollout.generation.text.split())
@@ -44,15 +44,15 @@ def length_penalty_reward(min_length: int = 50, max_length: int = 500) -> Reward
 
 
 def format_reward(pattern: str) -> RewardFn:
-    """A reward: 1 where the reply holds the regular expression, else 0."""
+    """A reward: 1 if the reply matches the regular expression, else 0."""
     return lambda rollout: float(re.search(pattern, rollout.generation.text) is not None)
 
 
 def exact_match_reward(
     ground_truth_fn: Callable[[str], Any], parse_fn: Callable[[str], Any]
 ) -> RewardFn:
-    """A reward: 1 where parse_fn of the reply equals ground_truth_fn of the prompt, else 0; None
-    where there is no truth."""
+    """A reward: 1 if parse_fn of the reply equals ground_truth_fn of the prompt, else 0; None if
+    there is no truth."""
 
     def reward_fn(rollout: Rollout) -> float | None:
         truth = ground_truth_fn(rollout.prompt)
@@ -66,7 +66,7 @@ def exact_match_reward(
 
 
 def tool_usage_reward(min_tools: int = 1) -> RewardFn:
-    """A reward: 1 where at least `min_tools` tool calls did not fail, else 0."""
+    """A reward: 1 if at least `min_tools` tool calls did not fail, else 0."""
 
     def reward_fn(rollout: Rollout) -> float:
         messages = () if rollout.conversation is None else rollout.conversation.messages

@@ -1,4 +1,4 @@
-"""Rollouts: episodes from a model, a tokenizer and prompts, played as training plays them."""
+"""Rollouts: episodes of a model, a tokenizer and prompts, played as in training."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def create_multiturn_rollout(
     """One episode of at most `max_turns` replies through the chat template; a reply without a tool
     call ends it.
 
-    tool_parser: is given the text without thinking; calls are {"name": …, "args": …} or as OpenAI
-      writes them. tool_executor: plain or async. stop_condition: asked when a reply's calls have
-      been answered. hooks: those of `create_batch_rollouts`.
+    tool_parser: receives the text without thinking; calls are {"name": …, "args": …} or in OpenAI's
+      form. tool_executor: plain or async. stop_condition: asked after a reply's calls are answered.
+      hooks: those of `create_batch_rollouts`.
     """
     hooks["environment"] = tool_environment(max_turns, tool_parser, tool_executor, stop_condition)
     return create_batch_rollouts(
@@ -91,11 +91,11 @@ def create_batch_rollouts(
     use_chat_template: bool = False,
     seed: int | None = None,
 ) -> list[Rollout]:
-    """A rollout of each prompt, all sampled as one batch. Their log-probs are the model's, with
-    gradient where gradients are enabled.
+    """Play a rollout of each prompt, all sampled as one batch. Their log-probs are the model's,
+    with gradient if gradients are enabled.
 
     Texts are read as they are without use_chat_template. kl_penalty: kl_coef × KL on the policy's
-      own tokens, by kl_fn. environment: what the policy talks to; None: one reply. engine: None is
+      own tokens, by kl_fn. environment: the policy's counterpart; None: one reply. engine: None is
       `rlkit.engines.Cached`. seed: None takes one from torch's generator.
     """
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
@@ -135,8 +135,8 @@ def tool_environment(
     tool_executor: Hook = None,
     stop_condition: Hook = None,
 ) -> Environment:
-    """What `create_multiturn_rollout` plays in, made of its hooks; `training_iteration` takes it as
-    `environment`."""
+    """Make the environment of `create_multiturn_rollout` from its hooks; `training_iteration` takes
+    it as `environment`."""
     environment = single_turn()._replace(max_steps=max_turns)
     if tool_parser is not None:
         environment = environment._replace(
@@ -148,7 +148,7 @@ def tool_environment(
 
 
 class Stopping(FunctionSession):
-    """A session that asks a stop_condition after every answer."""
+    """A session with a stop_condition after every answer."""
 
     def __init__(self, environment: Environment, task: Task, stop: Callable[[Conversation], bool]):
         super().__init__(environment, task, {})
@@ -165,8 +165,8 @@ def _parser(tool_parser: Callable[[str], Any]) -> ToolParser:
 
 
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:
-    """A call that a tool_parser gave: all that is not its name is its arguments, unless it says
-    which are."""
+    """Read a tool_parser's call. Everything except its name is an argument, unless it names its
+    arguments."""
     function = call.get("function", call)
     rest = {key: value for key, value in function.items() if key not in ("id", "type", "name")}
     arguments = rest.get("arguments", rest.get("args"))
@@ -178,8 +178,8 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def _executor(tool_executor: Callable[[Any], Any]) -> Callable[[ToolCall, Mapping[str, Tool]], Any]:
-    """A tool_executor as the core has one. Its results are text as they print; what it raises is an
-    error that the policy reads."""
+    """Turn a tool_executor into the core's form. Its results are text as they print; its errors are
+    errors for the policy to read."""
 
     async def execute_hook(call: ToolCall, tools: Mapping[str, Tool], /) -> ToolResult:
         async def later(**_: Any) -> str:

@@ -1,5 +1,5 @@
-"""The PPO trainer of the chat and PPO notebook. Its updates are those of
-`rlkit.training.learner.Learner`: there is one training loop."""
+"""The PPO trainer of the chat and PPO notebook. `rlkit.training.learner.Learner` makes its updates:
+there is one training loop."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class SimpleValueHead(nn.Module):
 def compute_advantages_and_returns(
     rollouts: Sequence[RolloutData], gamma: float = 0.99, lam: float = 0.95, use_gae: bool = True
 ) -> None:
-    """Writes `advantages` and `returns` into the steps: GAE over steps, per step, the reward at the
-    last; lam = 1 without use_gae."""
+    """Write `advantages` and `returns` into the steps: GAE over steps, per step, with the reward at
+    the last one; lam = 1 without use_gae."""
     for rollout in (r for r in rollouts if r.steps):
         steps: list[Any] = rollout.steps
         values = torch.tensor(
@@ -80,11 +80,11 @@ def compute_value_loss(
     clip_epsilon: float = 0.2,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mean squared distance of the values from the returns [B], with `clip_value` clipped about
-    old_values; and its statistics.
+    """The mean squared distance of the values from the returns [B], with `clip_value` clipped
+    around old_values; and its statistics.
 
-    values, old_values: [B], or [B, T] or [B, T, 1], of which the last one counts whose mask [B, T]
-    is True. clip_epsilon: units of reward.
+    values, old_values: [B], or [B, T] or [B, T, 1]. Of the latter, the last value under the mask
+    [B, T] counts. clip_epsilon: units of reward.
     """
     if clip_value and old_values is None:
         raise ValueError("clip_value=True needs old_values, the values before the first update")
@@ -117,8 +117,7 @@ def _of_last_token(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """KL(old ‖ new) from tokens that the old policy sampled: the mean of old - new, in nats per
-    token."""
+    """KL(old ‖ new) from tokens of the old policy: the mean of old - new, in nats per token."""
     return (old_logprobs - logprobs).mean()
 
 
@@ -126,8 +125,8 @@ def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 class HeadOnStates(nn.Module):
-    """A value head as the core's critic: on the policy's last hidden states, which it does not
-    train."""
+    """A value head as the core's critic. It reads the policy's last hidden states and does not
+    train them."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
@@ -145,8 +144,8 @@ def advantages_of_steps(
     step_ids: Tensor,
     response_mask: Tensor,
 ) -> Estimate:
-    """The advantages and returns that stand in the rollouts' metadata, one number a step, at each
-    of its tokens [B, T]."""
+    """The advantages and returns in the rollouts' metadata, one number a step, at each of its
+    tokens [B, T]."""
     found = []
     for name in ("advantages", "returns"):
         numbers = nn.utils.rnn.pad_sequence(
@@ -198,7 +197,7 @@ class RLTrainer:
         )
 
     def _experiment(self, epochs: int, minibatches: int) -> Experiment:
-        """What a step of the learner is."""
+        """The experiment of a step of the learner."""
         s = self.settings
         algorithm, _ = core_of(
             TrainingConfig("ppo", clip_range=s["clip_epsilon"], value_loss_coef=s["vf_coef"])
@@ -222,7 +221,7 @@ class RLTrainer:
     def generate_with_values(
         self, prompts: Sequence[Any], max_new_tokens: int = 512, temperature: float | None = None
     ) -> tuple[list[tuple[str, str]], list[Tensor], list[Tensor], list[list[int]]]:
-        """Of each reply (thinking, content), log-probs [T], values [T] of the states before its
+        """For each reply: (thinking, content), log-probs [T], values [T] of the states before its
         tokens, and its token ids [T]."""
         rollouts = begun(
             self.generator.policy, self.generator.replies(prompts, max_new_tokens, temperature)
@@ -242,15 +241,15 @@ class RLTrainer:
     def train_step(
         self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32
     ) -> dict[str, float]:
-        """One step of the learner on rollouts with advantages; a minibatch has about `batch_size`
-        steps, of whole rollouts. Its metrics."""
+        """Take one step of the learner on rollouts with advantages and return its metrics. A
+        minibatch has about `batch_size` steps, of whole rollouts."""
         trained = [r for r in (core_rollout(r, group=i) for i, r in enumerate(rollouts)) if r.steps]
         if not trained:
             return {}
         steps = sum(len(r.steps) for r in trained)
         minibatches = max(1, min(len(trained), -(-steps // batch_size)))
         self.learner.settle(self._experiment(n_epochs, minibatches), exact=False)
-        self.model.eval()  # no dropout: sampler and trainer are to see one policy
+        self.model.eval()  # no dropout: sampler and trainer must see one policy
         row = self.learner.step(trained)
         self.generator.version = self.learner.rl_step
         named = {"policy_loss": row["loss/policy"], "value_loss": row["value/loss"]}
@@ -270,8 +269,8 @@ class RLTrainer:
         n_rollouts_per_iter: int = 4,
         max_steps: int = 50,
     ) -> list[dict[str, Any]]:
-        """Trains for n_iterations; the rows of all so far: iteration, rollout_summary,
-        training_stats (of `train_step`)."""
+        """Train for n_iterations. Return the rows of all iterations so far: iteration,
+        rollout_summary, training_stats (of `train_step`)."""
         for _ in range(n_iterations):
             manager = RolloutManager(self.generator, n_rollouts_per_iter, max_steps)
             manager.initialize_rollouts(initial_prompts_generator(n_rollouts_per_iter))
@@ -304,7 +303,7 @@ class RLTrainer:
         return self.training_stats
 
     def add_values(self, rollouts: Sequence[RolloutData]) -> None:
-        """Writes `values` [1] into the steps: the value of the state before the reply."""
+        """Write `values` [1] into the steps: the value of the state before the reply."""
         steps = [
             s for r in rollouts for s in r.steps if isinstance(s, RLStepData) and s.response_tokens
         ]
@@ -313,7 +312,7 @@ class RLTrainer:
             step.values = values[:1]
 
     def save_checkpoint(self, filepath: str | Path) -> None:
-        """Writes all that decides the iterations to come; `load_checkpoint` goes on from there."""
+        """Write everything that decides later iterations; `load_checkpoint` goes on from there."""
         nets = {f"{name}_state_dict": getattr(self, name).state_dict() for name in SAVED}
         rest = {
             "training_stats": self.training_stats,
@@ -323,8 +322,8 @@ class RLTrainer:
         torch.save({**nets, **rest, "learner": self.learner.saved()}, filepath)
 
     def load_checkpoint(self, filepath: str | Path) -> None:
-        """Puts a checkpoint back into a trainer of the same model and config, which then goes on
-        bit for bit."""
+        """Put a checkpoint back into a trainer of the same model and config. It then goes on bit
+        for bit."""
         kept = torch.load(
             filepath, weights_only=True, map_location=next(self.model.parameters()).device
         )

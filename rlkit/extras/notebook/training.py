@@ -1,5 +1,5 @@
-"""Training from a notebook: an iteration is a step of rlkit.training.learner.Learner, the one that
-`rlkit train` takes."""
+"""Train from a notebook. An iteration is a step of rlkit.training.learner.Learner, as in `rlkit
+train`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from rlkit.training.update.optimizers import critic_of
 from rlkit.types import Policy, Task
 
 WHOLE = 1 << 24  # tokens of a micro-batch, more than any minibatch has
-MEASURED = 1e-30  # a coefficient at which the KL is measured and pulls at nothing
+MEASURED = 1e-30  # a coefficient that measures the KL and pulls at nothing
 NAMES = {
     "loss": "loss/total",
     "reward": "reward/mean",
@@ -60,7 +60,7 @@ NAMES = {
 
 
 class Run(NamedTuple):
-    """What an optimizer's iterations hand on from one to the next."""
+    """State handed from one iteration of an optimizer to the next."""
 
     learner: Mapping[str, Any]  # Learner.saved
     critic: nn.Module | None
@@ -72,7 +72,7 @@ RUNS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Run] = weakref.WeakKeyDic
 
 
 class IterationLearner(Learner):
-    """A learner of an iteration's arguments. parts: of the Experiment. hooks: those of
+    """A learner of an iteration's arguments. parts: of the Experiment. hooks: as for
     `with_hooks`."""
 
     def __init__(
@@ -161,12 +161,12 @@ def training_iteration(
     use_chat_template: bool = False,
     **hooks: Any,
 ) -> TrainingState:
-    """One RL step, as `rlkit train` takes it, with its metrics and those of NAMES; iterations with
+    """Take one RL step, as in `rlkit train`, with its metrics and those of NAMES. Iterations with
     one optimizer are one run.
 
-    batch_size: the next prompts of an order that the seed fixes; None: all of them. hooks:
-      advantage_fn, loss_fn (on a whole minibatch), kl_fn, pair_selector; micro_batch_tokens; a
-      ValueError for one that would do nothing.
+    batch_size: number of next prompts, in an order fixed by the seed; None: all of them. hooks:
+      advantage_fn, loss_fn (on a whole minibatch), kl_fn, pair_selector; micro_batch_tokens. A hook
+      without effect raises ValueError.
     """
     _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
     seed = drawn_seed(seed)
@@ -174,7 +174,7 @@ def training_iteration(
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
     stream = run.stream if run and batch_size else StreamState()
     if batch_size is None:
-        # the stream draws the task at places[i] as its i-th
+        # the i-th task drawn by the stream is the one at places[i]
         places = order_of_parts(tasks, seed, 0)
         tasks = [
             task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])
@@ -204,7 +204,7 @@ def training_iteration(
 
 
 def _warn(config: GenerationConfig, kl: KL, ref_model: Any, ref_update_fn: Any, kl_fn: Any) -> None:
-    """Says what has no effect. Raises: ValueError for a hook that has none."""
+    """Warn of settings without effect. Raises: ValueError for a hook without one."""
     for name, hook in (("ref_update_fn", ref_update_fn), ("kl_fn", kl_fn)):
         if hook is not None and ref_model is None:
             raise ValueError(
@@ -249,8 +249,8 @@ def train(
     seed: int | None = None,
     **hooks: Any,
 ) -> tuple[Any, Any]:
-    """Trains adapters on a model, or a model that is already built, on prompts in an order that the
-    seed fixes; model and tokenizer.
+    """Train adapters on a model, or a model object, on prompts in an order fixed by the seed.
+    Return model and tokenizer.
 
     train_config: in place of algorithm, learning_rate and kl_coef; switch_strategy: in place of
     algorithm. log_fn: given every state. optimizer_fn: (parameters, lr=learning_rate) → optimizer.
@@ -299,8 +299,8 @@ def _say(steps: int, tokens: int, state: TrainingState) -> None:
 def update_ema_metrics(
     current_metrics: Mapping[str, float], ema_metrics: Mapping[str, float], momentum: float = 0.9
 ) -> dict[str, float]:
-    """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a value
-    that is not finite changes nothing."""
+    """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a nan
+    or infinite value changes nothing."""
     finite = {name: value for name, value in current_metrics.items() if math.isfinite(value)}
     return {
         **ema_metrics,

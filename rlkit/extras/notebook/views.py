@@ -1,4 +1,4 @@
-"""Episodes of the core as the document's rollouts, and its hooks as functions of the core's
+"""Episodes of the core in the document's form, and its hooks as functions of the core's
 episodes."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlkit.rewards import Reward, batched, declared
 
 
 class Arguments(dict[str, Any]):
-    """A call's arguments that remember the call as a tool_parser gave it."""
+    """A call's arguments, with the call in its tool_parser's form."""
 
     def __init__(self, arguments: Mapping[str, Any], call: Mapping[str, Any]):
         super().__init__(arguments)
@@ -27,7 +27,7 @@ class Arguments(dict[str, Any]):
 
 
 def call_as_given(call: types.ToolCall) -> Mapping[str, Any]:
-    """A call as its tool_parser gave it; as OpenAI writes it where there was none."""
+    """A call in its tool_parser's form; without a parser, in OpenAI's."""
     return call.arguments.call if isinstance(call.arguments, Arguments) else as_dict(call)
 
 
@@ -38,10 +38,10 @@ def view(
     kl_penalty: float = 0.0,
     whole: bool = False,
 ) -> Rollout:
-    """An episode as the document has rollouts, its reward less kl_penalty.
+    """Show an episode in the document's form, with its reward less kl_penalty.
 
-    logprobs: [T] of the tokens, in place of the sampler's. whole: the tokens of all replies, as a
-    loss needs them; else of the last one.
+    logprobs: [T] of the tokens, in place of the sampler's. whole: take the tokens of all replies,
+    for a loss; else only of the last one.
     """
     steps = episode.steps if whole else episode.steps[-1:]
     ids = [step.response_ids[i] for step in steps for i in step.sampled]
@@ -89,8 +89,8 @@ def conversation_of(episode: types.Rollout) -> Conversation:
 def viewed_reward(
     reward_fn: Any, aggregator: Hook = None, vectors: dict[int, np.ndarray] | None = None
 ) -> Reward:
-    """A reward function of views, or a list of them, as a Reward of the core; `vectors` takes the
-    vectors that it gives, by the prompt's position."""
+    """Turn a reward function of views, or a list of them, into a Reward of the core. `vectors`
+    collects its vectors, by the prompt's position."""
     if isinstance(reward_fn, Reward):
         return reward_fn
     mean: Callable[..., float] = aggregator or (lambda vector: float(np.mean(vector)))
@@ -110,7 +110,7 @@ def _of_view(
     aggregator: Callable[..., float],
     vectors: dict[int, np.ndarray] | None,
 ) -> Callable[..., Any]:
-    """A reward function that is given views, and whose vectors become numbers."""
+    """Wrap a reward function: it receives views, and its vectors become numbers."""
 
     def number(found: Any, episode: types.Rollout) -> Any:
         if not np.ndim(found):
@@ -143,8 +143,7 @@ def stacked(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
 
 
 def task_rewards(rollouts: Sequence[Rollout]) -> Tensor:
-    """[B] rewards before the KL penalty, nan where there is none. Raises: ValueError for a
-    vector."""
+    """[B] rewards before the KL penalty, nan if there is none. Raises: ValueError for a vector."""
     if any(np.ndim(r.reward) > 0 for r in rollouts if r.reward is not None):
         raise ValueError(
             "a rollout's reward is a vector; make it a number with aggregate_vector_rewards before"

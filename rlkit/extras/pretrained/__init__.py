@@ -1,5 +1,4 @@
-"""Pretrained models that a package index keeps, so that no model hub is needed, and a first task
-for them.
+"""Pretrained models from a package index, without a model hub, and a first task for them.
 
 Files in the order of their imports: packages, tasks, commands.
 """

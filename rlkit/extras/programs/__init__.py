@@ -1,7 +1,7 @@
 """Programs and servers of others: a program plays an episode through an endpoint on loopback, tools
 come from MCP servers, games have two players or many boards.
 
-What needs aiohttp is imported when it is asked for.
+aiohttp is imported only when it is needed.
 
 Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _two_players,
 contract, slots, tool_servers, wire, _mcp, conversations, server, _processes, _verifier, _players,

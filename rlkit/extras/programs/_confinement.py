@@ -1,10 +1,10 @@
-"""What a confined program may reach: files, one TCP port, and some system calls. The guard sets
-these limits before the program begins.
+"""The limits of a confined program: files, one TCP port, and some system calls. The guard sets them
+before the program begins.
 
-Landlock's version 6 keeps such a program to its files, to one TCP port, and to signals of its own.
-The filter closes what goes past it: sockets other than TCP (MPTCP, UDP, unix sockets by path), data
-in a TCP handshake, a port by `listen` alone, io_uring, and other processes' memory, limits and
-priorities. The rest is allowed.
+Landlock's version 6 keeps the program to its files, to one TCP port, and to signals of its own. The
+filter closes the ways around it: sockets other than TCP (MPTCP, UDP, unix sockets by path), data in
+a TCP handshake, a port by `listen` alone, io_uring, and other processes' memory, limits and
+priorities. Everything else is allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from rlkit.sandbox.process import CHILD
 
-# Rights of Landlock: execute and read; all but the making of devices
+# Rights of Landlock: execute and read; everything except the making of devices
 RUN = 0x1 | 0x4 | 0x8
 OWN = 0x77BF
 FORBIDDEN = {
@@ -62,7 +62,7 @@ FASTOPEN = 0x20000000
 
 
 def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
-    """The filter of a whole program, in the words of rlkit/sandbox/_child.py (`s`)."""
+    """The filter of a whole program, in the terms of rlkit/sandbox/_child.py (`s`)."""
     s = SimpleNamespace(**runpy.run_path(str(CHILD), run_name="limits"))
     column, audit, clone, _, prlimit, _ = s.MACHINES[machine]
     allow = (s.GIVE, 0, 0, s.ALLOW)
@@ -99,8 +99,8 @@ def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def confinement(readable: Sequence[str], port: int | None) -> dict[str, Any]:
-    """What the guard is told of the limits: the program, and what it starts, reads and runs
-    `readable`, writes its own folder and connects to `port` if there is one, no more."""
+    """The limits in the form of the guard. The program and its children read and run `readable`,
+    write their own folder and connect to `port` if there is one, no more."""
     return {
         "by": str(CHILD),
         "paths": [*((path, RUN) for path in readable), (".", OWN)],

@@ -1,13 +1,12 @@
-"""Runs a program and ends it with all that it started, also where the process that asked for it was
-killed.
+"""Run a program and end it with all its processes, even if the parent was killed.
 
-    python -I -S -B _guard_child.py      standard input: a line of JSON, what `begin` takes, then
-                                         nothing until its end
+    python -I -S -B _guard_child.py      standard input: a line of JSON, the arguments of `begin`,
+                                         then nothing until its end
 
-It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so that a process which left its
-session is found too. The program prints to this process's standard output and error. Once no
-process is left, the line `exit STATUS` follows on standard error; a signal is 128 + its number. No
-rlkit is imported.
+It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so it also finds a process that
+left its session. The program prints to this process's standard output and error. Once no process is
+left, the line `exit STATUS` follows on standard error; a signal is 128 + its number. No rlkit is
+imported.
 """
 
 import contextlib
@@ -21,13 +20,13 @@ import tempfile
 # of prctl, linux/prctl.h
 SUBREAPER = 36
 DEATH_SIGNAL = 1
-POLL_MS = 1000  # between two looks at whether the parent lives
-REWARD_FD = 3  # a verifier's; one digit, as the plain shell needs it
+POLL_MS = 1000  # between two checks of the parent
+REWARD_FD = 3  # a verifier's; one digit, because the plain shell needs it
 OPEN_FILES = 64  # more than the guard and its parent hand down
 
 
 def prctl(option: int, value: int) -> None:
-    """Asks the kernel; elsewhere than on Linux nothing happens."""
+    """Ask the kernel; outside Linux nothing happens."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
@@ -39,12 +38,12 @@ def begin(
     confine: dict | None = None,
     reward_fd: int | None = None,
 ) -> int:
-    """The program's process id. It cannot outlive this process, and reads the task on standard
-    input.
+    """Start the program and return its process id. It cannot outlive this process, and reads the
+    task on standard input.
 
-    `confine`: "by", the path of rlkit/sandbox/_child.py, and what its functions take
-    (`_confinement.confinement`); None: it has the user's rights. `reward_fd`: a descriptor that the
-    program has as REWARD_FD.
+    `confine`: "by", the path of rlkit/sandbox/_child.py, and the arguments of its functions
+      (`_confinement.confinement`). None: it has the user's rights. `reward_fd`: a descriptor,
+      passed to the program as REWARD_FD.
     """
     with tempfile.TemporaryFile() as given:
         given.write(task.encode())
@@ -82,7 +81,7 @@ def begin(
 
 
 def children() -> list[int]:
-    """Process ids of what this process has to end."""
+    """Process ids of the processes for this process to end."""
     own = str(os.getpid())
     found = []
     with contextlib.suppress(OSError):
@@ -96,7 +95,7 @@ def children() -> list[int]:
 
 
 def end_all(main: int) -> None:
-    """Kills until no child is left: those of a child that dies become children of this process."""
+    """Kill until no child is left. The children of a dead child become children of this process."""
     while True:
         for kill, process in ((os.killpg, main), *((os.kill, child) for child in children())):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -110,8 +109,8 @@ def end_all(main: int) -> None:
 
 
 def wait(main: int) -> int:
-    """Until the program ends by itself, or is not wanted any more; its status as `os.waitpid` has
-    it."""
+    """Wait until the program ends by itself or the parent gives it up. Return its status in the
+    form of `os.waitpid`."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -133,7 +132,7 @@ def wait(main: int) -> int:
 
 
 def job_line() -> bytes:
-    """What stands before the newline; nothing is sent behind it."""
+    """Read up to the newline; the parent sends nothing after it."""
     line = b""
     while not line.endswith(b"\n") and (piece := os.read(0, 1 << 16)):
         line += piece

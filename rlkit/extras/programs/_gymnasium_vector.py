@@ -21,11 +21,11 @@ from rlkit.types import Environment, Table, Task, reaches, safe
 def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environment:
     """`gymnasium` for an environment that steps many episodes in one call.
 
-    The samples of a task share an instance, whose sub-environments are all reset with the task's
-    seed. It steps once every episode that goes on has an action, so the episodes of a task wait for
-    each other, and join the decoding as soon as they can (`generation.admission` is "free" for
-    them). A sub-environment whose episode is over is given its last action; what it makes of that
-    is not looked at. An error of `step` ends all its episodes.
+    The samples of a task share an instance. All its sub-environments are reset with the task's
+    seed. It steps once every running episode has an action. So the episodes of a task wait for each
+    other, and join the decoding as soon as they can (`generation.admission` is "free" for them). If
+    a sub-environment's episode is over, its last action is repeated and its result ignored. An
+    error of `step` ends all its episodes.
 
     Args:
       make: (num_envs=…) → an object with `reset(seed=[…])` → (observations, infos), `step(actions)`
@@ -46,7 +46,7 @@ def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environmen
 
 
 class Vector:
-    """An instance and the actions that it waits for."""
+    """An instance and the actions it waits for."""
 
     def __init__(
         self, task: Task, count: int, make: Callable[..., Any], settings: Mapping[str, Any]
@@ -62,7 +62,7 @@ class Vector:
         self.live = set(range(count))
         self.actions: dict[int, Any] = {}  # the last one of each sub-environment
         self.waiting: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
-        # those whose answer is being made
+        # sub-environments with an answer in the making
         self.stepping: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
         self.hung: BaseException | None = None
 
@@ -72,8 +72,8 @@ class Vector:
         return made(self.task)
 
     async def start(self, seed: int) -> None:
-        """Makes and resets the instance, once; the others wait for the first one who asks. Raises:
-        Hung where that hangs."""
+        """Make and reset the instance, once; all others wait for the first caller. Raises: Hung if
+        it hangs."""
         while self.first is None:
             if self.hung is not None:
                 raise Hung(str(self.hung))
@@ -99,7 +99,7 @@ class Vector:
                 self.changed.set()
 
     async def step(self) -> None:
-        """Steps the instance, if no episode that goes on is without an action."""
+        """Step the instance once every running episode has an action."""
         if not self.waiting or self.live - self.waiting.keys():
             return
         waiting = self.waiting
@@ -121,8 +121,8 @@ class Vector:
                     answer.set_exception(error)
 
     def lost(self, number: int, error: BaseException) -> None:
-        """An episode has failed while it stepped or reset the instance, which no other can use any
-        more."""
+        """An episode has failed while it stepped or reset the instance. No other episode can use it
+        any more."""
         self.hung = error
         self.changed.set()
         for answer in (*self.stepping.values(), *self.waiting.values()):
@@ -138,13 +138,13 @@ class Lane:
         self.number = number
 
     async def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
-        """The first observation; the first one who asks makes and resets the instance."""
+        """Return the first observation; the first caller makes and resets the instance."""
         vector = self.vector
         await vector.start(seed)
         return entry(vector.first, self.number), {}
 
     async def step(self, action: Any) -> tuple[Any, ...]:
-        """What the action led to, once the others have theirs."""
+        """Return the result of the action, once the others have theirs."""
         if self.vector.hung is not None:
             raise Hung(str(self.vector.hung))
         self.vector.actions[self.number] = action
@@ -153,7 +153,7 @@ class Lane:
         return await answer
 
     async def close(self) -> None:
-        """The episode is over, and the others no longer wait for it."""
+        """End the episode, so that the others no longer wait for it."""
         vector = self.vector
         vector.live.discard(self.number)
         vector.waiting.pop(self.number, None)
@@ -163,7 +163,7 @@ class Lane:
 
 
 def entry(batch: Any, number: int) -> Any:
-    """What a batch holds for one sub-environment: of a mapping of batches, a mapping."""
+    """A batch's entry for one sub-environment; a mapping of batches gives a mapping."""
     return (
         {key: entry(value, number) for key, value in batch.items()}
         if isinstance(batch, Mapping)

@@ -1,4 +1,4 @@
-"""Tools of servers that speak the Model Context Protocol."""
+"""Tools of servers with the Model Context Protocol."""
 
 from __future__ import annotations
 
@@ -67,30 +67,29 @@ def mcp(
 ) -> Environment:
     """`tool_use` with the tools of MCP servers. Needs the package `mcp`.
 
-    The servers are asked for their tools once. A server that is given as a command has a process
-    for each episode that calls it, which is started by the first call and ended with the episode;
-    it finds the task as JSON (`id`, `metadata`) in its environment, under RLKIT_TASK. With `shared:
-    true`, and over HTTP, all episodes share one connection, so a server must then keep nothing
-    between calls.
+    The servers are asked for their tools once. If a server is given as a command, each episode that
+    calls it has a process of its own. The first call starts the process, and it ends with the
+    episode. It finds the task as JSON (`id`, `metadata`) in its environment, under RLKIT_TASK. With
+    `shared: true`, and over HTTP, all episodes share one connection, so the server must then keep
+    nothing between calls.
 
-    What a tool reports as its failure, a call that does not fit its schema and one that takes too
-    long are results that the policy reads. A server that dies, or cannot be started for an episode,
-    ends that episode as truncated by "error", with the server's name and its last words in
-    `rollout.error`; such an episode is not scored. A shared one is started again for
-    the next call.
+    The policy reads a tool's own failure, a call that does not fit its schema, and a call that
+    takes too long, as results. If a server dies, or cannot be started for an episode, the episode
+    ends as truncated by "error", with the server's name and its last words in `rollout.error`; it
+    is not scored. A shared server is started again for the next call.
 
     Args:
       servers: name → a command as a list, a URL, or a mapping with `command` or `url` and perhaps
-        env, cwd, shared, and `tools`: the names of those that are used. A process inherits HOME,
-        LOGNAME, PATH, SHELL, TERM and USER only, beside its `env`.
+        env, cwd, shared, and `tools`, the names of the tools to use. A process inherits only HOME,
+        LOGNAME, PATH, SHELL, TERM and USER, beside its `env`.
       timeout: seconds of a call, > 0, its server's start not counted; None: no limit.
-      start_timeout: seconds until a server that was started has to answer, > 0.
+      start_timeout: seconds, > 0, for a new server to answer.
       max_servers: processes of servers alive at the same time, at least one for each server that is
         not shared; None: no limit. An episode that would need more begins when another is over. The
-        last bits of its log-probs then depend on when that was.
+        last bits of its log-probs then depend on this time.
       The rest is as for `tool_use`.
-    Raises: ConfigError for a server that is none, or a limit out of range; from the first episode,
-      where the package is missing, a server's tools cannot be listed, or two tools have one name.
+    Raises: ConfigError for an invalid server, or a limit out of range. The first episode raises it
+      if the package is missing, a server's tools cannot be listed, or two tools have one name.
     """
     if not servers:
         raise ConfigError(
@@ -100,7 +99,7 @@ def mcp(
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     pool = Pool({name: read_server(name, given) for name, given in servers.items()}, start_timeout)
     slots = _limit_episodes(pool, max_servers)
-    # filled when the tools are listed, which is before any call is parsed
+    # filled when the tools are listed, before any call is parsed
     known: dict[str, Tool] = {}
     base = calling(
         lambda task: known,
@@ -112,7 +111,7 @@ def mcp(
         max_calls=max_calls,
         max_chars=max_chars,
         timeout=None,
-        deadline=deadline,  # the pool limits a call, and leaves out the start of its server
+        deadline=deadline,  # the pool limits a call, without the start of its server
     )
 
     named = ", ".join(pool.servers)
@@ -139,8 +138,8 @@ def mcp(
 
 
 def _limit_episodes(pool: Pool, max_servers: int | None) -> AtMost | None:
-    """How many episodes may have processes of servers at the same time; None: no limit. Raises:
-    ConfigError where not even one may."""
+    """Most episodes with processes of servers at the same time; None: no limit. Raises: ConfigError
+    if not even one fits."""
     needs = sum(not server.shared for server in pool.servers.values())  # processes of an episode
     if max_servers is not None and max_servers < max(needs, 1):
         raise ConfigError(
@@ -148,7 +147,7 @@ def _limit_episodes(pool: Pool, max_servers: int | None) -> AtMost | None:
             " each server that is not shared"
         )
     # Taken before the session, never inside it: with counted rounds the decoder waits for an
-    # episode that is in the middle of an answer.
+    # episode in the middle of an answer.
     return AtMost(max_servers // needs) if max_servers and needs else None
 
 
@@ -158,7 +157,7 @@ async def _play_in_turn(slots: AtMost, at: Playing) -> Rollout:
 
 
 class ServedSession(FunctionSession):
-    """The session of an episode: functions that call servers, and the error of one that died."""
+    """The session of an episode: functions that call servers, and the error of a dead one."""
 
     def __init__(
         self,
@@ -191,7 +190,7 @@ class ServedSession(FunctionSession):
 
     def _function(self, server: str, tool: ListedTool) -> Tool:
         async def call(**arguments: Any) -> str:
-            # a server that died: the episode is over, and its other calls are not made
+            # after a server's death the episode is over, and its other calls are not made
             if self.failure:
                 raise ValueError(self.failure)
             try:
@@ -209,7 +208,7 @@ class ServedSession(FunctionSession):
                 ) from None
 
         call.__name__ = tool.name
-        # As tool_schema writes it for a function that gives text, so that a tool's prompt does not
+        # In the form of tool_schema for a function with a text result. So a tool's prompt does not
         # tell where the tool runs.
         described = {
             "name": tool.name,
@@ -225,7 +224,7 @@ class ServedSession(FunctionSession):
         return call
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """The results of the calls; or the end of the episode, where a server failed."""
+        """Return the results of the calls; or the end of the episode, if a server failed."""
         rollout, messages = await super().answer(rollout)
         if not self.failure:
             return rollout, messages
@@ -233,13 +232,13 @@ class ServedSession(FunctionSession):
 
 
 def plain_schema(schema: Any) -> Any:
-    """A JSON schema with its type first, without the titles and the dialect that servers' libraries
-    add, which say nothing."""
+    """A JSON schema with its type first, without titles and dialect. Servers' libraries add them,
+    and they say nothing."""
     if isinstance(schema, list):
         return [plain_schema(entry) for entry in schema]
     if not isinstance(schema, Mapping):
         return schema
-    named = {"properties", "$defs", "definitions"}  # whose keys are names
+    named = {"properties", "$defs", "definitions"}  # their keys are names
     return {
         key: (
             {name: plain_schema(entry) for name, entry in value.items()}
@@ -252,8 +251,8 @@ def plain_schema(schema: Any) -> Any:
 
 
 def signature_of(schema: Mapping[str, Any]) -> inspect.Signature:
-    """The signature of a tool by its schema, so that a call that does not fit is answered as that
-    of any other tool."""
+    """The signature of a tool by its schema. So a call that does not fit gets the same answer as
+    for any other tool."""
     properties = schema.get("properties") or {}
     required = schema.get("required") or ()
     anything = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)])

@@ -1,4 +1,4 @@
-"""Who plays an episode: a Python function of the user's, or a command."""
+"""The player of an episode: a user's Python function, or a command."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Launch(NamedTuple):
     limits: Limits
     score: bool  # its exit status is the reward
     variables: Mapping[str, str]
-    answer: str  # what the final content is
-    fields: Sequence[str]  # of the task's metadata, which it is told
+    answer: str  # source of the final content
+    fields: Sequence[str]  # of the task's metadata, for the program
 
 
 def make_launch(
@@ -47,8 +47,8 @@ def make_launch(
     confined: bool,
     readable: Sequence[str],
 ) -> Launch:
-    """How the programs of a run are started. `readable`: where they are confined, what they read
-    beside the system, the files of the command and the folders of PYTHONPATH."""
+    """Prepare the start of a run's programs. `readable`: if they are confined, further paths for
+    them to read, beside the system, the files of the command and the folders of PYTHONPATH."""
     words = find_files(command)
     if confined:
         folders = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -57,8 +57,8 @@ def make_launch(
 
 
 class Client(NamedTuple):
-    """What a Python function plays its episode with: an address and a key for any client, and one
-    plain request of its own."""
+    """The means of a Python function to play its episode: an address and a key for any client, and
+    one plain request of its own."""
 
     base_url: str  # ends in /v1
     api_key: str
@@ -69,8 +69,8 @@ class Client(NamedTuple):
         tools: Sequence[Mapping[str, Any]] = (),
         **settings: Any,
     ) -> dict[str, Any]:
-        """The policy's message to a conversation, in the form of OpenAI's chat completions. Raises:
-        OSError where it is refused."""
+        """Return the policy's message to a conversation, in the form of OpenAI's chat completions.
+        Raises: OSError if it is refused."""
         body = {"model": "policy", "messages": list(messages), "tools": list(tools), **settings}
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         asked = urllib.request.Request(
@@ -82,7 +82,8 @@ class Client(NamedTuple):
 
 
 def task_text(task: Task, fields: Sequence[str] = ()) -> str:
-    """What a program is told of its task: not the answer, and of its metadata these fields."""
+    """Write the task for a program: without the answer, and with only these fields of its
+    metadata."""
     told = {"id": task.id, "messages": list(task.messages)}
     own = {name: task.metadata[name] for name in fields if name in task.metadata}
     return json.dumps({**told, **({"metadata": own} if fields else {})})
@@ -92,8 +93,8 @@ def task_text(task: Task, fields: Sequence[str] = ()) -> str:
 
 
 async def call_function(function: Callable[..., Any], task: Task, door: Any, address: str) -> Ended:
-    """A Python function plays the episode. A plain one has a thread of its own: a pool could be too
-    small for all to begin."""
+    """Let a Python function play the episode. A plain one has a thread of its own, because a pool
+    could be too small for all to begin."""
     client = Client(f"{address}/v1", door.token)
     loop = asyncio.get_running_loop()
     inner = getattr(function, "func", function)
@@ -148,7 +149,7 @@ async def call_function(function: Callable[..., Any], task: Task, door: Any, add
 async def run_program(
     launch: Launch, where: str, left: list[bool], task: Task, door: Any, address: str
 ) -> Ended:
-    """A program plays the episode in this folder. `left`: see `run_guarded`."""
+    """Let a program play the episode in this folder. `left`: see `run_guarded`."""
     from rlkit.extras.programs.server import addresses
 
     text = task_text(task, launch.fields)

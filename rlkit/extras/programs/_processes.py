@@ -1,5 +1,5 @@
-"""A command in a folder of its own: started by a guard, read, and ended with all that it
-started."""
+"""A command in a folder of its own. A guard starts it, its output is read, and it is ended with all
+its processes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from rlkit.extras.programs._confinement import confinement
 from rlkit.system.loops import closing
 
 GUARD = Path(__file__).with_name("_guard_child.py")
-GRACE = 10.0  # seconds that the guard has to end a program and all that it started
-LOST = 137  # status of a program whose guard was killed
-# variables that every program gets
+GRACE = 10.0  # seconds for the guard to end a program and all its processes
+LOST = 137  # status of a program after its guard was killed
+# variables passed to every program
 PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")
 LONGEST_VARIABLE = 1 << 16  # characters of RLKIT_TASK; a longer task is on standard input alone
 LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
-# What a confined program reads and runs: programs and libraries, and what the C library and TLS
-# look at
+# Read and run by a confined program: programs and libraries, and files of the C library and TLS
 SYSTEM = (
     "/usr",
     "/lib",
@@ -46,32 +45,33 @@ SYSTEM = (
 
 
 class Limits(NamedTuple):
-    """What a command may use."""
+    """Limits of a command."""
 
-    output: int  # bytes that it prints
+    output: int  # bytes of its output
     memory_mb: int | None = None  # address space of each process
-    readable: Sequence[str] | None = None  # where it is confined; None: it has the user's rights
-    port: int | None = None  # that a confined one may connect to
+    readable: Sequence[str] | None = None  # if it is confined; None: it has the user's rights
+    port: int | None = None  # a confined one may connect to it
 
 
 class Finished(NamedTuple):
-    """How a command ended."""
+    """Result of a command."""
 
     status: int  # a signal is 128 + its number
     printed: str  # on standard output
     complained: str  # on standard error
-    flooded: bool = False  # it printed more than it may
+    flooded: bool = False  # it printed too much
 
 
 def landlock_version() -> int:
-    """Of Landlock on this machine; 0 where there is none, or no filter of system calls for it."""
+    """Version of Landlock on this machine; 0 if there is none, or no filter of system calls for
+    it."""
     if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
         return 0
     return max(0, ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
 
 
 def check_confinable() -> None:
-    """Raises: ConfigError where this machine cannot confine."""
+    """Raise ConfigError if this machine cannot confine."""
     version = landlock_version()
     if version < LANDLOCK:
         raise ConfigError(
@@ -82,22 +82,22 @@ def check_confinable() -> None:
 
 
 def find_files(command: Sequence[str], found: Callable[[str], bool] = os.path.isfile) -> list[str]:
-    """The command with the paths of its files made absolute; `python` is the one of this process.
-    `found`: which words are paths."""
+    """Make the paths of a command's files absolute; `python` is this process's own. `found`:
+    whether a word is a path."""
     out = [str(Path(word).absolute()) if found(word) else str(word) for word in command]
     return [sys.executable if out[0] == "python" else out[0], *out[1:]]
 
 
 def readable_paths(command: Sequence[str], more: Sequence[str]) -> list[str]:
-    """What a confined command reads and runs, beside its own folder."""
+    """Paths for a confined command to read and run, beside its own folder."""
     started = [shutil.which(command[0]) or command[0], *command[1:]]
     named = [os.path.realpath(word) for word in started if os.path.isfile(word)]
     return [*SYSTEM, sys.prefix, sys.base_prefix, *named, *map(os.path.abspath, more)]
 
 
 def fresh_variables(where: str, task: str) -> dict[str, str]:
-    """An environment from scratch for a command in this folder: the run's path and language, and
-    the task."""
+    """Make an environment from scratch for a command in this folder: the run's path and language,
+    and the task."""
     own = {name: os.environ[name] for name in PASSED if name in os.environ}
     own |= {"HOME": where, "TMPDIR": where, "PYTHONUNBUFFERED": "1"}
     return own | ({"RLKIT_TASK": task} if len(task) < LONGEST_VARIABLE else {})
@@ -113,14 +113,14 @@ async def run_guarded(
     left: list[bool],
     reward_fd: int | None = None,
 ) -> Finished:
-    """Run a command until it ends, and end all that it started, also where this call is cancelled.
+    """Run a command until it ends, and end all its processes, even if this call is cancelled.
 
     Args:
       where: its working folder.
       task: text on its standard input.
-      left: gets one entry at the end: whether processes of the command may be left, since its guard
-        was killed.
-      reward_fd: a descriptor of this process that the command has as 3.
+      left: gets one entry at the end: whether processes of the command may be left, because its
+        guard was killed.
+      reward_fd: a descriptor of this process, passed to the command as 3.
     """
     guard = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -167,7 +167,7 @@ async def _give_job(
 
 
 async def _read(guard: asyncio.subprocess.Process, most: int) -> Finished:
-    """What a command prints until it has ended, and its status as the guard tells it at last."""
+    """Read a command's output until it ends, and its status as last reported by the guard."""
     assert guard.stdin is not None and guard.stdout is not None and guard.stderr is not None
     stdin = guard.stdin
     room = most
@@ -196,7 +196,7 @@ def _text(printed: bytes) -> str:
 
 
 async def _end(guard: asyncio.subprocess.Process) -> None:
-    """The guard ends the command where it still runs, and then itself."""
+    """Let the guard end the command if it still runs, and then itself."""
     assert guard.stdin is not None and guard.stdout is not None and guard.stderr is not None
     guard.stdin.close()
     try:
@@ -208,7 +208,7 @@ async def _end(guard: asyncio.subprocess.Process) -> None:
         with suppress(ProcessLookupError):
             guard.kill()
         await guard.wait()
-    # its pipes; else they are closed by the garbage collector, with a warning
+    # close its pipes here; otherwise the garbage collector closes them, with a warning
     transport = getattr(guard, "_transport", None)
     if transport is not None:
         transport.close()

@@ -69,61 +69,59 @@ def program(
     max_programs: int | None = None,
     parse_calls: ToolParser = hermes,
 ) -> Environment:
-    """A program, or a Python function, plays each episode; all that it asks the policy is recorded
-    and trained on.
+    """Let a program, or a Python function, play each episode; all its requests to the policy are
+    recorded and trained on.
 
     A program has a process and a working folder of its own, the task as JSON ({"id", "messages",
     "metadata"}) in `RLKIT_TASK` and on standard input, and its endpoint in OPENAI_BASE_URL and
     OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It has none of the run's other
-    variables but PATH and the language, and ends with its episode, with all that it started. It is
-    not confined otherwise, unless `confined`: it has the rights of the run's user.
+    variables except PATH and the language. It ends with its episode, together with all its
+    processes. Unless it is `confined`, it has the rights of the run's user.
 
     Args:
-      command: the program and its arguments; those that name a file are found from where the run
-        was started.
-      function: (task, client) in the place of a command, plain or async; a plain one runs in a
-        thread. A number that it returns is added to the reward. An error that it raises ends its
-        episode.
-      max_turns: replies of an episode, at least 1; further requests are refused, and the episode is
+      command: the program and its arguments. Names of files are relative to the folder where the
+        run was started.
+      function: (task, client) in place of a command, plain or async; a plain one runs in a thread.
+        A returned number is added to the reward. An error ends its episode.
+      max_turns: replies of an episode, at least 1. Further requests are refused, and the episode is
         truncated.
-      time_limit: seconds, > 0, of an episode, decoding not counted; then it is truncated by
-        "deadline".
-      output_kb: that a program may print, at least 1; more ends it.
-      memory_mb: address space of each process of the program, at least 1; one that asks for more is
-        refused it. None: no limit.
-      score: `exit`: an exit status of 0 gives the reward 1, any other 0, which is added to the
+      time_limit: seconds, > 0, of an episode, without decoding; then it is truncated by "deadline".
+      output_kb: most output of a program, at least 1; more ends it.
+      memory_mb: address space of each process of the program, at least 1. A process cannot get
+        more. None: no limit.
+      score: `exit`: an exit status of 0 gives the reward 1, any other 0, and it is added to the
         reward (reward `environment` is 0). None: nothing is added, and a status other than 0 is a
         failure.
-      answer: what rewards read as the final content: `last_reply`; `stdout`, what the program
-        prints there, without white space around it; `file`, answer.txt in the program's folder, of
-        at most 64 KiB, read when all its processes are dead ("" where there is none); `tool:NAME`,
-        the last call of this tool (a single argument's text, else the arguments as JSON; "" where
-        there is none).
-      metadata: fields of the task's metadata that the program is told. Those that hold a truth are
+      answer: the final content for rewards. `last_reply`; `stdout`, the program's standard output
+        without white space around it; `file`, answer.txt in the program's folder, of at most 64
+        KiB, read when all its processes are dead ("" without the file); `tool:NAME`, the last call
+        of this tool (a single argument's text, else the arguments as JSON; "" without a call).
+      metadata: fields of the task's metadata for the program to see. A field with a truth is
         refused.
-      verify: a command that judges what the program left once all processes of the episode are
-        dead, also after its time was up. It writes a number to the descriptor RLKIT_REWARD_FD,
-        which is added to the reward, see `rlkit.extras.programs._verifier.verify`. Where it gives
-        none, the episode has failed. It is confined where the program is, without a network. Needs
-        Linux and a command.
+      verify: a command to judge the program's folder once all processes of the episode are dead,
+        even after its time was up. It writes a number to the descriptor RLKIT_REWARD_FD, and this
+        number is added to the reward, see `rlkit.extras.programs._verifier.verify`. Without a
+        number, the episode has failed. The verifier is confined if the program is, without a
+        network. Needs Linux and a command.
       verify_time_limit: seconds, > 0, of a verifier.
-      reward_range: least and greatest number that a verifier may give.
-      dropped_thinking: a conversation that comes back without the thinking of a reply is another
-        one, and begins a new row (new_row), or it continues the row, in which the thinking stays
-        (continue).
+      reward_range: least and greatest number of a verifier.
+      dropped_thinking: a conversation may come back without the thinking of a reply. It is then
+        another conversation and begins a new row (new_row), or it continues the row, and the
+        thinking stays there (continue).
       variables: further variables of the program.
-      confined: the program, and what it starts, writes its own folder and nothing else, reads the
-        system's programs and libraries, Python, the files of its command, the folders of PYTHONPATH
-        in `variables` and `readable`, connects to the port of its endpoint over TCP and has no
-        other network, and signals nothing outside. Needs Landlock in version 6 (Linux 6.12) and
+      confined: the program and its children write only its own folder. They read the system's
+        programs and libraries, Python, the files of its command, the folders of PYTHONPATH in
+        `variables` and `readable`. They connect to the port of its endpoint over TCP and have no
+        other network, and signal nothing outside. Needs Landlock in version 6 (Linux 6.12) and
         seccomp.
-      readable: further files and folders that a confined program reads and runs.
+      readable: further files and folders for a confined program to read and run.
       max_programs: programs alive at the same time, at least 1; None: all episodes of a step begin
-        together. An episode that waits for its place spends none of its time. The last bits of its
+        together. Waiting for a place spends none of an episode's time. The last bits of its
+        log-probs then depend on the end of another episode.
         log-probs then depend on when another was over.
       parse_calls: reads the calls out of a reply's content.
-    Raises: ConfigError for no or two programs, one that is not there, a limit out of range, a
-      parser that needs the tools' functions.
+    Raises: ConfigError for no or two programs, a missing one, a limit out of range, or a parser
+      that needs the tools' functions.
     """
     _check_choice(command, function, score, answer, metadata, verify, confined)
     _check_settings(time_limit, confined, readable, parse_calls)
@@ -167,7 +165,7 @@ def _check_choice(
     verify: Sequence[str],
     confined: bool,
 ) -> None:
-    """Raises: ConfigError for choices that do not go together, or that are none."""
+    """Raise ConfigError for unknown choices, or choices that contradict each other."""
     if bool(command) == (function is not None):
         raise ConfigError(
             "environment: set one of environment.command=[PROGRAM, …] and"
@@ -211,7 +209,7 @@ def _check_choice(
 def _check_settings(
     time_limit: float, confined: bool, readable: Sequence[str], parse_calls: ToolParser
 ) -> None:
-    """Raises: ConfigError for a setting that nothing can be done with here."""
+    """Raise ConfigError for a setting that cannot work here."""
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
     if confined:
@@ -227,7 +225,7 @@ def _check_settings(
 
 
 def require_positive(**limits: int | None) -> None:
-    """Raise ConfigError naming the first limit that is below 1; None is no limit."""
+    """Raise ConfigError that names the first limit below 1; None is no limit."""
     for key, limit in limits.items():
         if limit is not None and limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
@@ -245,8 +243,8 @@ async def _play(
     slots: AtMost | None,
     at: Playing,
 ) -> Rollout:
-    """`Environment.play` of a program. Its folder lives until its verifier is done; the engine
-    forgets the episode before."""
+    """Play an episode of a program, as `Environment.play`. Its folder lives until its verifier is
+    done; the engine forgets the episode earlier."""
     async with nullcontext() if slots is None else slots.held(at.give_way):
         with ExitStack() as held:
             left: list[bool] = []
@@ -277,8 +275,8 @@ async def _play(
 
 
 def check_task(told: Sequence[str], task: Task, truths: Set[str]) -> str:
-    """Why a task cannot be played, as `Environment.check` says it. `told`: fields of its metadata
-    that the program is told."""
+    """Say why a task cannot be played, as `Environment.check`. `told`: fields of its metadata for
+    the program to see."""
     for field in told:
         if field in truths:
             return (
@@ -293,7 +291,7 @@ def check_task(told: Sequence[str], task: Task, truths: Set[str]) -> str:
     for name, text in files.items():
         path = PurePosixPath(str(name))
         inside = path.name and not path.is_absolute() and ".." not in path.parts
-        # columns of a data set have None where a row lacks the file
+        # columns of a data set have None if a row lacks the file
         if not inside or not isinstance(text, str | None):
             return f"its file {name!r:.100} needs a relative path without '..' and a text"
     return ""
@@ -301,7 +299,7 @@ def check_task(told: Sequence[str], task: Task, truths: Set[str]) -> str:
 
 def write_files(task: Task, where: str) -> None:
     """Put the files of a task, `metadata["files"]`, into the folder of its episode. Raises:
-    DataError naming the row."""
+    DataError that names the row."""
     problem = check_task((), task, frozenset())
     if problem:
         raise DataError(f"row {task.id}: {problem}")
@@ -321,8 +319,8 @@ def write_files(task: Task, where: str) -> None:
 
 
 def _with_requests(rollout: Rollout) -> Rollout:
-    """The rollout with its refused and retried requests as metrics. An episode of refusals alone
-    says so, and has failed unless a limit ended it."""
+    """Add its refused and retried requests to the rollout as metrics. An episode of nothing but
+    refusals says so, and has failed unless a limit ended it."""
     refused = rollout.metadata.get("refused", 0)
     retries = rollout.metadata.get("retries", 0)
     counts = {"program/refused": float(refused), "program/retries": float(retries)}
@@ -335,7 +333,7 @@ def _with_requests(rollout: Rollout) -> Rollout:
 
 
 def _with_answer(rollout: Rollout, answer: str, where: str) -> Rollout:
-    """The rollout with the final content that rewards read, where it is not the last reply's."""
+    """Set the final content for rewards, if it is not the last reply's."""
     if answer == "file":
         try:
             path = os.path.join(where, ANSWER)
@@ -350,8 +348,8 @@ def _with_answer(rollout: Rollout, answer: str, where: str) -> Rollout:
 
 
 def answer_by_tool(rollout: Rollout, name: str) -> str:
-    """The last call of a tool: the text of a single argument, else the arguments as JSON; "" where
-    there is no call."""
+    """The last call of a tool: the text of a single argument, else the arguments as JSON; ""
+    without a call."""
     made = [call for step in rollout.steps for call in step.tool_calls]
     calls = [call for call in made if call.name == name and not call.error]
     if not calls:
@@ -364,7 +362,7 @@ def answer_by_tool(rollout: Rollout, name: str) -> str:
 async def _played(
     play: Callable[..., Awaitable[Ended]], time_limit: float, named: Any, task: Task, ask: Ask
 ) -> Ended:
-    """An episode with an endpoint of its own, within its time. `named`: the program, for
+    """Play an episode with an endpoint of its own, within its time. `named`: the program, for
     messages."""
     from rlkit.extras.programs.server import opened_door
 

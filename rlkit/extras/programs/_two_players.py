@@ -1,4 +1,4 @@
-"""Text games of two players who take turns: both are the policy, or one is another model."""
+"""Text games of two players in turn: both are the policy, or one is another model."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def two_players(
     system_prompt: str | None = None,
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking",
 ) -> Environment:
-    """Replies are actions, in turn; each player has a rollout of its own, with its own prompts and
-    rewards.
+    """Play with replies as actions, in turn. Each player has a rollout of its own, with its own
+    prompts and rewards.
 
     In self-play the samples 2k and 2k + 1 of a task play each other, as player 0 and 1. A sample
-    that is left over plays against the policy too, and so does every sample against an `opponent`;
-    the other side is not trained on then, and task and sample together decide which side the policy
-    has. `rollout.player` says which it was.
+    without a partner plays against the policy too, and every sample plays against an `opponent` if
+    there is one. The other side is then not trained on, and task and sample together decide the
+    policy's side. `rollout.player` names it.
 
-    A player whose reply is cut by length, or who has had `max_turns` replies, ends the game; the
-    other is truncated by "environment". A game that raises, or gives rewards that are no numbers,
-    ends as truncated by "error" for both.
+    The game ends if a player's reply is cut by length, or a player has had `max_turns` replies; the
+    other one is truncated by "environment". If the game raises, or gives rewards that are no
+    numbers, it ends as truncated by "error" for both.
 
     Args:
-      make: () → an object with `reset(seed=…)` → (observation of the player who begins, info) and
-        `step(action)` → (observation of the player whose turn is next, a reward for each player,
-        terminated, truncated, info), and perhaps `close()`; plain or async. Where it has an
-        attribute `player`, that says whose turn it is, 0 or 1; else 0 begins, and they alternate.
-      opponent: path of the other player's model, as `model.path`: the policy's own is the policy
-        frozen as it started. None: self-play.
+      make: () → an object with `reset(seed=…)` → (observation of the first player, info) and
+        `step(action)` → (observation of the next player, a reward for each player, terminated,
+        truncated, info), and perhaps `close()`; plain or async. If it has an attribute `player`, 0
+        or 1, this player is next. Otherwise 0 begins, and they alternate.
+      opponent: path of the other player's model, as `model.path`. The policy's own path is the
+        policy frozen at its start. None: self-play.
       parse_action, render, max_turns, system_prompt, history: as for `gymnasium`, for each player.
-    Raises: ConfigError for a limit out of range; from a game's start, where it cannot be made or
-      reset.
+    Raises: ConfigError for a limit out of range. A game's start raises it if the game cannot be
+      made or reset.
     """
 
     def table(task: Task, players: int = 2) -> Game:
@@ -62,7 +62,7 @@ def two_players(
 
 
 class Game:
-    """A game and whose turn it is. Its players' sessions wait here for each other."""
+    """A game and its next player. Its players' sessions wait here for each other."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Game:
         self.observation = ""
         self.rewards = [0.0, 0.0]
         self.here = 0
-        self.over: str | None = None  # once it is over: "", or why it was cut short
+        self.over: str | None = None  # once it is over: "", or the reason if it was cut short
         self.error = ""
 
     def player(self, number: int) -> Player:
@@ -93,7 +93,7 @@ class Game:
         return Player(self, number)
 
     async def start(self) -> None:
-        """Makes and resets the game, once."""
+        """Make and reset the game, once."""
         while self.game is None and self.over is None:
             if self.starting:
                 await self.changed.wait()
@@ -127,7 +127,7 @@ class Game:
         self.called[getattr(self.game, "player", number)].set()
 
     async def act(self, number: int, action: Any) -> None:
-        """One action of a player; whatever the game does wrong ends it, not the run."""
+        """Take one action of a player. An error of the game ends it, not the run."""
         try:
             given = await call_user("the environment's step", self.game.step, action, count=2)
             observation, rewards, terminated, truncated, _ = unpack(
@@ -146,7 +146,7 @@ class Game:
             self.end("error")
 
     def end(self, how: str) -> None:
-        """The game is over, for both players."""
+        """End the game, for both players."""
         if self.over is None:
             self.over = how
             self.changed.set()
@@ -154,12 +154,13 @@ class Game:
                 called.set()
 
     def lost(self, number: int, error: BaseException) -> None:
-        """A player's episode has failed, and the other one no longer waits for it."""
+        """Record that a player's episode has failed, so that the other one no longer waits for
+        it."""
         self.error = self.error or str(error)
         self.end("error")
 
     async def turn(self, number: int) -> str | None:
-        """Waits for a player's turn: what it sees, or None where the game is over."""
+        """Wait for a player's turn. Return its observation, or None if the game is over."""
         await self.called[number].wait()
         if self.over is None:
             self.called[number].clear()
@@ -167,7 +168,7 @@ class Game:
         return None
 
     async def leave(self) -> None:
-        """A player says no more."""
+        """Leave the game; a player says no more."""
         self.end("environment")
         self.here -= 1
         if not self.here:
@@ -184,8 +185,8 @@ class Player:
         self.number = number
 
     async def first_prompt(self) -> Messages:
-        """The task's messages and what the player sees at its first turn. Raises: EpisodeOver where
-        it has none."""
+        """The task's messages and the player's observation at its first turn. Raises: EpisodeOver
+        if it has none."""
         await self.table.start()
         text = await self.table.turn(self.number)
         if text is None:
@@ -195,7 +196,7 @@ class Player:
         )
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """One action, and the other player's until this one's turn comes again."""
+        """Take one action, then wait for the other player's until this one's turn comes again."""
         table = self.table
         try:
             action = table.parse_action(rollout.final_content)
@@ -216,5 +217,5 @@ class Player:
         ), None
 
     async def close(self) -> None:
-        """Leaves the table."""
+        """Leave the table."""
         await self.table.leave()

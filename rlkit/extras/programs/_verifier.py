@@ -1,5 +1,5 @@
-"""`environment.verify`: a command of the user's judges what a program left, once every process of
-the episode is dead."""
+"""`environment.verify`: a user's command judges a program's folder, once every process of the
+episode is dead."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.types import Task
 
 LONGEST_NUMBER = 64  # bytes
-OUTPUT = 1 << 20  # bytes that a verifier may print
+OUTPUT = 1 << 20  # most output of a verifier
 
 State = tuple[int, ...]
 
 
 class Verifier(NamedTuple):
-    """A command that gives the reward of an episode."""
+    """A command that decides the reward of an episode."""
 
     command: Sequence[str]
     limits: Limits
     time_limit: float
     least: float
     most: float
-    state: dict[str, State]  # of its files, when the run began
+    state: dict[str, State]  # of its files, at the start of the run
 
 
 def make_verifier(
@@ -50,8 +50,8 @@ def make_verifier(
     readable: Sequence[str],
     memory_mb: int | None,
 ) -> Verifier | None:
-    """The verifier of a run; None without a command. Raises: ConfigError for a range or a limit
-    that is none, and elsewhere than on Linux."""
+    """Make the verifier of a run; None without a command. Raises: ConfigError for an invalid range
+    or limit, and outside Linux."""
     if not command:
         return None
     if sys.platform != "linux":
@@ -75,8 +75,8 @@ def make_verifier(
 
 
 def file_states(command: Sequence[str]) -> dict[str, State]:
-    """What changes where somebody writes or replaces a file that the command names, or one in a
-    folder that it names."""
+    """Marks of the command's files, and of all files in its folders. A mark changes if somebody
+    writes or replaces the file."""
     named = [word for word in command if os.path.isabs(word)]
     found = {word: _state(os.stat(word)) for word in named}
     for word in named:
@@ -93,11 +93,11 @@ def _state(at: os.stat_result) -> State:
 
 
 def keep_plain_files(where: str) -> None:
-    """Make what a program left in its folder data: files and folders that can be read.
+    """Reduce a program's folder to data: readable files and folders.
 
-    Links, files with a second name, pipes, sockets and devices are removed, so a verifier that
-    opens a name reads that file and no other, and never hangs. Files lose their right to be
-    executed. Raises: OSError where the folder cannot be walked.
+    Links, files with a second name, pipes, sockets and devices are removed. So a verifier that
+    opens a name reads this file and no other, and never hangs. Files lose their right to be
+    executed. Raises: OSError if the folder cannot be walked.
     """
     if not stat.S_ISDIR(os.lstat(where).st_mode):
         raise OSError("the program replaced its folder")
@@ -119,7 +119,7 @@ def _raise(error: OSError) -> None:
 
 
 def whole_task(task: Task) -> str:
-    """What a verifier is told of its task: all of it."""
+    """Write the task for a verifier: all of it."""
     return json.dumps(
         {
             "id": task.id,
@@ -131,12 +131,13 @@ def whole_task(task: Task) -> str:
 
 
 async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
-    """The reward of an episode by what its program left in a folder; else why there is none.
+    """Compute the reward of an episode from its program's folder; else say why there is none.
 
     Every process of the episode must be dead. The verifier has a working folder of its own, an
     environment from scratch, the whole task in RLKIT_TASK (up to 65,536 characters) and on standard
-    input, and the program's folder in RLKIT_FOLDER. It writes one number to the descriptor that
-    RLKIT_REWARD_FD names. That is a socket: another process cannot open it by its name in /proc.
+    input, and the program's folder in RLKIT_FOLDER. It writes one number to the descriptor in
+    RLKIT_REWARD_FD. The descriptor is a socket: another process cannot open it by its name in
+    /proc.
     """
     try:
         if verifier.state and file_states(verifier.command) != verifier.state:
@@ -156,7 +157,7 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
             "RLKIT_REWARD_FD": "3",
             # Python imports neither from a script's folder nor from this one
             "PYTHONSAFEPATH": "1",
-            # else a folder of `verifier.state` changes
+            # otherwise a folder of `verifier.state` changes
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         left: list[bool] = []
@@ -183,7 +184,7 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
 
 
 def read_number(data: bytes, least: float, most: float) -> float | str:
-    """The number that a verifier wrote; else why it is none."""
+    """Read a verifier's number; else say what is wrong with it."""
     try:
         number = float(data.decode("ascii")) if len(data) <= LONGEST_NUMBER else math.nan
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a program's episode is given, and what it says at its end."""
+"""The contract of a program's episode: its means, and its result."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ class RequestRefused(RLKitError):
 
 
 class Ask(Protocol):
-    """What a program's episode is given: a whole conversation → the policy's reply, sampled and
-    recorded. Several may wait at once."""
+    """The means of a program's episode: a whole conversation → the policy's reply, sampled and
+    recorded. Several calls may wait at once."""
 
     async def __call__(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
     ) -> Step:
-        """The reply to a conversation that extends a recorded one, or that starts a row of its own.
+        """Reply to a conversation. It extends a recorded one, or starts a row of its own.
 
         Args:
-          messages: from the first to the last; replies of the policy as they came back. tools:
+          messages: from the first to the last; the policy's replies in the client's form. tools:
             their schemas.
-          limit: tokens of the reply, where fewer than the run's.
-        Raises: RequestRefused where the episode is at its limit of replies, or the context leaves
-          no room.
+          limit: tokens of the reply, if fewer than the run's.
+        Raises: RequestRefused if the episode is at its limit of replies, or the context leaves no
+          room.
         """
         ...
 
 
 class Ended(NamedTuple):
-    """How a program left its episode."""
+    """The end of a program's episode."""
 
     truncation: str = ""  # why it did not end by itself: deadline or error
-    reward: float | None = None  # what the program says that the episode is worth
+    reward: float | None = None  # the program's own score of the episode
     metadata: Mapping[str, Any] = {}
     error: str = ""  # what failed, in words
-    # It ended by an error of its own. After a call that could not be read this is the policy's
-    # fault, and the episode is scored.
+    # It ended by an error of its own. After an unreadable call the error is the policy's fault, and
+    # the episode is scored.
     crashed: bool = False

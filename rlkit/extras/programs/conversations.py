@@ -1,10 +1,10 @@
-"""Episodes of programs, which send whole conversations: what they extend by token ids, and where a
-new row begins.
+"""Episodes of programs that send whole conversations: find the recorded part by token ids, and the
+start of a new row.
 
-Every recorded reply knows the reply that it follows, so an episode is a forest and each path from a
-root to a leaf is one training row. A conversation that begins with a recorded one, its reply as
-sent included, continues by that one's ids. Any other conversation (rewritten, compacted, with other
-tools, of a sub-agent) is rendered, and begins a tree of its own.
+Every recorded reply knows its predecessor, so an episode is a forest and each path from a root to a
+leaf is one training row. If a conversation begins with a recorded one, its reply as sent included,
+it continues by the recorded ids. Any other conversation (rewritten, compacted, with other tools, of
+a sub-agent) is rendered, and begins a tree of its own.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ Schemas = Sequence[Mapping[str, Any]]
 class Call(NamedTuple):
     """A recorded reply."""
 
-    number: int  # in the order in which the replies were recorded
-    parent: Call | None  # the reply whose row it continues
-    after: int | None  # number of the last reply before it was asked for
+    number: int  # in the order of recording
+    parent: Call | None  # the reply before it in its row
+    after: int | None  # number of the last reply before its request
     step: Step  # with its whole context as prompt_ids
     dropped: bool  # its row begins because the client dropped the thinking of a reply
 
     @property
     def path(self) -> list[Call]:
-        """From the root to this one."""
+        """The replies from the root to this one."""
         return [*(self.parent.path if self.parent else ()), self]
 
 
@@ -66,12 +66,12 @@ class Conversations:
     """The replies of one program's episode.
 
     Args:
-      params, seed: of the episode; a reply's own seed is mix(seed, replies before it on its path),
-        so it does not depend on the order in which requests arrive. The k-th reply to one context,
-        for k > 0, has mix(seed, replies before it, k).
+      params, seed: of the episode. A reply's own seed is mix(seed, replies before it on its path),
+        so it does not depend on the order of requests. The k-th reply to one context, for k > 0,
+        has mix(seed, replies before it, k).
       keys: gives a new key for the engine.
       ready: awaited before the first reply.
-      strict_thinking: a reply that comes back without its thinking is another conversation.
+      strict_thinking: a reply that comes back without its thinking makes another conversation.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Conversations:
         self.known: dict[bytes, list[Call]] = {}
         self.bare: set[bytes] = set()  # digests of the same without thinking
         self.drawn: Counter[tuple[int, ...]] = Counter()  # context → replies to it
-        # requests; the limit that the last one met
+        # requests; the limit met by the last one
         self.asked = 0
         self.refused = ""
-        self.resting: int | None = None  # the key that no reply is sampled under
+        self.resting: int | None = None  # the key without a reply in progress
         self.sampling: set[int] = set()
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
@@ -149,7 +149,7 @@ class Conversations:
     async def _sampled(
         self, parent: Call | None, new: list[Message], ids: tuple[int, ...], limit: int | None
     ) -> Step:
-        """The reply to a context as a step."""
+        """Sample the reply to a context, as a step."""
         depth = len(parent.path) if parent else 0
         twin = self.drawn[ids]
         self.drawn[ids] += 1
@@ -172,9 +172,8 @@ class Conversations:
             raise
         finally:
             self.sampling.discard(key)
-            # An engine that decodes by rounds waits for the key that was answered last, so the
-            # episode keeps one, which its next request will have, and none while others are still
-            # being sampled.
+            # An engine that decodes by rounds waits for the last answered key. So the episode keeps
+            # one for its next request, and none while others are still in progress.
             if self.sampling or self.resting is not None:
                 self.engine.release(key)
             else:
@@ -183,8 +182,7 @@ class Conversations:
         return read_reply(self.policy, self.environment, before, new, ids, reply)
 
     def _context(self, parent: Call | None, new: list[Message], tools: Schemas) -> tuple[int, ...]:
-        """The ids of a conversation: those of the row that it continues and what follows them, or
-        rendered as a whole."""
+        """The ids of a conversation: the row's ids and the new messages, or all of it rendered."""
         renderer = self.policy.renderer
         if parent is None:
             check_template(renderer, tools)
@@ -194,14 +192,14 @@ class Conversations:
         return parent.step.prompt_ids + said + tuple(continuation(renderer, new, said[-1], cut=cut))
 
     def _new(self, messages: Messages) -> int:
-        """How many messages follow the last reply."""
+        """Count the messages after the last reply."""
         return next(
             (i for i, m in enumerate(reversed(messages)) if m["role"] == "assistant"), len(messages)
         )
 
     def _continued(self, messages: Messages, digests: list[bytes]) -> Call | None:
-        """The recorded reply that all messages but those after the last reply are the conversation
-        of."""
+        """The recorded reply at the end of this conversation, without the messages after the last
+        reply."""
         new = self._new(messages)
         if not 0 < new < len(messages):
             return None
@@ -213,8 +211,7 @@ class Conversations:
         )
 
     def _named(self, messages: Messages, parent: Call) -> list[Message]:
-        """Results of tools with the names of their calls, as an environment of rlkit writes
-        them."""
+        """Add the names of their calls to results of tools, as rlkit's environments do."""
         names = {call.id: call.name for call in parent.step.tool_calls}
         return [
             (
@@ -231,15 +228,15 @@ class Conversations:
         ]
 
     def _digests(self, messages: Messages, tools: Schemas, *, thinking: bool = True) -> list[bytes]:
-        """One digest for each number of first messages."""
+        """Make one digest for each number of first messages."""
         out = [hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).digest()]
         for message in messages:
             out.append(self._digest(out[-1], message, thinking=thinking))
         return out
 
     def _digest(self, before: bytes, message: Message, *, thinking: bool = True) -> bytes:
-        """Of a conversation with one more message. White space in a call's arguments and the order
-        of its keys make no difference."""
+        """Digest a conversation with one more message. White space in a call's arguments and the
+        order of its keys make no difference."""
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         thought = message.get("reasoning_content", "")
         said = [
@@ -252,19 +249,19 @@ class Conversations:
         return hashlib.sha256(before + json.dumps(said, sort_keys=True).encode()).digest()
 
     def release(self) -> None:
-        """The engine forgets the episode."""
+        """Make the engine forget the episode."""
         for key in [*self.sampling, *(() if self.resting is None else (self.resting,))]:
             self.engine.release(key)
         self.resting = None
 
     def rollout(self) -> Rollout:
-        """The replies as one rollout, path after path, so that a reply stands behind the one that
-        it continues where that can be.
+        """Join the replies to one rollout, path after path, so that a reply follows its predecessor
+        wherever possible.
 
-        What was said last stands last. `metadata["rows"]` tells where a row begins: at which step,
-        from which one, and why: it forks off (`fork`: the context it shares is not trained twice),
-        or it begins with a context of its own, which the client changed (`new`) or gave without the
-        thinking of a reply (`thinking`); then `from` is the reply before it in time.
+        The newest reply stands last. `metadata["rows"]` describes the start of each row: its step,
+        its origin, and the reason. It forks off (`fork`: the common context is not trained twice),
+        or it begins with a context of its own. The client changed this context (`new`), or left out
+        the thinking of a reply (`thinking`); then `from` is the reply before it in time.
         """
         children: dict[int | None, list[Call]] = {}
         last: dict[int, int] = {}  # the newest reply of a subtree
@@ -299,8 +296,7 @@ class Conversations:
         return rollout._replace(metadata={"rows": begun} if begun else {}, metrics=metrics)
 
     def _metrics(self, rows: int) -> dict[str, float]:
-        """Rows and prompt tokens of the episode, and those of rows that begin because the client
-        dropped thinking."""
+        """Rows and prompt tokens of the episode, and of the rows begun by dropped thinking."""
         dropped = [len(call.step.prompt_ids) for call in self.calls if call.dropped]
         prompts = 0
         for call in self.calls:
@@ -316,8 +312,8 @@ class Conversations:
 
 
 def _answered(call: Call, children: list[Call]) -> Step:
-    """The step with the results of its calls, which the request behind it told. One that begins
-    with `Error` is counted as a failure."""
+    """Add the results of the step's calls, from the request after it. A result that begins with
+    `Error` is a failure."""
     ids = {c.id: c.name for c in call.step.tool_calls}
     said = [
         m
@@ -337,8 +333,8 @@ def _answered(call: Call, children: list[Call]) -> Step:
 
 
 def read_whole(parse: ToolParser, content: str) -> tuple[str, list[ToolCall]]:
-    """The calls of a reply. Where one cannot be read, the content stays whole and is no call to the
-    client, as vLLM's parsers have it; the broken calls are recorded."""
+    """Read the calls of a reply. If one is broken, the content stays whole and is no call for the
+    client, as with vLLM's parsers; the broken calls are recorded."""
     text, calls = parse(content)
     broken = [call for call in calls if call.error]
     return (content, broken) if broken else (text, calls)
@@ -350,13 +346,13 @@ Program = Callable[[Task, Ask], Awaitable[Ended]]
 def asking(
     program: Program, *, strict_thinking: bool = True, slots: AtMost | None = None
 ) -> Callable[[Playing], Awaitable[Rollout]]:
-    """`Environment.play` of an async function (task, ask) → Ended, which asks for its replies
+    """Make `Environment.play` of an async function (task, ask) → Ended. It asks for its replies
     itself.
 
     Args:
-      program: asks with whole conversations, several of them at a time if it likes.
-      strict_thinking: a reply that comes back without its thinking is another conversation.
-      slots: of which each episode takes one while it is played; None: all play at the same time.
+      program: asks with whole conversations, several at a time if it likes.
+      strict_thinking: a reply that comes back without its thinking makes another conversation.
+      slots: each episode holds one while it is played; None: all play at the same time.
     """
     return partial(_play, program, strict_thinking, slots)
 
@@ -382,11 +378,10 @@ async def _play(
 async def play_program(program: Program, conversations: Conversations) -> Rollout:
     """Run the program of an episode to its end.
 
-    Returns: the unscored rollout. `truncation` is that of the program (deadline, error), else
-      "length" where its last reply was cut, "steps" or "context" where its last request was refused
-      for that. A crash after a call that could not be read is the policy's fault and truncates
-      nothing.
-    Raises: what the engine raises.
+    Returns: the unscored rollout. `truncation` is the program's (deadline, error). Otherwise it is
+      "length" if its last reply was cut, and "steps" or "context" if its last request was refused
+      for this. A crash after an unreadable call is the policy's fault and truncates nothing.
+    Raises: every error of the engine.
     """
     work = asyncio.ensure_future(program(copied(conversations.task), conversations.ask))
     assert isinstance(work, asyncio.Task)

@@ -1,9 +1,9 @@
-"""The endpoint on loopback: requests of programs come in, the policy's replies go out. One server
-an event loop, one token an episode.
+"""The endpoint on loopback: requests of programs come in, the policy's replies go out. There is one
+server an event loop, and one token an episode.
 
-A token opens the conversation of its own episode and no other. What a client does wrong is answered
-with a status and a sentence, before its body is read where the token is wrong; a reply is recorded
-before its first byte is written.
+A token opens the conversation of its own episode and no other. A client's mistake is answered with
+a status and a sentence; for a wrong token, before the body is read. A reply is recorded before its
+first byte is written.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rlkit.types import Step
 MAX_BODY = 4 << 20  # bytes of a request
 BODY_SECONDS = 30.0  # until a request must be there, counted from its head
 IDLE_SECONDS = 75.0  # until a connection has sent the next request's head
-ANSWER_SECONDS = 60.0  # until an answer is in the kernel's buffers, which hold at least 100 kB
-FINAL = {"x-should-retry": "false"}  # else clients ask again after 409 and 5xx
+ANSWER_SECONDS = 60.0  # until an answer is in the kernel's buffers; they hold at least 100 kB
+FINAL = {"x-should-retry": "false"}  # otherwise clients ask again after 409 and 5xx
 
 
 class Refused(Exception):
-    """A request that gets no reply, by a fault of its client."""
+    """A request without a reply, by a fault of its client."""
 
     def __init__(self, status: int, sentence: str):
         super().__init__(sentence)
@@ -55,15 +55,15 @@ class Door:
         self.replies: dict[bytes, asyncio.Task[Step]] = {}
         self.numbers: dict[asyncio.Task[Step], int] = {}
         self.retries = 0
-        self.refusals: list[str] = []  # a sentence for each request that the client got wrong
+        self.refusals: list[str] = []  # a sentence for each wrong request of the client
         self.created = int(time.time())
 
     def reply(self, request: ChatRequest, digest: bytes, *, retry: bool) -> asyncio.Task[Step]:
-        """The reply, being sampled. That of a retried request is the one recorded, or still on its
-        way; a client that leaves ends none.
+        """Start the reply. A retried request gets the recorded reply, or the one on its way; a
+        client that leaves ends none.
 
-        A request without the mark of a retry is sampled again even where its body is known: a
-        program may want several replies.
+        A request without the mark of a retry is sampled again even if its body is known: a program
+        may want several replies.
         """
         known = self.replies.get(digest)
         if (
@@ -80,13 +80,13 @@ class Door:
         return task
 
     def counts(self) -> dict[str, Any]:
-        """What its client did, for the episode's metadata; nothing where all went well."""
+        """The client's retries and mistakes, for the episode's metadata; empty if there were
+        none."""
         refused = {"refused": len(self.refusals), "refusal": next(iter(self.refusals), "")}
         return {key: value for key, value in {"retries": self.retries, **refused}.items() if value}
 
     async def close(self) -> None:
-        """The episode is over: what is still being sampled is given up, and what comes later is
-        answered with 409."""
+        """End the episode: give up replies in progress, and answer later requests with 409."""
         self.open = False
         for task in self.numbers:
             task.cancel()
@@ -107,7 +107,7 @@ class Endpoint:
         self.port = 0
 
     async def start(self, port: int = 0) -> None:
-        """Listen on loopback. Raises: OSError where the port is taken."""
+        """Listen on loopback. Raises: OSError if the port is taken."""
         async with self.started:
             if self.runner is not None:
                 return
@@ -127,7 +127,7 @@ class Endpoint:
             self.port = runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Close the socket and all connections, also those whose answer is not read."""
+        """Close the socket and all connections, including ones with an unread answer."""
         if self.runner is not None:
             runner = self.runner
             self.runner = None
@@ -136,15 +136,15 @@ class Endpoint:
             for line in lines:
                 if line is not None:
                     line.abort()
-            await asyncio.sleep(0)  # in which the loop closes them
+            await asyncio.sleep(0)  # the loop closes them here
 
     async def handle(self, request: web.Request) -> web.Response:
-        """One request, answered whatever it is. A client that does not read its answer in time
-        loses the connection."""
+        """Answer any request. A client that does not read its answer in time loses the
+        connection."""
         response = await self._response(request)
         line = request.transport
         if line is not None:
-            line.set_write_buffer_limits(0)  # so that a write ends when the kernel has all of it
+            line.set_write_buffer_limits(0)  # a write ends when the kernel has all of it
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await response.prepare(request)
@@ -192,9 +192,9 @@ class Endpoint:
             return refusal(written, error.status, str(error))
 
     async def _answered(self, request: web.Request, wire: Wire, door: Door) -> web.Response:
-        """The answer of a request to sample. Raises: Refused."""
+        """Answer a request to sample. Raises: Refused."""
         try:
-            # not read at all; one without a length is counted as it comes
+            # not read at all; a body without a length is counted as it comes
             if (request.content_length or 0) > MAX_BODY:
                 raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
             async with asyncio.timeout(BODY_SECONDS):
@@ -234,7 +234,7 @@ class Endpoint:
 
 
 def streamed(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
-    """The reply as server-sent events, chunked, so that a cut one is an error and not a shorter
+    """Send the reply as server-sent events, chunked. So a cut reply is an error and not a shorter
     reply."""
     text = ""
     for name, data in wire.events(reply, asked):
@@ -249,7 +249,7 @@ def streamed(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
 
 
 def refusal(wire: Wire, status: int, sentence: str) -> web.Response:
-    """A status and a sentence."""
+    """Answer with a status and a sentence."""
     headers = FINAL if status == 409 or status >= 500 else None
     response = web.json_response(
         wire.error(status, sentence[:2000]), status=status, headers=headers
@@ -266,10 +266,10 @@ SERVERS: WeakKeyDictionary[Any, Endpoint] = WeakKeyDictionary()  # event loop â†
 async def opened_door(
     ask: Ask, *, port: int = 0, counts: dict[str, Any] | None = None
 ) -> AsyncIterator[tuple[Door, str]]:
-    """An episode's place at the server of this event loop, and the server's address,
+    """Give an episode a place at the server of this event loop, and the server's address,
     `http://127.0.0.1:PORT`.
 
-    The server starts with its first episode and stops with its last one. `counts` gets
+    The server starts with its first episode and stops with its last one. `counts` receives
     `Door.counts` at the end.
     """
     server = SERVERS.setdefault(asyncio.get_running_loop(), Endpoint())
@@ -290,7 +290,7 @@ async def opened_door(
 
 
 def addresses(door: Door, address: str) -> dict[str, str]:
-    """The variables in which clients look for their endpoint and their key."""
+    """The variables that clients read for their endpoint and their key."""
     return {
         "OPENAI_BASE_URL": f"{address}/v1",
         "OPENAI_API_KEY": door.token,

@@ -28,22 +28,22 @@ REMEMBERED = 256  # replies that a later conversation may continue by token ids
 @safe("model")
 @ranges(port=(0, 65535))
 class ServeRun(NamedTuple):
-    """An endpoint: who answers, and on which port of loopback."""
+    """An endpoint: its policy, and its port on loopback."""
 
     model: ModelSpec
     generation: Sampling
     parse_calls: ToolParser
     trainer: TrainerSettings
-    port: int = 8000  # 0: any that is free
+    port: int = 8000  # 0: any free one
     seed: int = 0
 
 
 @asynccontextmanager
 async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
-    """The endpoint while the block runs; gives the variables in which clients look for it.
+    """Run the endpoint while the block runs; yield the variables that clients read for it.
 
     Conversations that extend a recorded one continue it by token ids, as in training. Raises:
-    ConfigError where the port is taken.
+    ConfigError if the port is taken.
     """
     from rlkit.extras.programs.server import addresses, opened_door
 
@@ -56,7 +56,7 @@ async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
     environment = Environment(parse_calls=x.parse_calls, max_steps=REMEMBERED)
 
     async def ready() -> None:
-        """Every request is sampled as it comes."""
+        """Sample every request as it comes."""
 
     def fresh() -> Conversations:
         return Conversations(
@@ -76,7 +76,7 @@ async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
         messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
     ) -> Step:
         nonlocal known
-        if known.asked >= REMEMBERED:  # those that are being sampled end in the old one
+        if known.asked >= REMEMBERED:  # requests in progress end in the old one
             known = fresh()
         return await known.ask(messages, tools, limit)
 

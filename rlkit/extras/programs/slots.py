@@ -1,4 +1,4 @@
-"""Slots for what may run at the same time, in whichever event loop."""
+"""Slots limit simultaneous work, across event loops."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 
 class AtMost:
-    """At most `n` blocks run at the same time, in whichever event loops and threads. Those that
-    wait are served in their order."""
+    """At most `n` blocks run at the same time, in any event loops and threads. Waiting blocks are
+    served in their order."""
 
     def __init__(self, n: int):
         self.free = n
@@ -21,8 +21,7 @@ class AtMost:
 
     @asynccontextmanager
     async def held(self, late: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-        """A block that holds a slot. `late` is called where it has to wait for one, before it
-        waits."""
+        """Hold a slot during the block. If there is none free, `late` is called before the wait."""
         turn: Future[None] = Future()
         self.queue.append(turn)
         self._give(0)

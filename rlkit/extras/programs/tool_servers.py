@@ -1,10 +1,10 @@
-"""Tool servers of the Model Context Protocol: one connection an episode, or one that all episodes
-share, each with a task of its own.
+"""Tool servers of the Model Context Protocol: one connection an episode, or one for all episodes.
+Each has a task of its own.
 
-All connections live in the event loop of one background thread, since the loops in which episodes
-are played come and go. What a dying server throws (the HTTP client cancels the task that entered
-it, and leaves with an exception group) reaches the task that owns the connection, and no episode
-but those that were waiting for an answer of this server.
+All connections live in the event loop of one background thread, because the loops of episodes come
+and go. A dying server makes the HTTP client cancel the task that entered it, and leave with an
+exception group. This reaches the task of the connection, and only the episodes that wait for an
+answer of this server.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import Any, NamedTuple, TypeVar
 from rlkit.errors import ConfigError, RLKitError, install
 
 T = TypeVar("T")
-# codes of errors that the package makes itself
+# codes of the package's own errors
 CALL_TIMED_OUT = -32001
 CLOSED = -32000
 GRACE = 2.0  # seconds more than the client's own limit until a call is given up here
-ENDING = 10.0  # seconds in which a connection has to end, and then once more after it was cancelled
+ENDING = 10.0  # seconds for a connection to end, and once more after its cancellation
 THREAD = "tool servers"
 KEYS = {"command", "url", "env", "cwd", "shared", "tools"}
-# Runs argv[2:] so that the kernel kills it when the thread that started it ends, and not at all if
-# that has ended already.
+# Runs argv[2:] so that the kernel kills it when the thread that started it ends. If the thread has
+# already ended, it does not run at all.
 WITH_PARENT = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -50,8 +50,7 @@ class ServerFailed(RLKitError, RuntimeError):
 
 
 class ToolServer(NamedTuple):
-    """A server as a config names it: a command that speaks over standard input and output, or the
-    address of one over HTTP."""
+    """A server in a config: a command with standard input and output, or an address over HTTP."""
 
     name: str
     command: tuple[str, ...] = ()
@@ -59,11 +58,11 @@ class ToolServer(NamedTuple):
     env: Mapping[str, str] = {}
     cwd: str | None = None
     shared: bool = False  # one connection for all episodes; else a process for each
-    tools: tuple[str, ...] | None = None  # which of its tools are used; None: all
+    tools: tuple[str, ...] | None = None  # the tools to use; None: all
 
 
 class ListedTool(NamedTuple):
-    """A tool as its server describes it."""
+    """A tool in its server's description."""
 
     name: str
     description: str
@@ -71,9 +70,9 @@ class ListedTool(NamedTuple):
 
 
 def read_server(name: str, given: Any) -> ToolServer:
-    """A server from its config: a command as a list, a URL, or a mapping with one of them.
+    """Read a server from its config: a command as a list, a URL, or a mapping with one of them.
 
-    Raises: ConfigError naming what is wrong.
+    Raises: ConfigError that names the mistake.
     """
     where = f"environment.servers.{name}"
     if isinstance(given, str):
@@ -115,7 +114,7 @@ def read_server(name: str, given: Any) -> ToolServer:
 
 
 def require_package() -> None:
-    """Raises: ConfigError where the package `mcp` is not installed."""
+    """Raise ConfigError if the package `mcp` is not installed."""
     if find_spec("mcp") is None:
         raise ConfigError(f"environment=mcp needs the package mcp: {install('mcp')}")
 
@@ -157,7 +156,7 @@ class Connection:
             self.client.set_exception(
                 ServerFailed(self.failure or f"the server {self.server.name!r} was closed")
             )
-            self.client.exception()  # looked at, or asyncio complains where no one waits
+            self.client.exception()  # looked at, because asyncio complains if no one waits
         self.log.close()
 
     def _fail(self, reason: str) -> None:
@@ -165,7 +164,7 @@ class Connection:
             self.failure = f"the server {self.server.name!r} failed: {reason}{self._last_words()}"
 
     async def ready(self) -> Any:
-        """The client, once it is connected. Raises: ServerFailed where the server cannot be
+        """Return the client, once it is connected. Raises: ServerFailed if the server cannot be
         started."""
         await asyncio.wait({self.client}, timeout=self.start_timeout + GRACE)
         if not self.client.done():  # the package does not heed its own limit
@@ -177,7 +176,7 @@ class Connection:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        # the package's loggers; what is wrong with a server is said where it matters
+        # silence the package's loggers; a server's problems are reported by its users here
         for name in ("mcp", "client"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if self.server.url:
@@ -200,10 +199,10 @@ class Connection:
         return f"; it wrote: {lines[-1]:.300}" if lines else ""
 
     async def answer(self, request: Coroutine[Any, Any, T], seconds: float | None) -> T:
-        """What a request to the client gives.
+        """Return the client's answer to a request.
 
-        Raises: ServerFailed where the server dies meanwhile; TimeoutError; ValueError with what the
-        server says against the request.
+        Raises: ServerFailed if the server dies meanwhile; TimeoutError; ValueError with the
+        server's objection to the request.
         """
         from mcp import MCPError
 
@@ -234,8 +233,8 @@ class Connection:
             task.cancel()
 
     async def close(self) -> None:
-        """Ends the server's process, where it is this connection's, and waits for that; one that
-        does not end is left to the kernel, which kills it with this process."""
+        """End the server's process, if it belongs to this connection, and wait for it. A process
+        that does not end is left to the kernel, which kills it with this process."""
         self.over.set()
         if self.client.done():
             await asyncio.wait({self.owner}, timeout=ENDING)
@@ -245,7 +244,7 @@ class Connection:
 
 
 def _innermost(error: BaseException) -> str:
-    """What went wrong, out of the groups that it comes in."""
+    """Describe the error inside exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = " ".join(str(error).split())
@@ -259,8 +258,8 @@ class Pool:
     """The servers of an environment. Its coroutines run in the background loop; `elsewhere` awaits
     them from any other.
 
-    A connection is opened by the first call that needs it: a shared one again after its server has
-    died, one of an episode once.
+    The first call that needs a connection opens it. A shared one is opened again after its server
+    has died, an episode's own one only once.
     """
 
     def __init__(self, servers: Mapping[str, ToolServer], start_timeout: float):
@@ -273,7 +272,7 @@ class Pool:
         weakref.finalize(self, _ended, self.connections)
 
     async def tools(self) -> dict[str, list[ListedTool]]:
-        """The tools of every server, which are asked for once. Raises: ConfigError where a server
+        """Return the tools of every server; each is asked once. Raises: ConfigError if a server
         cannot be asked."""
         async with self.listing:
             for name, server in self.servers.items():
@@ -320,8 +319,8 @@ class Pool:
         given: Mapping[str, Any],
         seconds: float | None,
     ) -> str:
-        """The result of a call as text. Raises: ValueError where the tool says that it failed; see
-        `Connection.answer` for the rest."""
+        """Return the result of a call as text. Raises: ValueError if the tool reports a failure;
+        see `Connection.answer` for the rest."""
         server = self.servers[name]
         connection = (
             self._connection(server, None, {})
@@ -352,12 +351,12 @@ class Pool:
             await connection.close()
 
     async def leave(self, episode: int) -> None:
-        """Ends the processes of an episode."""
+        """End the processes of an episode."""
         await asyncio.gather(*(self._close(server, episode) for server in self.servers.values()))
 
 
 def _ended(connections: dict[tuple[str, int | None], Connection]) -> None:
-    """Ends every process and connection of a pool that is no longer there."""
+    """End every process and connection of a pool after its deletion."""
 
     async def end() -> None:
         await asyncio.gather(*(connection.close() for connection in connections.values()))
@@ -370,7 +369,7 @@ def _ended(connections: dict[tuple[str, int | None], Connection]) -> None:
 
 
 def _text(result: Any) -> str:
-    """The blocks of a result as the policy reads them: text as it is, anything else by its kind."""
+    """Write the blocks of a result for the policy: text as it is, anything else by its kind."""
     parts = []
     for block in result.content:
         resource = getattr(block, "resource", None)
@@ -385,14 +384,13 @@ def _text(result: Any) -> str:
 
 @functools.cache
 def background() -> asyncio.AbstractEventLoop:
-    """The loop of the thread that owns all connections. A daemon thread: processes started from it
-    end when this process does."""
+    """The loop of the thread with all connections. It is a daemon thread: its processes end with
+    this process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=THREAD, daemon=True).start()
     return loop
 
 
 async def elsewhere(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine gives that runs in the background loop; cancelled there where it is
-    cancelled here."""
+    """Await a coroutine that runs in the background loop. A cancellation here cancels it there."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background()))

@@ -2,7 +2,7 @@
 waits or samples.
 
 Every client parses leniently: a missing field becomes None and its program fails far away from the
-cause. So every field that the protocol names is written, and what would change the meaning of a
+cause. So every field of the protocol is written. A setting that would change the meaning of a
 request (n > 1, log-probs, a JSON format) is refused, not ignored. Sampling settings are the run's
 own: temperature, top_p, seed and penalties of a request change nothing.
 """
@@ -20,10 +20,10 @@ Event = tuple[str, Any]  # (name of the event, its data); an empty name is not w
 
 
 class ChatRequest(NamedTuple):
-    """What a program asks for: a whole conversation, and the tools that its prompt lists."""
+    """A program's request: a whole conversation, and the tools for its prompt."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]]  # schemas as chat templates take them
+    tools: list[dict[str, Any]]  # schemas in the form of chat templates
     limit: int | None = None  # tokens of the reply
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -31,7 +31,7 @@ class ChatRequest(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What is written: the step as recorded, and its names."""
+    """The reply to write: the step as recorded, and its names."""
 
     number: int
     created: int  # seconds since 1970
@@ -40,8 +40,8 @@ class Reply(NamedTuple):
 
     @property
     def calls(self) -> list[tuple[str, str, str]]:
-        """(id, name, arguments as a JSON text) of each tool call. One that cannot be read is part
-        of the content."""
+        """(id, name, arguments as a JSON text) of each tool call. An unreadable call is part of the
+        content."""
         return [
             (c.id, c.name, json.dumps(dict(c.arguments)))
             for c in self.step.tool_calls
@@ -96,7 +96,7 @@ def _tool(name: Any, function: Body, parameters: str, where: str) -> dict[str, A
 
 
 def _arguments(text: Any) -> Any:
-    """The arguments of a call that comes back: an object, or the text where it is none."""
+    """Read the arguments of a call from the client: an object, or the text if it is no object."""
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
@@ -132,8 +132,7 @@ def _stops(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _refuse_settings(body: Body) -> None:
-    """Raises: ValueError for a setting that would change what a reply is, and that is not
-    supported."""
+    """Raise ValueError for an unsupported setting that would change the reply."""
     if body.get("n") not in (None, 1):
         raise ValueError("n must be 1: ask once for each reply")
     if body.get("logprobs") or body.get("top_logprobs"):
@@ -206,7 +205,7 @@ def read_chat(body: Body) -> ChatRequest:
 
 
 def read_responses(body: Body) -> ChatRequest:
-    """/v1/responses. Reasoning, text and calls that follow one another are one reply. Raises:
+    """Read /v1/responses. Consecutive reasoning, text and calls are one reply. Raises:
     ValueError."""
     _refuse_settings(body)
     given = body.get("input")
@@ -260,8 +259,8 @@ def read_responses(body: Body) -> ChatRequest:
 
 
 def read_messages(body: Body) -> ChatRequest:
-    """/v1/messages. Results of tools, which come in a user's message, are messages of their own.
-    Raises: ValueError."""
+    """Read /v1/messages. Results of tools in a user's message become messages of their own. Raises:
+    ValueError."""
     _refuse_settings(body)
     messages: list[Message] = []
     if body.get("system"):
@@ -313,7 +312,7 @@ def read_messages(body: Body) -> ChatRequest:
 
 
 def _checked(request: ChatRequest) -> ChatRequest:
-    """Raises: ValueError for a conversation that the policy cannot answer."""
+    """Raise ValueError for a conversation that the policy cannot answer."""
     if not request.messages:
         raise ValueError("there are no messages")
     try:
@@ -537,13 +536,13 @@ def messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
 
 
 def openai_error(status: int, sentence: str) -> dict[str, Any]:
-    """The body of a refusal, as OpenAI's clients read it."""
+    """The body of a refusal for OpenAI's clients."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": sentence, "type": kind, "param": None, "code": None}}
 
 
 def anthropic_error(status: int, sentence: str) -> dict[str, Any]:
-    """The same for Anthropic's."""
+    """The body of a refusal for Anthropic's clients."""
     names = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
     kind = names.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": sentence}}
@@ -563,7 +562,7 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
 
 
 def reply_message(step: Step, content: str) -> Message:
-    """A reply as the message that a client sends back which changed nothing."""
+    """The reply in the form of a client that sends it back unchanged."""
     message: Message = {"role": "assistant", "content": content}
     if step.thinking:
         message["reasoning_content"] = step.thinking

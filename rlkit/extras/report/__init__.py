@@ -1,9 +1,9 @@
-"""`rlkit report`: runs read back and shown on one HTML page that needs nothing else: read → charts,
-tables, conversations → page.
+"""`rlkit report`: show runs on one HTML page that needs nothing else: read → charts, tables,
+conversations → page.
 
-The page loads nothing and runs one script, whose hash its content policy names. Numbers and
-conversations reach it as compressed JSON, which is opened when it is looked at; what a model wrote
-is shown by textContent alone.
+The page loads nothing and runs one script; its content policy names the script's hash. Numbers and
+conversations reach it as compressed JSON, opened on demand. A model's text is shown by textContent
+alone.
 
 Files in the order of their imports: charts, conversations, drawing, page, commands.
 """
@@ -30,17 +30,17 @@ def write_report(
     smooth: int | None = None,
     limit: int = LIMIT,
 ) -> Path:
-    """One HTML file of runs; beside it a folder of the same name with each chart as SVG and PDF.
-    Returns the file's path.
+    """Write one HTML file of runs, and beside it a folder of the same name with each chart as SVG
+    and PDF. Return the file's path.
 
     Args:
-      paths: run folders, folders of `rlkit rollout`, or folders with such below them (a sweep's).
-      out: the file; None is report.html in the folder where there is one path, else in a new folder
+      paths: run folders, folders of `rlkit rollout`, or parents of either (a sweep's).
+      out: the file. None is report.html in the folder if there is one path, else in a new folder
         outputs/report/TIME.
-      smooth: RL steps over which learning curves are smoothed; 0 not at all, None a twelfth of the
+      smooth: RL steps for the smoothing of learning curves; 0 not at all, None a twelfth of the
         longest run.
       limit: conversations on the page.
-    Raises: ConfigError where nothing is found there, or an argument is out of range.
+    Raises: ConfigError if no run is found, or an argument is out of range.
     """
     if limit < 0 or (smooth is not None and smooth < 0):
         raise ConfigError(f"limit={limit} and smooth={smooth} are counts: 0 or more")
@@ -82,7 +82,7 @@ def _drawn(
 
 
 def _where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
-    """The file to write. Raises ConfigError for a name that is no page's."""
+    """The file to write. Raises: ConfigError for a name that no page can have."""
     if out is None:
         return (
             Path(paths[0]).expanduser() if len(paths) == 1 else runs.fresh(runs.OUTPUTS / "report")

@@ -1,5 +1,4 @@
-"""Charts of runs: which there are, and the lines of each, for the page and for the files beside
-it."""
+"""Charts of runs: their list, and the lines of each, for the page and for the files beside it."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ class Chart(NamedTuple):
     smooth: bool = True
     low: str = ""  # metrics of an interval
     high: str = ""
-    against: str = "steps"  # what the horizontal axis counts, one of UNITS
+    against: str = "steps"  # unit of the horizontal axis, one of UNITS
     span: float = 0.1  # the least range of the vertical axis: noise below it stays small
-    healthy: tuple[float, float] | None = None  # the band of values that need no attention
-    # a line joins its points; nothing was measured between before and after training
+    healthy: tuple[float, float] | None = None  # the band of values without need for attention
+    # a line joins its points; off for points only before and after training
     joined: bool = True
 
 
@@ -199,9 +198,8 @@ PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_
 
 
 def with_values(groups: Sequence[Group]) -> list[Chart]:
-    """The charts that show something: a metric with a value that is not 0 throughout. A validation
-    or test reward only where it is not the accuracy, a component only where it is not the
-    reward."""
+    """The charts with something to show: a metric that is not 0 throughout. A validation or test
+    reward must differ from the accuracy, a component from the reward."""
     found = metrics_of(run for group in groups for run in group.runs)
     values = {
         metric: [series(run, metric) for group in groups for run in group.runs] for metric in found
@@ -234,7 +232,7 @@ def with_values(groups: Sequence[Group]) -> list[Chart]:
 
 
 def others(groups: Sequence[Group], told: Sequence[Chart]) -> list[Chart]:
-    """A chart of every further metric that varies, one's own among them; on the page alone."""
+    """A chart of every further metric that varies, the user's own among them; on the page alone."""
     known = {name for chart in told for name in (chart.metric, chart.low, chart.high)}
     found = [
         metric
@@ -253,12 +251,12 @@ def others(groups: Sequence[Group], told: Sequence[Chart]) -> list[Chart]:
 
 
 def _spent(groups: Sequence[Group], unit: str) -> bool:
-    """Whether the runs of all lines tell what they spent."""
+    """Whether the runs of all lines report their spending."""
     return all(any(budget(run, unit).values()) for group in groups for run in group.runs)
 
 
 def dynamic(found: Sequence[str]) -> Iterator[Chart]:
-    """Charts of what a run's own config names: components of the reward, parts of a mixture,
+    """Charts of names from a run's own config: components of the reward, parts of a mixture,
     streams, scheduled numbers."""
     for number, metric in enumerate(found):
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", metric.replace("/", "."))
@@ -286,8 +284,7 @@ def dynamic(found: Sequence[str]) -> Iterator[Chart]:
 
 
 def smoothed(values: Sequence[float], steps: int) -> list[float]:
-    """Exponential mean with the weights normalised to sum to 1 from the start on; `steps` ≤ 1
-    leaves the values.
+    """Exponential mean with weights that sum to 1 from the start on; `steps` ≤ 1 leaves the values.
 
     m_t = (1 - a) Σ_i a^(t-i) x_i / (1 - a^(t+1)), a = 1 - 1 / steps
 
@@ -308,8 +305,8 @@ def smoothed(values: Sequence[float], steps: int) -> list[float]:
 
 
 class Line(NamedTuple):
-    """A group's line: mean over the seeds, and the lowest and highest of them, at the steps that
-    all seeds have."""
+    """A group's line: mean over the seeds, and their lowest and highest value, at the steps common
+    to all seeds."""
 
     steps: list[int]
     mean: list[float]
@@ -322,8 +319,8 @@ class Line(NamedTuple):
 
 
 def line(curves: Sequence[Mapping[int, float]]) -> Line:
-    """Seeds put together. A seed that ended early ends the line: a mean of fewer would jump where
-    it is missing."""
+    """Put seeds together. A seed that ended early ends the line: the mean of the others would jump
+    there."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     at = [[curve[step] for curve in curves] for step in steps]
     return Line(
@@ -332,7 +329,7 @@ def line(curves: Sequence[Mapping[int, float]]) -> Line:
 
 
 def window(groups: Sequence[Group]) -> int:
-    """Steps to smooth over where nobody says: a twelfth of the longest run."""
+    """Steps to smooth over by default: a twelfth of the longest run."""
     longest = max((int(run.rows[-1]["step"]) for group in groups for run in group.runs), default=0)
     return round(longest / 12)
 
@@ -341,13 +338,13 @@ def window(groups: Sequence[Group]) -> int:
 
 
 class Curve(NamedTuple):
-    """What a chart draws of a group of runs. A band lies where every step was measured; points
-    further apart have bars."""
+    """A chart's picture of a group of runs. It has a band if every step was measured, and bars at
+    points further apart."""
 
     group: int
-    shown: Line  # smoothed; low and high are those of the seeds, or of one run's interval
-    raw: Line | None  # the same without smoothing, where there is any
-    tails: Sequence[Mapping[int, float]]  # of seeds that go on after another has ended
+    shown: Line  # smoothed; low and high are the seeds', or one run's interval
+    raw: Line | None  # the same without smoothing, if there is any
+    tails: Sequence[Mapping[int, float]]  # of seeds that go on after another one's end
     bars: bool  # in place of a band
 
 
@@ -392,7 +389,7 @@ def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list
 
 
 def limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
-    """The vertical axis of values between `low` and `high`: at least `span`, and LEAST of the
+    """The vertical axis for values between `low` and `high`: at least `span`, and LEAST of the
     largest value, so that noise stays small.
 
     >>> limits(Chart("", "", "", "", span=0.1), 0.98, 0.981)
@@ -408,8 +405,8 @@ def limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
 
 
 def axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
-    """RL steps → where they stand on the horizontal axis: what a run of the group had spent by
-    then, in the mean over its seeds."""
+    """RL steps → their place on the horizontal axis: the spending of a run of the group by then, in
+    the mean over its seeds."""
     if against == "steps":
         return list
     spent = [budget(run, against) for run in group.runs]
@@ -427,24 +424,24 @@ def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
 
 
 def mean_of(group: Group, metric: str) -> float:
-    """Over all steps of all runs of a group; 0 where it is not measured."""
+    """Mean over all steps of all runs of a group; 0 if it is not measured."""
     values = [value for run in group.runs for value in series(run, metric).values()]
     return math.fsum(values) / len(values) if values else 0.0
 
 
 def abridged(text: str, length: int) -> str:
-    """A name that leaves room for the chart."""
+    """Shorten a name, so that it leaves room for the chart."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 # ----------------------------------------------------------------------------------------- the page
 
-POINTS = 2000  # of a line on the page; of a longer one the extremes are kept
+POINTS = 2000  # of a line on the page; a longer one keeps its extremes
 BINS = ("0", "to ¼", "to ½", "to ¾", "below 1", "1")  # of solve rates
 
 
 def page_data(told: Sequence[Chart], groups: Sequence[Group], smooth: int | None) -> dict[str, Any]:
-    """What the page's script draws: {groups: […], charts: […]}."""
+    """The data for the page's script: {groups: […], charts: […]}."""
     lines = [chart for chart in told if chart.metric and chart.against == "steps"]
     return {
         "groups": [_group_data(group, groups) for group in groups],
@@ -453,8 +450,8 @@ def page_data(told: Sequence[Chart], groups: Sequence[Group], smooth: int | None
 
 
 def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
-    """A line's name, phases, and what its runs had spent after each step, for the other horizontal
-    axes."""
+    """A line's name, its phases, and the spending of its runs after each step, for the other
+    horizontal axes."""
     steps = sorted({row["step"] for run in group.runs for row in run.rows})
     spent = {
         unit: _rounded(axis(group, unit)(steps))
@@ -509,7 +506,7 @@ def _curve_data(curve: Curve) -> dict[str, Any]:
 
 def thinned(values: Sequence[float]) -> list[int]:
     """Positions of at most POINTS of the values: the first, the last, and the least and the
-    greatest of each stretch: no spike is lost."""
+    greatest of each stretch. No spike is lost."""
     if len(values) <= POINTS:
         return list(range(len(values)))
     count = POINTS // 2 - 1
@@ -522,12 +519,12 @@ def thinned(values: Sequence[float]) -> list[int]:
 
 
 def _rounded(values: Iterable[float]) -> list[float]:
-    """Five digits are what a chart shows, and half the size."""
+    """Round to five digits: a chart shows no more, and they take half the size."""
     return [float(f"{value:.5g}") for value in values]
 
 
 def seconds_data(groups: Sequence[Group]) -> dict[str, Any]:
-    """Where a step's time goes: {names: [part], rows: [[seconds of each part] of each line]}."""
+    """Seconds of a step by part: {names: [part], rows: [[seconds of each part] of each line]}."""
     rows = []
     for group in groups:
         own = [mean_of(group, metric) for metric in PARTS]
@@ -537,7 +534,7 @@ def seconds_data(groups: Sequence[Group]) -> dict[str, Any]:
 
 def solve_rates(solved: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
     """Shares of the prompts in each of BINS, over the first and over the last fifth of the steps;
-    nothing where nothing was played.
+    empty if nothing was played.
 
     >>> solve_rates([(1, 0.0), (1, 0.5), (9, 1.0)])
     ([0.5, 0.0, 0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0])

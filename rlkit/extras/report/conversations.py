@@ -1,5 +1,5 @@
-"""Conversations for the page's viewer: a list of all of them, and what was said in compressed pages
-that are opened when they are read."""
+"""Conversations for the page's viewer: a list of all of them, and their text in compressed pages,
+opened on reading."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlkit.system.files import finite
 from rlkit.system.shards import Part, recorded
 from rlkit.types import Rollout, Step
 
-HELD_OUT = ("test", "validation")  # splits whose rollouts are in held_out/SPLIT
+HELD_OUT = ("test", "validation")  # splits with rollouts in held_out/SPLIT
 TEXT = 100_000  # characters of one message
-PAGE = 400_000  # characters of a page, about; what the viewer opens at once
-TOTAL = 200_000_000  # bytes of all pages: the size of a file that browsers still open
-LEAST = 2  # conversations of a step that are shown where not all of them can be
+PAGE = 400_000  # about the characters of a page; the viewer opens a page at once
+TOTAL = 200_000_000  # bytes of all pages: a file of this size still opens in browsers
+LEAST = 2  # conversations shown of a step, if not all fit
 SNIPPET = 160  # characters of an answer in the list
 
 
@@ -34,18 +34,18 @@ class Turn(NamedTuple):
     replies: int = 0
     tokens: int = 0
     called: int = 0  # replies with a tool call
-    failed: int = 0  # of them, those with a call that failed or could not be read
-    ended: int = 0  # episodes whose last reply it was
-    scored: int = 0  # of them, those with a score
+    failed: int = 0  # of them, replies with a failed or unreadable call
+    ended: int = 0  # episodes with it as their last reply
+    scored: int = 0  # of them, scored ones
     reward: float = 0.0  # the sum of these scores
 
     def plus(self, other: Turn) -> Turn:
-        """Both together."""
+        """Add both."""
         return Turn._make(a + b for a, b in zip(self, other, strict=True))
 
 
 class Played(NamedTuple):
-    """What a run's training episodes came to, of the steps that the report reads."""
+    """Results of a run's training episodes, over the steps read by the report."""
 
     # (step, share of a prompt's samples with a reward above 0), a prompt of a step each
     solved: list[tuple[int, float]]
@@ -53,21 +53,22 @@ class Played(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What the viewer is given."""
+    """The viewer's data."""
 
     runs: list[str]
     entries: list[dict[str, Any]]  # a line of the list each, with its page and its place there
     pages: list[str]  # `compressed` {texts: [text of a prompt], said: [{expected, messages}]}
     played: list[Played]  # of each run
-    notes: list[str]  # what was left out
+    notes: list[str]  # omissions, in words
 
 
 def collect(found: Sequence[ReadRun], limit: int) -> Shown:
-    """At most `limit` conversations, the same number of each run; all of them where there is room.
+    """Collect at most `limit` conversations, the same number of each run; all of them if there is
+    room.
 
-    Else a run's steps are spread evenly, the first and the last among them, and of a step the best,
-    the worst and a random choice of the others are taken; of test and validation problems half of
-    the room at most.
+    Otherwise a run's steps are spread evenly, the first and the last among them. A step gives its
+    best, its worst and a random choice of the others. Test and validation problems take at most
+    half of the room.
     """
     shown = Shown([_name(run) for run in found], [], [], [], [])
     size = 0
@@ -101,7 +102,7 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
 
 
 class _Page:
-    """A page that is being filled."""
+    """A page in the making."""
 
     def __init__(self) -> None:
         self.texts: dict[str, int] = {}
@@ -116,7 +117,7 @@ class _Page:
         self.size += len(json.dumps(said))
 
     def close(self, shown: Shown) -> int:
-        """Adds the page to those that are shown; its bytes."""
+        """Add the page to the shown ones, and return its bytes."""
         if not self.said:
             return 0
         shown.entries.extend(
@@ -127,25 +128,24 @@ class _Page:
 
 
 def compressed(data: Any) -> str:
-    """JSON, compressed, in base64: what no HTML parser sees an end in, and no search of the page's
-    source a text."""
+    """JSON, compressed, in base64. No HTML parser sees an end in it, and no search of the page's
+    source finds its text."""
     text = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _name(run: ReadRun) -> str:
-    """A line for a run that tells it from the others."""
+    """A line for a run, distinct from the other runs'."""
     return f"{run.name}{'' if run.seed is None else f', seed {run.seed}'} · {run.folder.name}"
 
 
 def chosen_of(
     run: ReadRun, limit: int, played: Played
 ) -> Iterator[tuple[int, str, list[Rollout], int]]:
-    """(step, kind, the rollouts to show, how many there are) of a run; the training episodes that
-    are read are added to `played`.
+    """(step, kind, rollouts to show, their full number) of a run. The training episodes read on the
+    way are added to `played`.
 
-    Those of test and validation problems come first, since they are few, then of each step its
-    share.
+    Test and validation problems come first, because they are few; then each step gives its share.
     """
     alone = rollout_file(run.folder)
     if alone is not None:
@@ -166,7 +166,7 @@ def chosen_of(
         yield step, kind, chosen, len(rollouts)
     steps = [*recorded(run.folder / "rollouts").items()]
     spread = _spread(steps, max(1, room // LEAST))
-    skipped = (len(steps) - len(spread)) / max(1, len(spread))  # steps that are not read, each time
+    skipped = (len(steps) - len(spread)) / max(1, len(spread))  # unread steps after each read one
     for left, (step, part) in zip(range(len(spread), 0, -1), spread, strict=True):
         rollouts = read(part)
         count_played(played, step, rollouts)
@@ -176,7 +176,7 @@ def chosen_of(
 
 
 def read(part: Part) -> list[Rollout]:
-    """The rollouts of a step; what cannot be read is warned of and left out."""
+    """Read the rollouts of a step. Leave out unreadable ones with a warning."""
     try:
         return load_rollouts(part)
     except (DataError, OSError) as error:
@@ -207,7 +207,7 @@ def best_worst_random(rollouts: Sequence[Rollout], limit: int, *, seed: int) -> 
 
 
 def count_played(played: Played, step: int, rollouts: Sequence[Rollout]) -> None:
-    """Adds a step's episodes to the solve rates and the turns of a run."""
+    """Add a step's episodes to the solve rates and the turns of a run."""
     groups: dict[int, list[float]] = defaultdict(list)
     for rollout in rollouts:
         total = rollout.total_reward
@@ -232,7 +232,7 @@ def count_played(played: Played, step: int, rollouts: Sequence[Rollout]) -> None
 
 
 def entry_of(rollout: Rollout) -> dict[str, Any]:
-    """What the list shows of a rollout, and filters and sorts by."""
+    """The list's row for a rollout, also for its filters and its order."""
     calls = [call for step in rollout.steps for call in step.tool_calls]
     results = [result for step in rollout.steps for result in step.tool_results]
     return {
@@ -274,7 +274,7 @@ def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for index, step in enumerate(rollout.steps):
         for message in step.prompt:
-            if index and message["role"] == "tool":  # shown with the step that called
+            if index and message["role"] == "tool":  # shown with its call's step
                 continue
             text = trimmed(str(message.get("content", "")))
             out.append({"role": message["role"], "prompt": prompts.setdefault(text, len(prompts))})
@@ -321,7 +321,7 @@ def _reply(step: Step) -> dict[str, Any]:
 
 
 def trimmed(text: str) -> str:
-    """A text, cut where it is longer than a page can show."""
+    """Cut a text that is too long for a page."""
     return (
         text
         if len(text) <= TEXT

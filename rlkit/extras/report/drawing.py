@@ -21,18 +21,18 @@ from rlkit.extras.report.charts import (
 from rlkit.runs.reading import Group
 from rlkit.runs.verdicts import UNITS
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Okabe and Ito's colours; the colour-blind can tell them apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc0", "#8a8a00")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)))  # once the colours are used up
 INK = "#333333"
 SOFT = "#777777"
 GRID = "#dddddd"
 HEALTHY = "#009e73"
-NAMED = 12  # lines that a legend names
+NAMED = 12  # lines named in a legend
 
 
 class Drawn(NamedTuple):
-    """A chart as the files beside the page have it."""
+    """A chart in the form of the files beside the page."""
 
     name: str
     svg: bytes
@@ -66,7 +66,7 @@ def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Dra
     with matplotlib.rc_context(settings):
         figure = figure_of(chart, groups, smooth)
         figure.savefig(svg, format="svg", metadata={"Date": None})
-        # what the first file found is the second's: finding it takes half the time
+        # The second file takes the layout of the first: finding it takes half the time.
         figure.set_layout_engine("none")
         figure.savefig(pdf, format="pdf", metadata={"CreationDate": None})
     return Drawn(chart.name, svg.getvalue(), pdf.getvalue())
@@ -105,7 +105,7 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
 
 
 def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | None) -> None:
-    """Lines with the spread of the seeds, or one run's interval: a band where every step was
+    """Draw lines with the spread of the seeds, or one run's interval: a band if every step was
     measured, else bars at the points.
 
     Unsmoothed values are faint behind, and phases are dotted lines.
@@ -165,7 +165,7 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
 
 
 def draw_switches(axes: Any, groups: Sequence[Group]) -> None:
-    """A dotted line where a phase began; its name where it is of the only line, or there is room
+    """Draw a dotted line at the start of a phase. Write its name if there is only one line, or room
     for it."""
     marked = [
         (index, switch)
@@ -187,7 +187,7 @@ def draw_switches(axes: Any, groups: Sequence[Group]) -> None:
 
 
 def draw_times(axes: Any, groups: Sequence[Group]) -> None:
-    """A bar a group: mean seconds of the parts of a step."""
+    """Draw a bar a group: mean seconds of the parts of a step."""
     names = [group.label for group in groups]
     data = seconds_data(groups)
     left = [0.0] * len(groups)

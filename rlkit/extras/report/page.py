@@ -1,5 +1,5 @@
-"""The page: one HTML file with its style, its script and its data inside, under a content policy
-that lets nothing else in."""
+"""The page: one HTML file with its style, its script and its data inside. Its content policy lets
+nothing else in."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SOLVED = (
 SOLVED += (
     "steps, full over the last. Problems at 0 and at 1 teach nothing to a group algorithm.</p>"
 )
-SHOWN = 80  # settings that differ
+SHOWN = 80  # differing settings
 
 
 def render(
@@ -63,8 +63,8 @@ def render(
     beside: str,
     smooth: int | None,
 ) -> str:
-    """The whole file. `beside` names the folder with pictures, "" where there are none; `notes` say
-    what was left out."""
+    """Write the whole file. `beside` names the folder with pictures, "" if there are none; `notes`
+    list the omissions."""
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
     every = [*told, *others(groups, told)]
     held_out = before_after(groups)
@@ -118,8 +118,8 @@ def render(
 
 
 def document(title: str, links: str, main: str, data: Mapping[str, str]) -> str:
-    """The file around a page's HTML, with style, script and content policy. `data` holds compressed
-    blocks by name."""
+    """Write the file around a page's HTML, with style, script and content policy. `data` holds
+    compressed blocks by name."""
     css, *scripts = (
         files(__package__).joinpath(name).read_text() for name in ("report.css", *SCRIPTS)
     )
@@ -146,7 +146,7 @@ def document(title: str, links: str, main: str, data: Mapping[str, str]) -> str:
 
 
 def _with_controls(sections: Sequence[tuple[str, str, str]], curves: Sequence[str]) -> str:
-    """The sections in order; those of charts stand in one box with the controls that they share."""
+    """The sections in order; all charts stand in one box with their common controls."""
     controls = files(__package__).joinpath("controls.html").read_text()
     out = []
     for ident, _, text in sections:
@@ -156,7 +156,7 @@ def _with_controls(sections: Sequence[tuple[str, str, str]], curves: Sequence[st
 
 
 def _footer(beside: str) -> str:
-    """Where the same can be found as files."""
+    """Say where the same data is as files."""
     pictures = (
         f"The charts as SVG and PDF are in the folder <code>{escape(beside)}/</code> beside this"
         " file; "
@@ -171,12 +171,12 @@ def _footer(beside: str) -> str:
 
 
 def source_hash(text: str) -> str:
-    """A content policy's name of a script or style sheet."""
+    """The name of a script or style sheet in a content policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def section(name: str, text: str, *, wide: bool = False) -> tuple[str, str, str]:
-    """(id, heading, HTML); nothing where there is no text."""
+    """(id, heading, HTML); nothing without text."""
     ident = name.lower().replace(" ", "-")
     kind = " class=wide" if wide else ""
     return (
@@ -237,8 +237,7 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
 
 
 def verdict_list(groups: Sequence[Group]) -> str:
-    """Each line against the first, and what the lines spent; nothing where there is nothing to
-    compare."""
+    """Compare each line with the first, and their spending; nothing if there is no comparison."""
     compared = shared_figure(groups)
     found = verdicts(groups, compared) if compared else []
     if not compared or not found:
@@ -258,7 +257,7 @@ def verdict_list(groups: Sequence[Group]) -> str:
 
 
 def fall_list(groups: Sequence[Group]) -> str:
-    """The lines that end below their start; nothing where there is none."""
+    """List the lines that end below their start; nothing if there is none."""
     items = [
         f"<li class={'bad' if fall.claim else 'open'}>{escape(fall.sentence)}</li>"
         for fall in falls(groups)
@@ -267,7 +266,7 @@ def fall_list(groups: Sequence[Group]) -> str:
 
 
 def marked_change(change: WithInterval, *, claims: bool = True) -> str:
-    """A change in the colour of its mark."""
+    """Write a change in the colour of its mark."""
     kind = mark_change(change, claims=claims)
     return f"<span class={kind}>{interval(change, sign='+')}</span>"
 
@@ -313,7 +312,7 @@ def health_list(groups: Sequence[Group]) -> str:
 
 
 def prompts_list(found: Sequence[ReadRun]) -> str:
-    """What the policies read first; a text that several runs share stands once."""
+    """List the policies' first prompts; a text common to several runs stands once."""
     readers: dict[str, list[str]] = {}
     for run in found:
         with suppress(OSError):
@@ -332,12 +331,12 @@ def prompts_list(found: Sequence[ReadRun]) -> str:
 
 
 def run_name(group: Group, run: ReadRun) -> str:
-    """The line, and which run of it."""
+    """Name the line, and the run in it."""
     return group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
 
 
 def runs_table(found: Sequence[ReadRun]) -> str:
-    """What each run was and how it ended."""
+    """List each run's settings and its end."""
     rows = []
     for run in found:
         s = run.summary
@@ -379,7 +378,7 @@ def seconds(value: Any) -> str:
 
 
 def phases_list(groups: Sequence[Group]) -> str:
-    """What each run said when its phase changed."""
+    """List each run's messages at a change of phase."""
     said = [
         f"<li>{escape(run_name(group, run))}: {escape(text)}</li>"
         for group in groups
@@ -390,7 +389,7 @@ def phases_list(groups: Sequence[Group]) -> str:
 
 
 def settings_table(groups: Sequence[Group]) -> str:
-    """Settings by which the lines differ; seeds aside."""
+    """List the settings that differ between the lines; seeds aside."""
     changed = differences([group.runs[0] for group in groups])
     if not changed:
         return ""
@@ -407,12 +406,12 @@ def settings_table(groups: Sequence[Group]) -> str:
 
 
 def setting(value: Any) -> str:
-    """A value of a config; a dash where the run has no such setting."""
+    """Write a value of a config; a dash if the run has no such setting."""
     return "–" if value is None else f"<code>{escape(str(value))}</code>"
 
 
 def rewards_table(groups: Sequence[Group]) -> str:
-    """Every component of the reward, at the start and at the end; nothing where the reward has
+    """List every component of the reward, at the start and at the end; nothing if the reward has
     one."""
     rows = reward_rows(groups)
     if all(not row.name for row in rows) or len({row.name for row in rows}) < 3:
@@ -441,7 +440,7 @@ def rewards_table(groups: Sequence[Group]) -> str:
 
 
 def turns_table(shown: Shown) -> str:
-    """The n-th replies of training episodes together, over the steps read; nothing where every
+    """Put the n-th replies of training episodes together, over the steps read; nothing if every
     episode has one reply."""
     rows = []
     for name, played in zip(shown.runs, shown.played, strict=False):
@@ -484,7 +483,7 @@ def turns_table(shown: Shown) -> str:
 
 
 def charts_of(name: str, told: Sequence[Chart], groups: Sequence[Group]) -> str:
-    """The places of a section's charts, which the script draws."""
+    """Write the places of a section's charts; the script draws them."""
     own = [chart for chart in told if chart.section == name and chart.against == "steps"]
     if not own:
         return ""
@@ -498,7 +497,7 @@ def charts_of(name: str, told: Sequence[Chart], groups: Sequence[Group]) -> str:
 
 
 def reading(groups: Sequence[Group]) -> str:
-    """How to read the charts."""
+    """Explain how to read the charts."""
     said = [
         "Lines are smoothed over a twelfth of the run unless smooth= says otherwise, with the"
         " unsmoothed values faint behind them."

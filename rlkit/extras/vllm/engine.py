@@ -3,9 +3,8 @@
     load ── the weights moved? ──▶ push (LoRA: the adapter alone) ──▶ vLLM
     generate ──▶ in this process: the service's next step │ servers: one HTTP request ──▶ completion
 
-Whether the weights moved is read off the weights themselves, at every load: training, evaluation,
-rollouts and the start-up check all get the policy as it is, and none of them has to say that it
-changed.
+Each load compares the weights themselves to see if they moved. So training, evaluation, rollouts
+and the start-up check all get the policy as it is, and none of them has to report a change.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ INSTALL = (
     " makes an environment with it"
 )
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 
 @reaches(
@@ -43,28 +42,25 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
     arguments="program",
 )
 class VLLM:
-    """The contract `rlkit.types.Engine` with vLLM. It starts at the first load and keeps what it
-    has told vLLM of the policy.
+    """The contract `rlkit.types.Engine` with vLLM. It starts at the first load and remembers which
+    weights vLLM has.
 
     Args:
-      addresses: of running `vllm serve`, to which episodes are dealt by position. Empty runs vLLM
-        in this process, on the training device; [start] has rlkit start one server. Several ranks
+      addresses: of running `vllm serve`; episodes are dealt to them by position. Empty runs vLLM in
+        this process, on the training device; [start] makes rlkit start one server. Several ranks
         share the servers: rank 0 starts one and gives them the weights.
       max_rows: completions sampled at once, of each server, > 0.
-      gpu_memory_utilization: share of the GPU that it may take, in (0, 1], weights and cache
-        together. Not for a foreign server.
-      sleep: while no episode is played it leaves the training GPU to the trainer. In this process
-        and on a GPU only.
-      merge: under LoRA, push base + adapter as whole weights: for models whose adapters vLLM does
-        not take.
-      restart_wait: seconds that a server may take to start, or to come back where no other is left,
-        >= 0.
-      devices: CUDA_VISIBLE_DEVICES of the server that rlkit starts; null leaves it as it is.
-      folder: where weights are written for servers, seen by all; null is a temporary folder of this
-        machine.
+      gpu_memory_utilization: share of the GPU for it, in (0, 1], weights and cache together. Not
+        for a foreign server.
+      sleep: leave the training GPU to the trainer while no episode is played. In this process and
+        on a GPU only.
+      merge: under LoRA, push base + adapter as whole weights, for models with adapters unknown to
+        vLLM.
+      restart_wait: seconds, >= 0, for a server to start, or to come back if no other is left.
+      devices: CUDA_VISIBLE_DEVICES of the server started by rlkit; null leaves it as it is.
+      folder: for the weights of servers, seen by all; null is a temporary folder of this machine.
       arguments: further ones of vLLM, by the names of its LLM class; not for a foreign server.
-    Raises: ConfigError where vLLM is not installed and needed; ValueError for arguments out of
-      range.
+    Raises: ConfigError if vLLM is needed and not installed; ValueError for arguments out of range.
     """
 
     def __init__(
@@ -100,22 +96,22 @@ class VLLM:
         self.folder = folder
         self.arguments = dict(arguments or {})
         self.backend: InProcess | ServerPool | None = None
-        self.model: Any = None  # that it was started for
+        self.model: Any = None  # the backend was started for it
         self.busy_s = 0.0
-        # completions, and since when there are any
+        # number of completions in progress, and the time since there are any
         self.running = 0
         self.since = 0.0
         self.told = False  # how answers join
-        # of servers that two processes use in turns: waits for the other one's end
+        # of servers used by two processes in turns: waits for the other one's end
         self.lent: Callable[[], None] | None = None
 
     async def load(self, weights: Policy, version: int) -> None:
-        """Sample from this policy's weights as they are now. What has not moved since the last load
-        is not pushed again.
+        """Sample from this policy's weights as they are now. Weights are pushed only if they moved
+        since the last load.
 
         With servers and several ranks, all ranks call this at the same time.
-        Raises: EngineError where a server does not answer or refuses, or while completions are
-        being sampled.
+        Raises: EngineError if a server does not answer or refuses, or while completions are being
+          sampled.
         """
         if self.running:
             raise EngineError(
@@ -138,10 +134,10 @@ class VLLM:
         """One completion.
 
         Args: as in `rlkit.types.Engine`. Temperatures are 0, or 0.01 … 2; there is no thinking
-          budget. Log-probs are those after temperature and cut. The context limits of the model and
+          budget. Log-probs are taken after temperature and cut. The context limits of the model and
           of vLLM cut a completion further.
-        Raises: ConfigError for what vLLM cannot sample; EngineError before the first load, and
-        where no server answers.
+        Raises: ConfigError for settings that vLLM cannot sample; EngineError before the first load,
+        and if no server answers.
         """
         check_reply(params)
         if self.backend is None:
@@ -166,7 +162,7 @@ class VLLM:
             self.busy_s += 0.0 if self.running else time.perf_counter() - self.since
 
     def release(self, key: int) -> None:
-        """The episode is over. After the last one, vLLM in this process sleeps."""
+        """End the episode. After the last one, vLLM in this process sleeps."""
         if self.backend is not None:
             self.backend.release(key)
 
@@ -191,7 +187,7 @@ class VLLM:
         return problems
 
     def _started(self, policy: Policy) -> InProcess | ServerPool:
-        """A vLLM for this policy's model."""
+        """Start a vLLM for this policy's model."""
         if not self.addresses:
             # vLLM's UniProcExecutor is given "cuda" without a number.
             if ranks.size() > 1 and next(policy.model.parameters()).device.type == "cuda":
@@ -210,7 +206,7 @@ class VLLM:
         )
 
     def _start(self, policy: Policy) -> Server:
-        """A server that rank 0 has started, for all ranks."""
+        """Start a server on rank 0, for all ranks."""
         own: list[Server] = []
 
         def started() -> str:
@@ -252,7 +248,7 @@ class VLLM:
 
 
 def _addresses(addresses: Sequence[str]) -> list[str]:
-    """The addresses as a list. Raises: ValueError where they are none."""
+    """The addresses as a list. Raises: ValueError for wrong ones."""
     given = [addresses] if isinstance(addresses, str) else list(addresses)
     if given != ["start"] and (
         len({*given}) < len(given) or not all(a.startswith(("http://", "https://")) for a in given)
@@ -277,7 +273,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def dtype_name(model: Any) -> str:
-    """bfloat16 where the trainer computes in it: by its weights, or under autocast."""
+    """bfloat16 if the trainer computes in it, by its weights or under autocast."""
     weight = next(model.parameters())
     half = weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(weight.device.type)
     return "bfloat16" if half else "float32"

@@ -1,5 +1,5 @@
-"""vLLM in this process, on the device of the policy: a decoder that the service drives, one step of
-vLLM's own loop at a time."""
+"""vLLM in this process, on the policy's device: a decoder driven by the service, one step of vLLM's
+own loop at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class InProcess(Service):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """It sleeps once no episode asks for more; one that comes later wakes it again."""
+        """Sleep once no episode asks for more; a later one wakes it again."""
         if self.vllm.asleep:
             self.vllm.ready()
         try:
@@ -46,13 +46,13 @@ class InProcess(Service):
 
 
 class InProcessDecoder:
-    """vLLM's LLM class as `rlkit.engines.service.Decoder`. It starts with random weights: the
+    """vLLM's LLM class as `rlkit.engines.service.Decoder`. It starts with random weights; the
     policy's are pushed.
 
     Args:
       arguments: of vLLM's LLM class.
       merge: under LoRA, push base + adapter as whole weights.
-      sleeps: between collects it leaves its memory to the trainer; on a GPU only.
+      sleeps: leave its memory to the trainer between collects; on a GPU only.
     """
 
     @weights.plain_numerics()
@@ -63,7 +63,7 @@ class InProcessDecoder:
         self.adapted = not merge and weights.lora_rank(policy.model) is not None
         self.sleeps = sleeps and cuda
         self.asleep = False
-        self.base: Any = None  # marks of what was pushed
+        self.base: Any = None  # marks of the pushed weights
         self.adapter: Any = None
         self.lora_request: Any = None
         self.pushed = self.rounds = 0
@@ -92,7 +92,7 @@ class InProcessDecoder:
     def submit(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> None:
-        """Raises: ConfigError where the prompt leaves no token to sample."""
+        """Raise ConfigError if the prompt leaves no token to sample."""
         from vllm import SamplingParams as Params
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -108,7 +108,7 @@ class InProcessDecoder:
 
     @weights.plain_numerics()
     def advance(self) -> list[tuple[int, Generation]]:
-        """One step of vLLM."""
+        """Take one step of vLLM."""
         self.rounds += 1
         ended = {int(o.request_id): o.outputs[0] for o in self.llm.llm_engine.step() if o.finished}
         self.running -= ended.keys()
@@ -121,7 +121,7 @@ class InProcessDecoder:
         ]
 
     def release(self, key: int) -> None:
-        """Give up what is running; vLLM's prefix cache forgets by itself."""
+        """Give up a running completion; vLLM's prefix cache forgets by itself."""
         if key in self.running:
             self.running.discard(key)
             self.llm.llm_engine.abort_request([str(key)])
@@ -130,11 +130,11 @@ class InProcessDecoder:
 
     @weights.plain_numerics()
     def ready(self) -> None:
-        """Wake it, and give it the weights, or the adapter, that it does not have yet."""
+        """Wake it, and give it any missing weights or adapter."""
         if self.asleep:
-            torch.cuda.empty_cache()  # what the trainer no longer uses
+            torch.cuda.empty_cache()  # memory that the trainer no longer uses
             self.llm.wake_up(tags=["weights"])
-            if self.adapted:  # the base, which does not move, waited in the memory of the CPU
+            if self.adapted:  # the base never moves; it waited in the memory of the CPU
                 self.wake_cache()
             else:
                 self.base = None
@@ -157,14 +157,14 @@ class InProcessDecoder:
             self.pushed += 1
             folder = self.folder / f"adapter-{self.pushed}"
             weights.save_adapter(model, folder)
-            # A new name each time: nothing that was cached under an old one is used again.
+            # A new name each time, so that nothing cached under an old one is used again.
             self.lora_request = LoRARequest(folder.name, self.pushed, str(folder))
             self.llm.llm_engine.add_lora(self.lora_request)
             shutil.rmtree(folder)
             self.adapter = adapter
 
     def wake_cache(self) -> None:
-        """After the weights are pushed: until then they may need the room."""
+        """Wake the cache after the weights are pushed: until then they may need the room."""
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -179,8 +179,8 @@ class InProcessDecoder:
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """vLLM starts in this process, prints errors alone, and leaves the trainer's threads and random
-    numbers as they are."""
+    """Start vLLM in this process. It prints errors alone, and leaves the trainer's threads and
+    random numbers as they are."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     quiet = {
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -6,13 +6,13 @@
 With several ranks, rank 0 alone gives the servers their weights. It then tells the other ranks
 which servers have them, and under which name. All ranks load at the same time.
 
-The rule for a server that is lost: what it was sampling is sampled again by the others, whole and
-from the same seeds. It stays out until a later `load` finds that it answers, and is then given the
-weights. Where none is left, the completions wait for any of them to come back, at most
-`restart_wait` seconds. Then each rank that waits gives that server its own copy of the weights:
-rank 0 may have played its episodes already, and wait for the others.
+After a server is lost, the others sample its completions again, whole and from the same seeds. The
+server stays out until a later `load` gets an answer from it and gives it the weights. If no server
+is left, the completions wait for any of them to come back, at most `restart_wait` seconds. Then
+each waiting rank gives this server its own copy of the weights: rank 0 may have played its episodes
+already, and wait for the others.
 
-A healthy server that loses the same completion three times is an error.
+If a healthy server loses the same completion three times, it is an error.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from rlkit.extras.vllm.weights import (
 )
 from rlkit.types import Generation, Policy, SamplingParams
 
-PUSH = 600.0  # seconds that a server may take to read weights
-POLL = 0.5  # seconds between two looks at servers that are to come
+PUSH = 600.0  # seconds for a server to read weights
+POLL = 0.5  # seconds between two looks at absent servers
 MOST_WAITS = 5  # for all servers, between two loads
 MOST_LOSSES = 3  # of one completion, by a healthy server
 
@@ -51,9 +51,9 @@ class Missed(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A server as rank 0 knows it after a push."""
+    """A server's state after a push, in the view of rank 0."""
 
-    has: bool  # the weights that are due
+    has: bool  # the due weights
     name: str
     adapter: str
     max_length: int
@@ -63,10 +63,10 @@ class ServerPool:
     """The engine on top of servers.
 
     Args:
-      merge: under LoRA, push base + adapter as whole weights; a server has the base of an adapter
-        from where it was started.
-      restart_wait: seconds that servers may take to come (back) where none is left.
-      folder: where weights are written for them; None is a temporary folder of this machine.
+      merge: under LoRA, push base + adapter as whole weights. Otherwise a server has the base of an
+        adapter from its start.
+      restart_wait: seconds for servers to come (back) if none is left.
+      folder: for their weights; None is a temporary folder of this machine.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class ServerPool:
         self.merge = merge
         self.restart_wait = restart_wait
         self.folder = temporary_folder(self, folder)
-        self.due: Any = None  # mark of the weights that completions are sampled from
+        self.due: Any = None  # mark of the weights for the completions
         self.bringing: asyncio.Task[None] | None = None  # gives them to the servers
         self.pushed = self.waits = 0
-        self.kept = self.folder / "none"  # the adapter that the servers have
+        self.kept = self.folder / "none"  # the servers' adapter
         self.losses = [server.losses for server in servers]  # at the load before
 
     async def load(self, policy: Policy, version: int) -> None:
-        """Give every server that answers the weights, where they have moved. With several ranks all
+        """Give the weights to every server that answers, if they have moved. With several ranks all
         of them call this at the same time, and rank 0 does it.
 
-        Raises: EngineError where an address has never answered, a server refuses, or none comes
-        back; RankError with its text on the other ranks.
+        Raises: EngineError if an address has never answered, a server refuses, or none comes back;
+          RankError with its text on the other ranks.
         """
         if self.bringing is not None:
-            self.bringing.cancel()  # of completions that were given up
+            self.bringing.cancel()  # of abandoned completions
         self.policy = policy
         self.version = version
         self.waits = 0
@@ -143,7 +143,7 @@ class ServerPool:
         return  # nothing is kept here
 
     def forget(self) -> None:
-        """Others may have given the servers weights since."""
+        """Forget the servers' weights: others may have given them new ones since."""
         for server in self.servers:
             server.has = None
 
@@ -158,8 +158,8 @@ class ServerPool:
         return [server for server in self.servers if server.has == self.due]
 
     async def _server_of(self, key: int) -> Server:
-        """The server at the key's position, so that all turns of an episode find their prefix in
-        its cache; else one that is left."""
+        """Choose the server at the key's position, so that all turns of an episode find their
+        prefix in its cache; else another one."""
         while not (able := self._able()):
             if self.bringing is None or self.bringing.done():
                 self.bringing = asyncio.create_task(self._bring())
@@ -168,8 +168,7 @@ class ServerPool:
         return home if home in able else able[key // len(self.servers) % len(able)]
 
     def _lose(self, server: Server, losses: int, why: Lost) -> None:
-        """Leave a server out. Of all completions that were running there, the first that notices
-        says so."""
+        """Leave a server out. Among its running completions, the first to notice says so."""
         if server.losses == losses:
             server.forget()
             print(
@@ -180,7 +179,7 @@ class ServerPool:
             )
 
     async def _bring_for_all(self) -> None:
-        """Rank 0 brings the weights, and all ranks ask the same servers for the same names."""
+        """Rank 0 brings the weights. Then all ranks ask the same servers for the same names."""
         now = [server.losses for server in self.servers]
         missed = [
             server.url
@@ -222,7 +221,7 @@ class ServerPool:
         self.losses = [server.losses for server in self.servers]
 
     async def _bring(self) -> None:
-        """Give the servers the weights that are due, and wait for a server where none is left."""
+        """Give the servers the due weights, and wait for a server if none is left."""
         await self._push()
         if self._able():
             return
@@ -254,8 +253,7 @@ class ServerPool:
             await self._push()
 
     async def _push(self) -> None:
-        """Write what is due once, and have every server read it that answers and does not have
-        it."""
+        """Write the due weights once, and make every answering server without them read them."""
         due = self.due
         adapted = self.adapted
         model = self.policy.model
@@ -266,7 +264,7 @@ class ServerPool:
             return
         self._agree()
         self.pushed += 1
-        # a name that no other run has: an adapter is called so
+        # the adapter's name, unlike that of any other run
         folder = self.folder / f"{self.folder.name}-{self.pushed}"
         try:
             try:
@@ -289,8 +287,8 @@ class ServerPool:
             self.kept = folder if adapted else self.kept
 
     def _agree(self) -> None:
-        """Raises EngineError where two servers serve different models: an adapter would be sampled
-        on another base."""
+        """Raise EngineError if two servers serve different models: an adapter would be sampled on
+        another base."""
         named = {server.name: server for server in reversed(self.servers) if server.name}
         if len(named) > 1:
             (one, first), (other, second) = list(named.items())[:2]
@@ -300,8 +298,7 @@ class ServerPool:
             )
 
     async def _met(self, server: Server) -> bool:
-        """Whether it answers. Raises: EngineError where an address that is not rlkit's own never
-        has."""
+        """Whether it answers. Raises: EngineError if an address from outside rlkit never has."""
         try:
             if not server.name:
                 await server.meet()

@@ -1,4 +1,4 @@
-"""What vLLM is asked for one completion, and what it gives. The same in this process and over
+"""vLLM's request for one completion, and its answer. They are the same in this process and over
 HTTP."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNUSED = {
 
 
 def check_reply(params: SamplingParams) -> None:
-    """Raises ConfigError for what vLLM cannot sample."""
+    """Raise ConfigError for settings that vLLM cannot sample."""
     if params.temperature and not COLDEST <= params.temperature <= HOTTEST:
         raise ConfigError(
             f"generation.temperature={params.temperature}: vLLM takes 0 or from {COLDEST} to"
@@ -37,12 +37,12 @@ def check_reply(params: SamplingParams) -> None:
 def request(
     policy: Policy, max_length: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
 ) -> dict[str, Any]:
-    """The arguments of vLLM's SamplingParams. All are set: no default of vLLM or of the model
+    """The arguments of vLLM's SamplingParams. All are set, so no default of vLLM or of the model
     decides anything.
 
     Args:
-      max_length: tokens of a prompt and its completion together that vLLM was started for.
-    Raises: ConfigError where the prompt leaves no token to sample.
+      max_length: vLLM's limit for the tokens of a prompt and its completion together.
+    Raises: ConfigError if the prompt leaves no token to sample.
     """
     left = min(policy.context_length, max_length) - len(prompt_ids)
     if left < 1:
@@ -65,7 +65,6 @@ def request(
 
 
 def generation(policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]) -> Generation:
-    """A completion as vLLM gave it: it ends with an end-of-sequence id ("stop") or was cut
-    ("length")."""
+    """A completion of vLLM: it ends with an end-of-sequence id ("stop") or was cut ("length")."""
     ended = bool(token_ids) and token_ids[-1] in policy.eos_token_ids
     return Generation(tuple(token_ids), tuple(logprobs), "stop" if ended else "length")

@@ -1,9 +1,8 @@
-"""One `vllm serve`, spoken to over HTTP: token ids as prompts, weights through a folder that both
-see.
+"""One `vllm serve`, over HTTP: token ids as prompts, weights through a folder seen by both.
 
-It needs `--logprobs-mode processed_logprobs --generation-config vllm` and, in its environment,
-VLLM_SERVER_DEV_MODE=1 for whole weights or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with `--enable-lora
---max-lora-rank RANK` for adapters. One that rlkit starts has all of it.
+It needs `--logprobs-mode processed_logprobs --generation-config vllm`. In its environment it needs
+VLLM_SERVER_DEV_MODE=1 for whole weights, or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with `--enable-lora
+--max-lora-rank RANK` for adapters. A server started by rlkit has all of it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from rlkit.extras.vllm.request import generation, request
 from rlkit.system.waiting import waiting, waiting_outside
 from rlkit.types import Generation, Policy, SamplingParams
 
-LONGEST = 3600.0  # seconds that one answer may take
-SOON = 10.0  # the same where nothing has to be computed
-LAST_LINES = 15  # of the log of a server that ended
+LONGEST = 3600.0  # seconds for one answer
+SOON = 10.0  # the same without any computing
+LAST_LINES = 15  # of a dead server's log
 
 
 class Lost(Exception):
@@ -50,7 +49,7 @@ class Server:
     Args:
       url: its address.
       max_rows: requests at once, > 0.
-      process, log: of a server that rlkit started.
+      process, log: of a server started by rlkit.
     """
 
     def __init__(
@@ -70,23 +69,23 @@ class Server:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def forget(self) -> None:
-        """It is lost. One that comes back has the weights that it was started with."""
+        """Mark the server as lost. If it comes back, it has the weights of its start."""
         self.losses += 1
-        self.has: Any = None  # mark of the weights that it was given
-        # of the model that it serves, and of the adapter on top
+        self.has: Any = None  # mark of its weights
+        # of its model, and of the adapter on top
         self.name = ""
         self.adapter = ""
         self.max_length = 0
 
     async def meet(self) -> None:
-        """Learn what it serves. Raises: Lost."""
+        """Read the server's model. Raises: Lost."""
         models = json.loads(await self.ask("/v1/models", limit=SOON))["data"]
         model = next(m for m in models if not m.get("parent"))
         self.name = model["id"]
         self.max_length = int(model["max_model_len"])
 
     async def push_weights(self, folder: Path) -> None:
-        """Have it read whole weights. Raises: Lost; EngineError where it refuses."""
+        """Make it read whole weights. Raises: Lost; EngineError if it refuses."""
         hint = (
             "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and let it see"
             " generation.engine.folder"
@@ -100,8 +99,8 @@ class Server:
         self.adapter = ""
 
     async def push_adapter(self, folder: Path) -> None:
-        """Have it read an adapter, whose name is that of the folder, and forget the one before.
-        Raises: as `push_weights`."""
+        """Make it read an adapter with the folder's name, and forget the previous one. Raises: as
+        `push_weights`."""
         hint = (
             "start it with --enable-lora --max-lora-rank RANK and"
             " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let it see generation.engine.folder; or push"
@@ -118,8 +117,8 @@ class Server:
     async def complete(
         self, policy: Policy, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion. A caller that stops waiting closes the connection, and the server gives
-        the completion up. Raises: Lost."""
+        """Sample one completion. If the caller stops waiting, the connection closes, and the server
+        gives the completion up. Raises: Lost."""
         body = request(policy, self.max_length, prompt_ids, seed, params)
         body |= {
             "model": self.adapter or self.name,
@@ -129,7 +128,7 @@ class Server:
         }
         losses = self.losses
         async with self.slots():
-            # while this waited: it may be back already, without the weights
+            # it may have come back during the wait, without the weights
             if self.losses != losses:
                 raise NotAsked
             with waiting_outside():
@@ -140,7 +139,7 @@ class Server:
         """The log-probs of a row's tokens at temperature 1, and of the k likeliest: position → {id:
         {logprob}}, None at the first.
 
-        Raises: Lost; EngineError where the server refuses or the row is too long for it.
+        Raises: Lost; EngineError if the server refuses or the row is too long for it.
         """
         if len(ids) >= self.max_length:  # it samples one token more
             raise EngineError(
@@ -162,7 +161,7 @@ class Server:
             return list(answer["choices"][0]["prompt_logprobs"])
 
     async def text_of(self, ids: Sequence[int]) -> str:
-        """What its tokenizer makes of ids. Raises: as `ask`."""
+        """Decode ids by the server's tokenizer. Raises: as `ask`."""
         return str(
             json.loads(await self.ask("/detokenize", {"model": self.name, "tokens": list(ids)}))[
                 "prompt"
@@ -170,8 +169,8 @@ class Server:
         )
 
     def slots(self) -> asyncio.Semaphore:
-        """As many as requests at once. A semaphore belongs to one event loop, and a collect may run
-        in a loop of its own."""
+        """Hold at most so many requests at once. A semaphore belongs to one event loop, and a
+        collect may run in a loop of its own."""
         if self.loop is not asyncio.get_running_loop():
             self.loop = asyncio.get_running_loop()
             self.free = asyncio.Semaphore(self.max_rows)
@@ -185,8 +184,7 @@ class Server:
         hint: str = "",
         limit: float = LONGEST,
     ) -> bytes:
-        """POST a body, or GET. Raises: Lost; EngineError where the server refuses, with the
-        hint."""
+        """POST a body, or GET. Raises: Lost; EngineError with the hint if the server refuses."""
         try:
             async with asyncio.timeout(limit):
                 status, text = await fetch(self.url + path, body)
@@ -202,7 +200,7 @@ class Server:
         return text
 
     async def healthy(self) -> bool:
-        """Whether it says that it is."""
+        """Whether the server reports that it is healthy."""
         try:
             async with asyncio.timeout(SOON):
                 return (await fetch(self.url + "/health"))[0] < 400
@@ -210,7 +208,7 @@ class Server:
             return False
 
     def obituary(self) -> str:
-        """The last lines of its log, where rlkit started it."""
+        """The last lines of its log, if rlkit started it."""
         lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:] if self.log else ()
         return (
             "\n".join(["; the last lines of its log:", *(f"  {line}" for line in lines)])
@@ -220,7 +218,7 @@ class Server:
 
 
 async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
-    """Status and content of a URL, asked with POST where there is a body. Raises: OSError and
+    """Fetch status and content of a URL, with POST if there is a body. Raises: OSError and
     HTTPException."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
@@ -259,10 +257,10 @@ def start_server(
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    # set where vLLM has run in this process
+    # set if vLLM has run in this process
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     environment |= {"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}
-    # `vllm serve` asks for the package vllm, which on a CPU has another name
+    # `vllm serve` asks for the package vllm, but on a CPU it has another name
     server = "vllm.entrypoints.openai.api_server"
     # two servers of one model have one name, in any folder
     kind = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:12]
@@ -283,7 +281,7 @@ def start_server(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and the processes that it started."""
+    """End a server and the processes it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

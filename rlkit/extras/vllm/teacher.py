@@ -4,9 +4,9 @@ over HTTP.
     rows of ids ──▶ /v1/completions, prompt_logprobs=k ──▶ k + 1 named tokens at each position ──▶
     logits [m, V]
 
-The tokens that the server does not name share the rest of its probability evenly, so that the
-logits are a distribution. A divergence that reads only named tokens is exact; all others are
-refused before a model is loaded.
+The tokens without a name from the server share the rest of its probability evenly, so the logits
+are a distribution. A divergence of named tokens alone is exact; all others are refused before a
+model is loaded.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from rlkit.types import Reference, reaches, safe
 if TYPE_CHECKING:
     from rlkit.training.experiment import Experiment
 
-TINY = 1e-12  # probability that is left for the tokens without a name, at least
+TINY = 1e-12  # least probability left for the tokens without a name
 
 
 def named_tokens(loss: Any) -> int | None:
-    """How many of the teacher's likeliest tokens a divergence reads beside the sampled one; None if
-    it reads the whole distribution."""
+    """Number of the teacher's likeliest tokens that a divergence reads beside the sampled one; None
+    if it reads the whole distribution."""
     function, given = loss, {}
     if isinstance(loss, functools.partial):
         function, given = loss.func, loss.keywords
@@ -47,10 +47,10 @@ def named_tokens(loss: Any) -> int | None:
 
 
 class ServedTeachers(Teacher):
-    """Teachers behind servers. They refuse what servers cannot give."""
+    """Teachers behind servers. They refuse anything that servers cannot give."""
 
     def problems(self, experiment: Experiment) -> list[str]:
-        """Refuse divergences of whole distributions, and other temperatures than 1: a server gives
+        """Refuse divergences of whole distributions, and temperatures other than 1: a server gives
         the log-probs of single tokens at temperature 1."""
         loss = experiment.algorithm.streams["teacher"].loss
         temperature = experiment.generation.temperature
@@ -79,7 +79,7 @@ def vllm_teacher(
     model: str | None = None,
     max_rows: int = 64,
 ) -> Teacher:
-    """Other models with the policy's vocabulary, behind `vllm serve`; nothing of them is loaded
+    """Other models with the policy's vocabulary, behind `vllm serve`; no part of them is loaded
     here.
 
     A server gives the log-probs of single tokens, at temperature 1. So the divergence is
@@ -87,11 +87,11 @@ def vllm_teacher(
     is 1. Log-probs are normalised over all rows of the served model.
 
     Args:
-      addresses: of the servers; rows are dealt to them in turn, and one that no longer answers is
+      addresses: of the servers. Rows are dealt to them in turn; a server that no longer answers is
         passed over.
       parts: part of a mixture → addresses of its own teacher's servers, or one; then `addresses` is
         empty.
-      model: the name that they serve it under, checked at the start; None takes what they serve.
+      model: its name on the servers, checked at the start; None takes any.
       max_rows: requests at once to each server, > 0.
     Raises: ValueError without a proper address.
     """
@@ -121,12 +121,12 @@ def vllm_teacher(
 
 
 class ServedTeacher:
-    """A model behind one or several `vllm serve`, to which rows are dealt in turn.
+    """A model behind one or several `vllm serve`; rows are dealt to them in turn.
 
     Args:
       addresses: of the servers, all of the same model. max_rows: requests at once to each, > 0.
-      model: the name under which they serve it; None takes what they serve.
-      key: the option that named them, for messages.
+      model: its name on the servers; None takes any.
+      key: the option with the addresses, for messages.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class ServedTeacher:
         self.key = key
 
     def check(self, path: str, **hub: Any) -> None:
-        """Every server answers, serves the model, and gives each id of the policy's tokenizer the
-        same text. Raises: ConfigError."""
+        """Check that every server answers, serves the model, and gives each id of the policy's
+        tokenizer the same text. Raises: ConfigError."""
         if not self.checked:
             tokenizer = pretrained_tokenizer(path, **hub)
             run(together(self._check(server, tokenizer, path) for server in self.servers))
@@ -160,7 +160,7 @@ class ServedTeacher:
                 )
             ids = sorted(tokenizer.get_vocab().values())
             if await _differs(server, tokenizer, ids):
-                # the shortest prefix that differs lies in (same, odd]
+                # the shortest differing prefix lies in (same, odd]
                 same = 0
                 odd = len(ids)
                 while odd - same > 1:
@@ -196,14 +196,15 @@ class ServedTeacher:
     def read(
         self, ids: Tensor, mask: Tensor, *, k: int, columns: int
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What the servers say of the sampled tokens, as the last states and the head of a model.
+        """Turn the servers' answers on the sampled tokens into the last states and the head of a
+        model.
 
         Args:
           ids: [B, T] int64. mask: [B, T] bool, M of them. k: of the likeliest tokens, ≥ 0. columns:
             V of the policy.
         Returns: [M, 2k + 3] float32 in the order of the mask, and the function from rows of it to
           log-probs [m, V].
-        Raises: EngineError where no server answers, one refuses, or a row is too long for it.
+        Raises: EngineError if no server answers, one refuses, or a row is too long for it.
         """
         rows = [
             (i, own.nonzero().flatten().tolist()) for i, own in enumerate(mask.cpu()) if own.any()
@@ -220,7 +221,7 @@ class ServedTeacher:
         )
 
     async def _score(self, row: int, ids: list[int], k: int) -> list[Any]:
-        """A row's log-probs from its own server, or from the next one that answers."""
+        """Read a row's log-probs from its own server, or from the next one that answers."""
         why = ""
         for turn in range(len(self.servers)):
             server = self.servers[(row + turn) % len(self.servers)]
@@ -239,8 +240,8 @@ async def _differs(server: Server, tokenizer: Any, ids: list[int]) -> bool:
 
 
 def _entry(said: Mapping[str, Mapping[str, float]], k: int, columns: int) -> list[float]:
-    """One position: k + 1 ids, their log-probs, and that of each other token. Fewer ids are filled
-    up with the first."""
+    """One position: k + 1 ids, their log-probs, and the log-prob of each other token. Missing ids
+    repeat the first."""
     named = [(float(token), max(entry["logprob"], math.log(TINY))) for token, entry in said.items()]
     left = max(1 - math.fsum(math.exp(logp) for _, logp in named), TINY)
     other = math.log(left / max(1, columns - len(named)))
@@ -260,8 +261,8 @@ def served(
     max_rows: int = 64,
     key: str = "teacher.addresses",
 ) -> Reference:
-    """A model that only a server has: its `model` gives a `ServedTeacher`, which streams ask in
-    place of a forward pass."""
+    """A model on a server only. Its `model` gives a `ServedTeacher`, and streams ask it in place of
+    a forward pass."""
     teacher = ServedTeacher(addresses, model=model, max_rows=max_rows, key=key)
     init = functools.partial(_meet, served=teacher)
     return Reference(

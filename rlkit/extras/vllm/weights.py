@@ -1,5 +1,5 @@
-"""What vLLM is given of a policy: weights by their names in a checkpoint, adapters, and folders
-that it reads."""
+"""A policy in the form of vLLM: weights by their names in a checkpoint, adapters, and folders for
+it to read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from rlkit.types import Policy
 
 @contextmanager
 def plain_numerics() -> Iterator[None]:
-    """vLLM, and what it is given, in their own precision and not under the trainer's autocast. Also
-    a decorator."""
+    """Compute for vLLM in its own precision, outside the trainer's autocast. Also a decorator."""
     with (
         torch.autocast("cuda", enabled=False),
         torch.autocast("cpu", enabled=False),
@@ -33,8 +32,8 @@ def plain_numerics() -> Iterator[None]:
 
 
 def base_mark(model: Any, *, merge: bool) -> Any:
-    """The fingerprint of what is pushed as whole weights: of the base alone where an adapter goes
-    its own way."""
+    """The fingerprint of the weights pushed as a whole: only the base's, if an adapter is pushed by
+    itself."""
     adapted = not merge and lora_rank(model) is not None
     return fingerprint(
         t for name, t in model.named_parameters() if not (adapted and "lora_" in name)
@@ -42,16 +41,16 @@ def base_mark(model: Any, *, merge: bool) -> Any:
 
 
 def adapter_mark(model: Any) -> Any:
-    """The fingerprint of the adapter that is switched on."""
+    """The fingerprint of the active adapter."""
     active = adapter_name(model)
     return fingerprint(t for name, t in model.named_parameters() if f".{active}." in name)
 
 
 def all_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by their names in a checkpoint: of a model under LoRA those of the base, with
-    `merge` plus the adapter.
+    """Parameters by their names in a checkpoint. Under LoRA they are the base's, with `merge` plus
+    the adapter.
 
-    A head that shares the embedding is there too: vLLM may keep a copy of it in another layout.
+    A head shared with the embedding is there too: vLLM may keep a copy of it in another layout.
     """
     lora = has_adapters(model)
     base = base_model(model)
@@ -73,18 +72,18 @@ def all_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_name(model: Any) -> str:
-    """The adapter that is switched on."""
+    """The active adapter."""
     active = model.active_adapter
     return active if isinstance(active, str) else active[0]
 
 
 def lora_rank(model: Any) -> int | None:
-    """The rank of the adapter; None for a model without."""
+    """The rank of the adapter; None for a model without one."""
     return model.peft_config[adapter_name(model)].r if has_adapters(model) else None
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """The adapter in PEFT's format, straight into the folder."""
+    """Write the adapter in PEFT's format, straight into the folder."""
     active = adapter_name(model)
     model.save_pretrained(folder, selected_adapters=[active], save_embedding_layers=False)
     if active != "default":  # PEFT makes a folder of each other one
@@ -93,15 +92,14 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def temporary_folder(owner: Any, where: str | None = None) -> Path:
-    """Gone with its owner, or at the end of the process."""
+    """Make a folder that goes with its owner, or at the end of the process."""
     folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=where))
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def saved_model(policy: Policy) -> Path:
-    """A folder with all that `vllm serve` reads: config, tokenizer and weights, of the base under
-    LoRA."""
+    """Write a folder for `vllm serve`: config, tokenizer and weights, under LoRA the base's."""
     folder = temporary_folder(policy.model)
     save_config(policy.model, folder)
     policy.renderer.tokenizer.save_pretrained(folder)
@@ -111,7 +109,7 @@ def saved_model(policy: Policy) -> Path:
 
 @plain_numerics()
 def save_weights(model: Any, folder: Path, *, merge: bool) -> None:
-    """Whole weights, where a server reads them."""
+    """Write whole weights for a server to read."""
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
@@ -122,7 +120,7 @@ def save_weights(model: Any, folder: Path, *, merge: bool) -> None:
 
 
 def save_config(model: Any, folder: Path) -> None:
-    """The model's config.json, as vLLM reads it."""
+    """Write the model's config.json for vLLM."""
     base = base_model(model)
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]

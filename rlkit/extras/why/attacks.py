@@ -14,15 +14,15 @@ from rlkit.rewards import score as score_rollouts
 from rlkit.types import Rollout, Step, Task, bound, plain
 
 TRIED = 16  # rows
-PAID = 0.8  # share of the truth's reward that an answer without sense earns
+PAID = 0.8  # share of the truth's reward for an answer without sense
 CONSTANTS = ("", "0", "1", "yes", "I do not know.", "The answer is", "the " * 200)
 ADDRESS = ("address", "addresses", "url", "base_url", "host", "endpoint", "client")
 
 
 def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
-    """Scores truths and constant answers on the first rows that have a truth.
+    """Score truths and constant answers on the first rows with a truth.
 
-    Raises: nothing of the reward's: a reward that fails on one of the answers says nothing here.
+    Errors of the reward are not raised: if it fails on one of the answers, there is no finding.
     """
     rows = [task for task in tasks if task.answer.strip()][:TRIED]
     if len(rows) < 2:
@@ -68,7 +68,7 @@ def negative_weights(reward: Reward) -> list[tuple[str, float]]:
 
 
 def mean_reward(reward: Reward, tasks: Sequence[Task], answers: Sequence[str]) -> float | None:
-    """The mean reward of replies that are these texts; None where none is scored."""
+    """The mean reward of these texts as replies; None if none is scored."""
     played = [answered(task, text) for task, text in zip(tasks, answers, strict=True)]
     scored = [r.total_reward for r in score_rollouts(played, reward)]
     values = [value for value in scored if value is not None]
@@ -76,15 +76,15 @@ def mean_reward(reward: Reward, tasks: Sequence[Task], answers: Sequence[str]) -
 
 
 def answered(task: Task, text: str) -> Rollout:
-    """An episode of one reply."""
+    """Make an episode of one reply."""
     step = Step(task.messages, (), (1,), (0.0,), finish_reason="stop", content=text)
     return Rollout(task, (step,))
 
 
 def unsafe_reason(reward: Reward, tasks: Sequence[Task]) -> str:
-    """Why attacks on this reward have to be asked for; "" for plain functions of one rollout.
+    """Say why attacks on this reward need consent; "" for plain functions of one rollout.
 
-    A batched or async function may be a model's or a server's, which costs time or money.
+    A batched or async function may belong to a model or a server, and cost time or money.
     """
     for name, fn in functions_of(reward, tasks):
         if inspect.iscoroutinefunction(plain(fn)):
@@ -99,7 +99,8 @@ def unsafe_reason(reward: Reward, tasks: Sequence[Task]) -> str:
 
 
 def functions_of(reward: Reward, tasks: Sequence[Task]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Name and function of the terms that count; of one that asks the rows, those they name."""
+    """Name and function of the terms that count; for a term by row, the functions named by the
+    rows."""
     asked = {task.reward for task in tasks}
     for name, term in reward.terms.items():
         known: Mapping[str, Callable[..., Any]] = named_rewards(term.fn)
@@ -110,7 +111,7 @@ def functions_of(reward: Reward, tasks: Sequence[Task]) -> Iterator[tuple[str, C
 
 
 def parameters(fn: Callable[..., Any]) -> list[str]:
-    """Names of the keywords that a function is given or may be given."""
+    """Names of the bound and the possible keywords of a function."""
     try:
         return [*bound(fn), *inspect.signature(plain(fn)).parameters]
     except (TypeError, ValueError):

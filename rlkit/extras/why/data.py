@@ -1,5 +1,5 @@
-"""Causes that lie outside the settings: rewards and tools that fail, truths that cannot be read or
-that the prompt gives away, rows that repeat, an engine with old weights."""
+"""Causes outside the settings: failing rewards and tools, truths that cannot be read or stand in
+the prompt, repeated rows, an engine with old weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rlkit.training.callbacks.pathologies import MISMATCH
 from rlkit.types import Rollout, Task, ToolResult
 
 FAILED = 0.02  # share of episodes with a failure of the reward or the environment
-UNREAD = 0.05  # share of rows that no reply to is scored
+UNREAD = 0.05  # share of rows without any scored reply
 BROKEN = 0.9  # share of a tool's calls that fail
-CALLS = 10  # calls below which nothing is said of a tool
-# An engine has old weights where its difference from the trainer grew by this factor, beyond this
-# many nats a token.
+CALLS = 10  # fewer calls of a tool say nothing
+# An engine has old weights if its difference from the trainer grew by this factor, and by more than
+# this many nats a token.
 GREW = 30
 ROUNDING = 0.001
-GIVEN = 0.3  # share of prompts that hold their own truth, beyond those that hold another row's
-REPEATED = 0.3  # share of the rows that are one problem
-ROWS = 8  # rows below which nothing is said of them
+GIVEN = 0.3  # share of prompts with their own truth, beyond the share with another row's
+REPEATED = 0.3  # share of the rows with the same problem
+ROWS = 8  # fewer rows say nothing
 
 
 def failing_reward(e: Evidence) -> Finding | None:
@@ -61,7 +61,7 @@ def failing_environment(e: Evidence) -> Finding | None:
 
 
 def unread_truths(e: Evidence) -> Finding | None:
-    """Rows whose replies are never scored, whatever they say."""
+    """Find rows without a score for any reply."""
     scored: dict[str, bool] = defaultdict(bool)
     for rollout in e.rollouts:
         if rollout.truncation != "error":
@@ -79,8 +79,8 @@ def unread_truths(e: Evidence) -> Finding | None:
 
 
 def failing_tool(e: Evidence) -> Finding | None:
-    """A tool that fails in nearly every call, those of the first step included: later ones may be
-    of a policy that forgot how to call it."""
+    """Find a tool that fails in nearly every call. It must already fail in the first step: later
+    calls may come from a policy that forgot how to call it."""
     every = results_of(e.rollouts)
     first = results_of(next(iter(e.played.values()), ()))
     for name, results in every.items():
@@ -98,7 +98,7 @@ def failing_tool(e: Evidence) -> Finding | None:
 
 
 def results_of(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
-    """Tool → what its calls gave."""
+    """Tool → results of its calls."""
     found: dict[str, list[ToolResult]] = defaultdict(list)
     for rollout in rollouts:
         for step in rollout.steps:
@@ -108,9 +108,9 @@ def results_of(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
 
 
 def stale_engine(e: Evidence) -> Finding | None:
-    """The engine samples with other weights than the trainer's, in a run that asks for no lag.
+    """The engine samples with other weights than the trainer's, in a run without a lag.
 
-    In the first step both have the same weights, so their difference then is rounding.
+    In the first step both have the same weights, so their difference is then rounding.
     """
     gaps = e.values("mismatch/logp_abs_mean")
     if not gaps or e.number("asynchrony.staleness") > 0:
@@ -133,7 +133,7 @@ def stale_engine(e: Evidence) -> Finding | None:
 
 
 def given_truths(e: Evidence) -> Finding | None:
-    """Prompts that hold their own truth more often than that of another row."""
+    """Prompts hold their own truth more often than another row's."""
     tasks = [task for task in e.tasks if task.answer.strip() and task.messages]
     if len(tasks) < ROWS:
         return None

@@ -1,4 +1,4 @@
-"""What forks say: paired effects over prompts, corrected for the number of remedies, in
+"""Results of forks: paired effects over prompts, corrected for the number of remedies, in
 sentences."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rlkit.runs.comparing import (
 
 
 class Effect(NamedTuple):
-    """What a remedy changed."""
+    """The effect of a remedy."""
 
     fork: Fork
-    found: Difference  # remedy - run as it is, within prompts
+    found: Difference  # remedy - unchanged run, within prompts
     claim: bool  # no chance, at 5 % over all remedies
 
     @property
@@ -32,8 +32,8 @@ class Effect(NamedTuple):
 
 
 def list_effects(control: Fork, forks: Sequence[Fork]) -> list[Effect]:
-    """Student's t over the prompts that both forks have scores of; Holm's correction over the
-    remedies, intervals to match. Fewer than ten prompts claim nothing."""
+    """Student's t over the prompts with scores in both forks; Holm's correction over the remedies,
+    with intervals to match. Fewer than ten prompts claim nothing."""
     resolution = smallest_step([*control.rewards.values()])
     tried = [fork for fork in forks if control.rewards.keys() & fork.rewards.keys()]
     sides = [pair_rewards(control, fork) for fork in tried]
@@ -47,13 +47,13 @@ def list_effects(control: Fork, forks: Sequence[Fork]) -> list[Effect]:
 
 
 def pair_rewards(control: Fork, fork: Fork) -> tuple[list[float], list[float]]:
-    """The rewards of the prompts that both have scores of, in one order."""
+    """The rewards of the prompts with scores in both, in one order."""
     shared = sorted(control.rewards.keys() & fork.rewards.keys())
     return [control.rewards[task] for task in shared], [fork.rewards[task] for task in shared]
 
 
 def say_effect(effect: Effect) -> str:
-    """An effect as a person would say it."""
+    """Describe an effect in plain words."""
     d = effect.found
     what = f"{effect.fork.title} ({' '.join(effect.fork.overrides)})"
     if effect.fork.title == ", ".join(effect.fork.overrides):
@@ -68,7 +68,7 @@ def say_effect(effect: Effect) -> str:
 
 
 def sum_up(control: Fork, forks: Sequence[Fork], effects: Sequence[Effect]) -> list[str]:
-    """The effects, the largest first, and what they rest on."""
+    """List the effects, the largest first, and their basis."""
     ordered = sorted(effects, key=lambda own: (not own.claim, -abs(own.found.mean)))
     lines = [say_effect(own) for own in ordered]
     if not any(own.helps for own in effects):

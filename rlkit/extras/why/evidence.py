@@ -1,4 +1,4 @@
-"""What a run folder says of a run that does not learn: its rows, its settings, its rollouts."""
+"""The evidence in the folder of a run that does not learn: its rows, its settings, its rollouts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rlkit.runs.reading import ReadRun, read_run, series
 from rlkit.system.shards import recorded
 from rlkit.types import Rollout, Task
 
-READ = 12  # steps whose rollouts are read, spread evenly over the run
+READ = 12  # steps with rollouts to read, spread evenly over the run
 NONE = "none"
 
 
 class Finding(NamedTuple):
-    """A cause that the evidence speaks for.
+    """A cause supported by the evidence.
 
     cause     one word, for rows and tests
     title     the cause as a sentence
-    evidence  the sentence that shows it, with its numbers
-    advice    what to do, in words
-    remedy    the same as overrides of the run; empty where no setting mends it
+    evidence  the sentence with its numbers
+    advice    the remedy in words
+    remedy    the same as overrides of the run; empty if no setting mends it
     """
 
     cause: str
@@ -51,7 +51,7 @@ class Progress(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """A run as it is read back."""
+    """A run, read from its folder."""
 
     run: ReadRun
     played: Mapping[int, Sequence[Rollout]]  # RL step → all its rollouts, of a few steps
@@ -67,7 +67,7 @@ class Evidence(NamedTuple):
         return float(value) if isinstance(value, int | float) else math.nan
 
     def values(self, metric: str) -> list[float]:
-        """A metric, a value for each step that has it, in order."""
+        """A metric's values in order, for the steps that have it."""
         return list(series(self.run, metric).values())
 
     def mean(self, metric: str, third: int | None = None) -> float:
@@ -80,19 +80,19 @@ class Evidence(NamedTuple):
         return fmean(values) if values else math.nan
 
     def lasting(self, metric: str) -> float:
-        """The smaller of a share's mean and its value in the first step: what the policy was like
-        before any update, and stayed. What only came later is a consequence."""
+        """The smaller of a share's mean and its value in the first step: true of the policy before
+        any update, and ever since. A later change is a consequence."""
         return min(self.mean(metric), *self.values(metric)[:1], math.inf)
 
     @property
     def steps(self) -> int:
-        """RL steps that have a reward."""
+        """RL steps with a reward."""
         return len(self.values("reward/mean"))
 
     @property
     def progress(self) -> Progress:
-        """How the reward went. The error is of the differences from step to step: σ² ≈ Var(x_t -
-        x_{t-1}) / 2, error = √(2 σ² / n) with n steps a third."""
+        """The course of the reward. The error comes from the differences between steps: σ² ≈
+        Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n steps a third."""
         values = self.values("reward/mean")
         if len(values) < 3:
             return Progress(self.mean("reward/mean"), self.mean("reward/mean"), math.inf)
@@ -111,12 +111,12 @@ class Evidence(NamedTuple):
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All rollouts that were read."""
+        """All rollouts read from the folder."""
         return [rollout for own in self.played.values() for rollout in own]
 
     @property
     def groups(self) -> list[list[Rollout]]:
-        """The rollouts that were read, group by group."""
+        """The same rollouts, group by group."""
         found: dict[tuple[int, int], list[Rollout]] = {}
         for step, own in self.played.items():
             for rollout in own:
@@ -125,12 +125,12 @@ class Evidence(NamedTuple):
 
     @property
     def tasks(self) -> list[Task]:
-        """The rows that were read, each once."""
+        """The rows of these rollouts, each once."""
         return list({rollout.task.id: rollout.task for rollout in self.rollouts}.values())
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """Reads a run folder, finished or not. A step whose rollouts cannot be read is left out."""
+    """Read a run folder, finished or not. A step with unreadable rollouts is left out."""
     parts = recorded(folder / "rollouts")
     steps = list(parts)
     chosen = steps
@@ -147,8 +147,8 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def share_of_copies(groups: Sequence[Sequence[Rollout]]) -> float:
-    """The share of rollouts that say word for word what an earlier one of their group says; nan
-    without groups."""
+    """The share of rollouts that repeat an earlier one of their group word for word; nan without
+    groups."""
     total = sum(len(own) - 1 for own in groups)
     different = sum(len({tuple(map(str, r.conversation)) for r in own}) - 1 for own in groups)
     return 1 - different / total if total else math.nan

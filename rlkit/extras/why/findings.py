@@ -10,10 +10,10 @@ from rlkit.extras.why.evidence import Evidence, Finding
 from rlkit.rewards import Reward
 from rlkit.runs.tables import symptoms
 
-BROKEN = 5  # checks of `data` that stand before the reward: what they find hides everything else
+BROKEN = 5  # checks of `data` before the reward: their findings hide everything else
 
-EQUAL = ("hard", "easy", "groups", "equal")  # ways in which rewards do not differ
-# cause → what it explains as well
+EQUAL = ("hard", "easy", "groups", "equal")  # ways for rewards to be equal
+# cause → further causes explained by it
 EXPLAINS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("tool", "unread", "sign", "hackable", "cut", "temperature"), EQUAL),
     **dict.fromkeys(("hard", "easy", "groups"), ("equal",)),
@@ -21,7 +21,7 @@ EXPLAINS: Mapping[str, Sequence[str]] = {
 
 
 def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
-    """What is broken; then the reward, the rows, the settings; then what only the whole run shows.
+    """Findings on broken parts; then on the reward, the rows, the settings; then on the whole run.
 
     Args:
       reward: of the run, to try answers on; None tries none.
@@ -44,15 +44,15 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
 
 
 def without_symptoms(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings without those that an earlier one explains: a reply that is cut earns nothing,
-    so its problem only looks too hard."""
+    """Drop findings explained by an earlier one: a cut reply earns nothing, so its problem only
+    looks too hard."""
     causes = {finding.cause for finding in findings}
     hidden = {own for cause in causes for own in EXPLAINS.get(cause, ())}
     return [finding for finding in findings if finding.cause not in hidden]
 
 
 def say_findings(findings: Sequence[Finding]) -> list[str]:
-    """Cause, evidence and remedy of each, in lines."""
+    """Write cause, evidence and remedy of each, in lines."""
     lines = []
     for number, finding in enumerate(findings, 1):
         lines.append(f"{number}. {finding.title} {finding.evidence}")
@@ -64,7 +64,7 @@ def say_findings(findings: Sequence[Finding]) -> list[str]:
 
 
 def say_progress(e: Evidence) -> str:
-    """How the reward went, in a sentence."""
+    """Describe the course of the reward in a sentence."""
     own = e.progress
     went = f"{e.steps} steps; the reward went from {own.first:.3f} to {own.last:.3f}"
     if e.steps < 3:

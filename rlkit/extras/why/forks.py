@@ -1,5 +1,5 @@
-"""A run continued with one thing changed: a few steps from one place, on the same prompts with the
-same noise, then further prompts with the policy that came of it."""
+"""A run continued with one change: a few steps from one place, on the same prompts with the same
+noise, then further prompts with the resulting policy."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from rlkit.training.run import ready
 from rlkit.types import Policy, Splits, Task
 
 STEPS = 8  # of a fork
-PROBES = 64  # further prompts that every fork is measured on
+PROBES = 64  # further prompts to measure every fork on
 SAMPLES = 4  # replies to each of them
-PROBE = 1_000_000  # the step that the noise of these replies is drawn for
-LATE = 2 / 3  # share of a run's steps behind which no fork begins: scheduled numbers run out
+PROBE = 1_000_000  # the step number for the noise of these replies
+LATE = 2 / 3  # no fork begins after this share of a run's steps, because scheduled numbers run out
 FILE = Path("why") / "forks.jsonl"
 
 
 class Fork(NamedTuple):
-    """What became of a run that was continued: a row of why/forks.jsonl."""
+    """The outcome of a continued run: a row of why/forks.jsonl."""
 
     title: str
     overrides: tuple[str, ...]
@@ -53,22 +53,22 @@ class Fork(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where forks begin."""
+    """The start of forks."""
 
     step: int
     state: dict[str, Any] | None  # the checkpoint; None: the start
 
     @property
     def stream(self) -> StreamState:
-        """The prompts behind it."""
+        """The prompts drawn before it."""
         return StreamState(*self.state["rlkit"]["stream"]) if self.state else StreamState()
 
 
 def choose_place(folder: Path, e: Evidence, asked: int | None) -> Place:
-    """The checkpoint of the step that is asked for; otherwise the newest within the first two
+    """Choose the checkpoint of the given step. By default, choose the newest within the first two
     thirds of a run whose reward rose at first, and the start of any other.
 
-    Raises: ConfigError where there is no such checkpoint.
+    Raises: ConfigError if there is no such checkpoint.
     """
     known = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
     if asked is None:
@@ -85,15 +85,15 @@ def choose_place(folder: Path, e: Evidence, asked: int | None) -> Place:
 
 
 def choose_probes(x: Experiment, tasks: Splits, place: Place, steps: int) -> list[Task]:
-    """Distinct problems that come later in the stream than those of the forks' steps."""
+    """Distinct problems later in the stream than the prompts of the forks' steps."""
     taken = steps * x.batch.prompts
     drawn, _ = take(tasks.train, place.stream, taken + 2 * PROBES, seed=x.seed)
     return list({problem_of(task): task for task in drawn[taken:]}.values())[:PROBES]
 
 
 def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: int) -> float:
-    """What a fork takes, by the run's own steps: samples and updates scale with the size of the
-    groups."""
+    """Forecast the seconds of a fork from the run's own steps: samples and updates scale with the
+    size of the groups."""
     size = e.number("batch.group_size")
     given = [o.partition("=")[2] for o in overrides if o.startswith("batch.group_size=")]
     factor = float(given[-1]) / size if given else 1.0
@@ -103,19 +103,19 @@ def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: 
 
 
 class Setting(NamedTuple):
-    """A run as it is, or with a remedy."""
+    """The unchanged run, or the run with a remedy."""
 
     remedy: Remedy
     x: Experiment
-    config: Mapping[str, Any]  # that `x` was built from
+    config: Mapping[str, Any]  # the source of `x`
 
 
 def run_fork(x: Experiment, setting: Setting, tasks: Splits, place: Place, steps: int) -> Fork:
-    """Continues a run by a setting, and measures the policy that comes of it.
+    """Continue a run by a setting, and measure the resulting policy.
 
     Args:
-      x: the run as it is; its rewards and its temperature measure.
-    Raises: what a step raises.
+      x: the unchanged run; its rewards and its temperature are the measure.
+    Raises: every error of a step.
     """
     begun = time.perf_counter()
     remedy, own, config = setting
@@ -138,7 +138,7 @@ def run_fork(x: Experiment, setting: Setting, tasks: Splits, place: Place, steps
 
 
 def take_step(learner: Learner, source: GroupSource, flight: Flight) -> Flight:
-    """One RL step, as in training; the groups in flight behind it."""
+    """Take one RL step, as in training; return the groups in flight after it."""
     learner.begin()
     groups, flight, _ = next_groups(
         source,
@@ -153,8 +153,8 @@ def take_step(learner: Learner, source: GroupSource, flight: Flight) -> Flight:
 
 
 def restore(learner: Learner, source: GroupSource, state: dict[str, Any]) -> Flight:
-    """Goes on from a checkpoint. A remedy may have taken a critic or a reference away: what is left
-    of them is not read."""
+    """Go on from a checkpoint. A remedy may have removed a critic or a reference; the rest of them
+    is not read."""
     learner.load(state)
     learner.nets.load_state_dict(state["state_dict"], strict=False)
     saved = state["optimizer_states"]
@@ -190,8 +190,7 @@ def measure(
 
 
 def read_forks(folder: Path, place: Place, steps: int) -> dict[tuple[str, ...], Fork]:
-    """Overrides → the fork of them that is done already from this place. A line that a kill cut is
-    passed over."""
+    """Overrides → their finished fork from this place. A line cut by a kill is passed over."""
     done = {}
     file = folder / FILE
     for line in file.read_text().splitlines() if file.is_file() else ():
@@ -205,7 +204,7 @@ def read_forks(folder: Path, place: Place, steps: int) -> dict[tuple[str, ...], 
 
 
 def write_fork(folder: Path, fork: Fork) -> None:
-    """Adds a row."""
+    """Append a row."""
     file = folder / FILE
     file.parent.mkdir(exist_ok=True)
     with file.open("a") as out:

@@ -1,5 +1,5 @@
-"""Which changes a run is continued with: those that the findings name, then those that fit any run
-that stands still."""
+"""Choose changes to continue a run with: first the findings' own, then general ones for a run that
+stands still."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rlkit.extras.why.evidence import NONE, Evidence, Finding
 
 FACTOR = 3.0  # of the learning rate, each way
-UNTRIED = ("reward", "task", "seed", "model")  # groups that would change what is measured
+UNTRIED = ("reward", "task", "seed", "model")  # a change of these groups would change the measure
 
 
 class Remedy(NamedTuple):
@@ -20,7 +20,7 @@ class Remedy(NamedTuple):
 
 
 def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
-    """The remedies to try, each once, those of the findings first."""
+    """List the remedies to try, each once, the findings' own first."""
     named = [Remedy(", ".join(f.remedy), f.remedy) for f in findings if f.remedy]
     out: dict[tuple[str, ...], Remedy] = {}
     for remedy in (*named, *general_remedies(e)):
@@ -32,7 +32,7 @@ def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
 
 
 def general_remedies(e: Evidence) -> Iterator[Remedy]:
-    """Rate, KL, groups, normalisation, temperature, lengths, critic, prompts, exact sampling: where
+    """Rate, KL, groups, normalisation, temperature, lengths, critic, prompts, exact sampling, if
     the run's settings and figures leave room for them."""
     rate = e.number("optimizer.lr")
     if rate == rate:
@@ -59,7 +59,7 @@ def general_remedies(e: Evidence) -> Iterator[Remedy]:
 
 
 def changed(saved: Iterable[str], overrides: Sequence[str]) -> list[str]:
-    """A run's overrides with a remedy: what an option that it replaces was set to goes.
+    """Add a remedy to a run's overrides. If it replaces an option, the option's own settings go.
 
     >>> changed(["kl=k3", "kl.coef=10", "seed=1"], ["kl=none"])
     ['seed=1', 'kl=none']

@@ -1,7 +1,7 @@
-"""Causes that lie in the settings: rate, KL, entropy, critic, groups, temperature, lengths.
+"""Causes in the settings: rate, KL, entropy, critic, groups, temperature, lengths.
 
-A check takes the evidence and returns a finding or None. Limits that no paper gives were tuned on
-half of the planted faults of experiments/why.
+A check takes the evidence and returns a finding or None. Limits without a paper were tuned on half
+of the planted faults of experiments/why.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from rlkit.extras.why.evidence import NONE, Evidence, Finding, share_of_copies, 
 CUT = 0.3  # share of truncated episodes
 HARD = 0.9  # share of groups without a good reply
 EASY = 0.8  # share of groups of good replies alone, in the first third
-EQUAL = 0.4  # share of groups of equal rewards at which a small group is to blame
+EQUAL = 0.4  # share of groups with equal rewards; from here on a small group is to blame
 SMALL = 4  # rollouts of a small group
 COPIES = 0.6  # share of replies that copy another of their group
-COLD = 0.7  # temperature below which copies are its fault
-HOT = 1.25  # temperature above which replies are noise
-STILL = 1e-4  # KL to the start, in nats a token, of a policy that has not moved (docs/choosing.md)
-FAR = 0.05  # KL of a step, in nats a token, that is too large (docs/choosing.md)
-TIMES = 10  # factor between the rate and the one that suits the model
-TIGHT = 2.0  # gain that the KL allows, in standard deviations of the reward within a group
-# advantages that need no second rollout of a prompt
+COLD = 0.7  # copies are the fault of a lower temperature
+HOT = 1.25  # above this temperature replies are noise
+STILL = 1e-4  # KL to the start, in nats a token; a policy below it has not moved (docs/choosing.md)
+FAR = 0.05  # KL of a step, in nats a token; above it the step is too large (docs/choosing.md)
+TIMES = 10  # factor between the rate and the model's own
+TIGHT = 2.0  # gain allowed by the KL, in standard deviations of the reward within a group
+# advantages without need for a second rollout of a prompt
 ALONE = ("batch_mean", "raw", "remax", "reward_to_go", "gae", "turn_gae", "adaptive_gae")
 LOUD = 0.1  # entropy coefficient
-EXPLAINED = 0.05  # share of the returns' variance that a useful critic explains
+EXPLAINED = 0.05  # share of the returns' variance explained by a useful critic
 
 
 def cut_replies(e: Evidence) -> Finding | None:
@@ -121,8 +121,8 @@ def hot_sampling(e: Evidence) -> Finding | None:
 
 
 def compares_groups(e: Evidence) -> bool:
-    """Whether advantages compare the rollouts of a prompt, and not those of the batch or a
-    critic's."""
+    """Whether advantages compare the rollouts of a prompt, instead of the batch's or a critic's
+    values."""
     return str(e.setting("algorithm.advantage._target_", NONE)).rpartition(".")[2] not in ALONE
 
 
@@ -145,7 +145,7 @@ def small_groups(e: Evidence) -> Finding | None:
 
 
 def equal_rewards(e: Evidence) -> Finding | None:
-    """Rewards do not differ within groups, whatever the reason."""
+    """Rewards do not differ within groups, for any reason."""
     equal = e.lasting("group/frac_zero_std")
     if not equal >= HARD or e.progress.rose or not compares_groups(e):
         return None
@@ -163,8 +163,8 @@ def strong_kl(e: Evidence) -> Finding | None:
     """The penalty allows less gain than the rewards offer.
 
     The best policy under a penalty β KL has π ∝ π_ref exp(R / β). To first order it gains Var R / β
-    over the reference, with the variance within a prompt. That is σ / β standard deviations, or 1 /
-    β where advantages are divided by σ.
+    over the reference, with the variance within a prompt. This is σ / β standard deviations, or 1 /
+    β if advantages are divided by σ.
     """
     coefs = e.values("kl/coef")
     coef = coefs[-1] if coefs else e.number("kl.coef")
@@ -220,7 +220,7 @@ def useless_critic(e: Evidence) -> Finding | None:
 
 
 def suited_rate(e: Evidence) -> float:
-    """The rate that the model suggests; nan where it suggests none."""
+    """The rate suggested by the model; nan if it suggests none."""
     adapters = e.number("model.lora.rank") > 0
     return e.number(f"model.suggests.{'lora_lr' if adapters else 'lr'}")
 

@@ -94,8 +94,8 @@ def command(arguments: Arguments) -> Answer:
 def write_page(
     folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Writes results.csv, comparisons.csv and README.md from the runs' rows; the comparisons, and
-    the page and where the files are, to print."""
+    """Write results.csv, comparisons.csv and README.md from the runs' rows. Return the comparisons,
+    and the page with the files' place, to print."""
     from rlkit.extras.bench import matrix as bench
 
     bench.write_rows(folder / "results.csv", rows)
@@ -115,7 +115,7 @@ def write_page(
 
 
 def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """Name → overrides: options of `algorithm`, and those of a file of names and lists of
+    """Name → overrides: options of `algorithm`, and the entries of a file of names and lists of
     overrides."""
     from rlkit.extras.bench.matrix import PLACEBOS, folder_of
 
@@ -153,7 +153,7 @@ def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def tasks_of(text: str, config_dir: str | None) -> list[str]:
-    """The tasks named, or all there are. Raises ConfigError for one that is none."""
+    """The named tasks, or all of them. Raises: ConfigError for an unknown one."""
     from rlkit.config.compose import conf_dir
 
     folders = [conf_dir(), *([Path(config_dir)] if config_dir else [])]
@@ -171,7 +171,7 @@ def tasks_of(text: str, config_dir: str | None) -> list[str]:
 
 
 def compose_all(cells: list, config_dir: str | None) -> None:
-    """Composes the first seed of every arm on every task. Raises ConfigError with what is wrong,
+    """Compose the first seed of every arm on every task. Raises: ConfigError with the problems,
     before anything runs."""
     from rlkit.config.experiment import experiment
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # key → path of a user's function in the experiment
 OWN = {name: path for name, (path, _, _) in PARTS.items()} | {"loss": "algorithm.policy_loss"}
-# Around a user's own part, all else is exact.
+# Everything else around a user's own part is exact.
 AROUND = {"algorithm": "rloo", "kl": "none"}
 HEAD = """| | 2, fresh | 3, fresh | 2, stale | 3, stale | easy, turns 1 to 3 | hard, turns 1 to 3 |
 |---|---|---|---|---|---|---|"""
@@ -82,6 +82,6 @@ def cell(figures: Figures) -> str:
 
 
 def in_hundredths(number: float) -> str:
-    """A figure with two digits, rounded first to six: float64 may leave a tie or a 0 beside
+    """Write a figure with two digits, rounded first to six: float64 may leave a tie or a 0 beside
     itself."""
     return f"{round(number, 6) + 0.0:.2f}"

@@ -57,7 +57,7 @@ def command(arguments: Arguments) -> Answer:
 def measure_here(
     x: Experiment, tasks: Splits, given: Mapping[str, str]
 ) -> tuple[check.Report, RunCost]:
-    """The small step of `rlkit check`, and what the run costs on this machine.
+    """Run the small step of `rlkit check`, and forecast the cost of the run on this machine.
 
     Args:
       x: the run at its first step. given: the settings check.NAME.
@@ -80,7 +80,7 @@ def measure_here(
 
 
 def list_costs(forecast: RunCost, held: check.Memory) -> list[tuple[str, str]]:
-    """What a step and the run cost, as (name, numbers)."""
+    """The cost of a step and of the run, as (name, numbers)."""
     costs = forecast.costs
     of = forecast.step
     parts = {
@@ -115,7 +115,7 @@ def list_costs(forecast: RunCost, held: check.Memory) -> list[tuple[str, str]]:
 
 
 def say_time(seconds: float) -> str:
-    """Seconds, minutes or hours with about two digits."""
+    """Write seconds, minutes or hours with about two digits."""
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} hours"
     if seconds >= 120:
@@ -124,8 +124,8 @@ def say_time(seconds: float) -> str:
 
 
 def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings check.NAME, and the other overrides. Raises ConfigError for a name, a card or a
-    number that is none."""
+    """Split off the settings check.NAME from the other overrides. Raises: ConfigError for an
+    unknown name or card, or a wrong number."""
     given: dict[str, Any] = {
         o[6:].partition("=")[0]: o.partition("=")[2].lower()
         for o in overrides
@@ -159,7 +159,7 @@ def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def forecast_card(
     x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The forecast for a card, and what each change of a key would give."""
+    """Forecast the run on a card, and the effect of changing one key."""
     card = CARDS[given["device"]]
     shape = shape_of_run(x)
     load, lengths = load_of(x, config, given)
@@ -175,7 +175,7 @@ def forecast_card(
 
 
 def in_lines(data: Mapping[str, Any]) -> str:
-    """The forecast: lengths, memory, seconds and where they go, decoding, what to change."""
+    """Write the forecast: lengths, memory, seconds by part, decoding, and proposed changes."""
     card = data["device"]
     load = data["load"]
     found = data["forecast"]

@@ -64,8 +64,8 @@ def command(arguments: Arguments) -> int:
 
 
 def read_settings(arguments: Arguments) -> dict[str, str]:
-    """The settings of the command line. Raises ConfigError for another word, a number that is none,
-    and anything but one run."""
+    """The settings of the command line. Raises: ConfigError for another word, a wrong number, and
+    anything but one run."""
     given = {
         key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
     }
@@ -87,7 +87,7 @@ def read_settings(arguments: Arguments) -> dict[str, str]:
 def diagnose(
     e: Evidence, named: str, arguments: Arguments, *, attack: bool
 ) -> tuple[list[Finding], list[str]]:
-    """The findings of a run, and what could not be looked at."""
+    """The findings of a run, and notes on unexamined parts."""
     from rlkit.extras.why.attacks import unsafe_reason
     from rlkit.extras.why.findings import list_findings
 
@@ -115,7 +115,7 @@ def compose_run(
 ) -> Setting:
     """A run with a remedy, composed and checked as `rlkit train` does.
 
-    Raises: ConfigError, also where the run's parts are Python objects, which no folder keeps.
+    Raises: ConfigError, also if the run's parts are Python objects, because no folder keeps them.
     """
     from rlkit.commands.trust import asker
     from rlkit.config.compose import compose, experiment
@@ -144,7 +144,7 @@ def prove(
     steps: int,
     step: int | None,
 ) -> Iterator[str]:
-    """What continuing the run would cost, or what came of it."""
+    """Report the cost of continuing the run, or the outcome."""
     from rlkit.extras.why.effects import list_effects, sum_up
     from rlkit.extras.why.forks import PROBES, choose_place, forecast_seconds, read_forks
     from rlkit.extras.why.remedies import list_remedies
@@ -192,8 +192,8 @@ def try_all(
     minutes: float,
     steps: int,
 ) -> list[Fork]:
-    """The forks of the settings in their order, the run as it is first, until the budget is spent;
-    those that are done already cost nothing. Rows are written one by one."""
+    """Run the forks of the settings in their order, the unchanged run first, until the budget is
+    spent. Finished forks cost nothing. Rows are written one by one."""
     from rlkit.config.problems.rows import load_tasks
     from rlkit.extras.why.forks import run_fork, write_fork
 
