@@ -10,34 +10,7 @@ import pytest
 RUN = Path(__file__).resolve().parents[2] / "experiments" / "prose" / "run.py"
 GOAL = 1.5
 # Relative words per 100 words of a folder that is above the goal. A limit may only fall.
-LIMITS = {
-    "docs": 1.6,
-    "experiments": 2.3,
-<<<<<<< HEAD
-    "rlkit": 5.1,
-    "rlkit/commands": 5.4,
-    "rlkit/environments": 4.6,
-    "rlkit/episodes": 5.3,
-    "rlkit/extras": 5.6,
-    "rlkit/extras/adapters": 4.0,
-    "rlkit/extras/bench": 4.0,
-    "rlkit/extras/forecast": 3.9,
-    "rlkit/extras/notebook": 3.4,
-    "rlkit/extras/pretrained": 2.4,
-    "rlkit/extras/programs": 5.4,
-    "rlkit/extras/report": 5.1,
-    "rlkit/extras/vllm": 4.4,
-    "rlkit/extras/why": 6.2,
-    "rlkit/tasks": 3.9,
-=======
-    "rlkit/config": 6.6,
-    "rlkit/distributed": 3.2,
-    "rlkit/models": 4.8,
-    "rlkit/runs": 5.6,
-    "rlkit/sandbox": 4.1,
-    "rlkit/system": 6.8,
->>>>>>> eng3
-}
+LIMITS = {"experiments": 2.3}
 
 
 @pytest.fixture(scope="module")
