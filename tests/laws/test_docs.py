@@ -418,8 +418,9 @@ def test_the_first_own_task_goes_as_the_page_tells(tmp_path, monkeypatch, capsys
         )
     printed = capsys.readouterr().out
     assert re.search(r"^episodes +32$", printed, re.M)
-    counts = re.search(r"^data: (\d+) training, (\d+) test problems$", printed, re.M)
-    assert counts and f"`{counts[0]}`" in page
+    # the last ones are those of the training, which has a validation split
+    *_, counts = re.finditer(r"^data: (\d+) training, (\d+) test problems$", printed, re.M)
+    assert f"`{counts[0]}`" in page
     validation = len(rows) - int(counts[1]) - int(counts[2])
     assert f"The other {validation} rows are for validation" in page
     [played] = [
