@@ -15,7 +15,7 @@ from fuzzing import OPTIONS, PREFIX, SLOTS, SMALL, TRAIN, Case
 
 pytestmark = pytest.mark.slow
 FIRST = 20_000  # seeds that .ci/fuzz does not draw by default
-COUNT = 100
+COUNT = 50
 
 
 def own(slot: str, statement: str, after: int = 0) -> Case:
