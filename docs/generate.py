@@ -552,7 +552,7 @@ def shipped(protocol: str) -> list[str]:
 
 READING = """
 Every number in `metrics.jsonl`: its meaning and unit, the value of a healthy run, and the remedy for another
-value. A word in capitals stands for a name: TERM for a reward term, PART for a part of a mixture, NAME for any
+value. Replace a word in capitals by a name: TERM by a reward term, PART by a part of a mixture, NAME by any
 name. A number that does not apply to a run is null in the file. The metrics of your own callbacks stand beside
 these, under their names.
 """  # noqa: E501

@@ -45,7 +45,7 @@ BASE = (
     "callbacks.samples.every=1000",
     "callbacks.completions.every=0",
 )
-# kind → overrides; ROWS stands for the file of its rows
+# kind → overrides; ROWS is replaced by the path of its rows
 FAULTS: Mapping[str, Sequence[str]] = {
     "rate_low": ("optimizer.lr=1e-6",),
     "rate_high": ("optimizer.lr=0.03",),
@@ -131,7 +131,7 @@ def sum_up(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def main() -> None:
-    """Trains what is missing, and writes rows.csv anew for the half that was asked for."""
+    """Train the missing runs of one half, and write rows.csv."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--half", choices=("tune", "report"), required=True)
     parser.add_argument("--runs", type=Path, default=Path("outputs/why"))
