@@ -51,6 +51,32 @@ def pytest_collect_file():
     return [file for file in found if not isinstance(file, DoctestModule)]
 
 
+LONG = {  # the tests that CI leaves to .ci/long
+    line
+    for line in (Path(__file__).parent / "long.txt").read_text().splitlines()
+    if not line.startswith("#")
+}
+COLLECTED: set[str] = set()  # their names, with and without the case
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    for item in items:
+        names = {item.nodeid, item.nodeid.partition("[")[0]}
+        COLLECTED.update(names)
+        if names & LONG:
+            item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture
+def long_names_without_a_test(request) -> set[str]:
+    """Lines of long.txt whose file was collected as a whole and has no such test."""
+    whole = {name.partition("::")[0] for name in COLLECTED}
+    if any("::" in arg for arg in request.config.args):
+        pytest.skip("only some tests of a file were asked for")
+    return {name for name in LONG - COLLECTED if name.partition("::")[0] in whole}
+
+
 def pytest_collection_finish():
     """No collection of garbage goes through the half a million objects of the imports again, and
     few go through all others."""
