@@ -122,7 +122,8 @@ if (!window.DecompressionStream) document.querySelector("main").prepend(rlkit.ma
     }); });
     chart.cross = draw("line", { class: "cross", y1: top, y2: height - bottom, visibility: "hidden" });
     chart.select = draw("rect", { class: "select", y: top, height: frame.height, visibility: "hidden" });
-    svg.replaceChildren(draw("clipPath", { id: chart.clip }, draw("rect", frame)), ...drawn, body, chart.cross, chart.select);
+    const whole = { ...frame, x: left - 3, width: frame.width + 6 };  // the first and the last point, not half of each
+    svg.replaceChildren(draw("clipPath", { id: chart.clip }, draw("rect", whole)), ...drawn, body, chart.cross, chart.select);
     chart.scale = { X, from, to, left, right: width - right, value: (pixel) => from + (pixel - left) / (width - left - right) * (to - from), points };
   }
 
