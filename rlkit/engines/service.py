@@ -1,4 +1,4 @@
-"""An engine in this process as a service: many completions awaited at once, one decoder that
+"""Run an engine of this process as a service: many callers await completions, and one decoder
 samples them all together.
 
     episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, advance, … ──▶ replies ──▶
@@ -7,9 +7,8 @@ samples them all together.
 
 The decoder is plain and synchronous and knows nothing of episodes. The service is one asyncio task
 that advances it, hands out the replies, and lets every episode that can speak at once do so before
-the next round. Whether an answer came at once is a matter of its kind, never of time: an episode
-whose task did not come back in the one turn of the loop after its reply waits for something
-outside.
+the next round. The clock never decides whether an answer came at once: if an episode asks for
+nothing within one turn of the event loop after its reply, it waits for something outside.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Decoder(Protocol):
         """Whether `advance` would sample nothing."""
 
     def accepts(self, params: SamplingParams) -> bool:
-        """Whether a completion with these can be sampled beside the others now."""
+        """Whether a completion with these parameters can be sampled beside the present ones."""
 
     def submit(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
@@ -50,10 +49,10 @@ class Decoder(Protocol):
         """Take a completion in; `advance` samples it."""
 
     def release(self, key: int) -> None:
-        """Forget everything of this key, its running completion too."""
+        """Forget everything about this key, including its running completion."""
 
     def advance(self) -> list[tuple[int, Generation]]:
-        """Sample some more tokens everywhere, and return the completions at their end."""
+        """Sample more tokens of every completion, and return the finished ones."""
 
 
 class Request(NamedTuple):
@@ -66,8 +65,8 @@ class Request(NamedTuple):
 
 
 class Service:
-    """The contract `Engine` on top of a decoder of `make_decoder`. One event loop at a
-    time."""
+    """Implements the contract `Engine` with a decoder from `make_decoder`. It serves one event loop
+    at a time."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0  # in the decoder
@@ -80,12 +79,12 @@ class Service:
     def _forget(self) -> None:
         self.waiting: dict[int, Request] = {}  # not in the decoder yet
         self.running: dict[int, Request] = {}
-        # episodes waiting for something outside → the round of their return; inf: any
+        # episodes waiting for something outside → the round of their return; inf: any round
         self.due: dict[int, float] = {}
-        self.over: set[int] = set()  # of the ones in due: ended meanwhile
+        self.over: set[int] = set()  # episodes in `due` that have ended meanwhile
         self.answered: dict[int, SamplingParams] = {}  # episodes just given their reply
         self.driver: asyncio.Task[None] | None = None
-        self.news = asyncio.Event()  # of requests and releases
+        self.news = asyncio.Event()  # set by requests and releases
 
     def make_decoder(self, policy: Policy) -> Decoder:
         """The decoder for these weights; it may be the present one."""
@@ -95,7 +94,7 @@ class Service:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Around a stretch of use of the decoder."""
+        """A context in which the decoder is used."""
         yield
 
     async def load(self, weights: Policy, version: int) -> None:
@@ -144,16 +143,16 @@ class Service:
             self._forget()
             self.news = asyncio.Event()
             self.driver = loop.create_task(self._drive(self.decoder))
-            # the episodes raise it
+            # retrieves the exception; the episodes raise it
             self.driver.add_done_callback(lambda task: task.cancelled() or task.exception())
         request = self.waiting[key] = Request(prompt_ids, seed, params, loop.create_future())
         self.news.set()
         return await request.reply
 
     def release(self, key: int) -> None:
-        """The episode is over. The decoder is told at once, or in the round of the answer at
-        the episode's end: the set decoding together never depends on how long something
-        outside took."""
+        """Mark the episode as over. If its last answer is due in a later round, the decoder forgets
+        it in that round, else at once. So the set of completions decoding together never depends on
+        how long something outside took."""
         if key in self.due and key not in self.waiting and self.due[key] < math.inf:
             self.over.add(key)
         else:
@@ -180,13 +179,13 @@ class Service:
                         replies = decoder.advance()
                     now = time.perf_counter()
                     self.busy_s += now - begun
-                    # A turn of the loop costs as much as some of a small model's kernels. No
-                    # episode needs one while all of them decode.
+                    # A turn of the event loop costs as much as several kernels of a small model.
+                    # No episode needs a turn while all of them decode.
                     if replies or self.due or now - yielded > YIELD:
                         await self._hand_out(decoder, replies)
                         yielded = time.perf_counter()
         except BaseException as error:
-            # with its loop: the decoder is in order
+            # cancelled together with its event loop: the decoder is fine
             ended = isinstance(error, asyncio.CancelledError)
             self.failure = None if ended else error
             for request in (*self.waiting.values(), *self.running.values()):
@@ -259,8 +258,8 @@ class Service:
 
 
 def out_of_range(params: Any) -> list[str]:
-    """Settings beyond any engine, as sentences. Takes SamplingParams, or a value with their
-    fields."""
+    """List the settings out of range for every engine, as sentences. Takes SamplingParams, or any
+    value with its fields."""
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "admission_rounds": 1}
     values = {name: getattr(params, name) for name in least}
     problems = [
@@ -276,8 +275,7 @@ def out_of_range(params: Any) -> list[str]:
 
 
 class Batched(Service):
-    """An engine from a plain function from prompts to one completion each, all of them at
-    once.
+    """An engine made of a plain function that completes a list of prompts in one call.
 
     Args:
       function: (policy, prompts as token ids, a seed each, SamplingParams) → one Generation each,

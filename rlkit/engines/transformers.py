@@ -1,16 +1,14 @@
-"""The reference rollout engine: Hugging Face `generate`, with randomness of the
-rollout.
+"""The reference rollout engine: Hugging Face `generate`, with random numbers fixed by the rollout.
 
-Sampling is Gumbel-max (rlkit.functional.gumbel_choice), with noise a counter-based hash of (the
+Sampling is Gumbel-max (rlkit.functional.gumbel_choice). Its noise is a counter-based hash of (the
 rollout's seed, the position in its reply, the token). So the samples of a rollout depend on nothing
 but the model and its own seed: not on the batch it is in, its row, the rank or the clock. The
-log-probs are of the sampled distribution: temperature applied, cut if top-k or
-top-p is asked for, and no defaults hidden in the model's generation_config.
+log-probs are those of the sampled distribution: after temperature, top-k and top-p, and without
+the defaults of the model's generation_config.
 
-A thinking budget writes the closing tag into a reply with its thinking used up, and the reply goes
-on behind it. The written tokens are marked as forced. They are written whatever the policy
-would have said there, its own closing tag too: to train that one choice where it happens to agree,
-and no other, would be a biased gradient.
+If a reply has used up its thinking budget, the engine writes the closing tag and the reply goes on
+after it. The written tokens are marked as forced, even if the policy would have closed the block
+there by itself: to train this choice only in the cases of agreement would bias the gradient.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ def complete(
       prompt_ids: each non-empty and shorter than the model's context; the context also cuts a
         completion.
       seeds: one 63-bit integer per prompt.
-      params: thinking tokens are counted over all thinking blocks together. Tags do not count
-        if they are added tokens; if they are spelled, the beginning of a closing one does.
+      params: thinking tokens are counted over all thinking blocks together. Tags do not count if
+        they are added tokens. If they are spelled out, the first tokens of a closing tag count.
       use_cache, max_rows: see `Transformers`.
     Returns: in the order of the prompts; a completion ends with an end-of-sequence id ("stop") or
       is cut ("length").
@@ -172,9 +170,8 @@ def draw(
     """A sample [B] of each row's distribution, and its probabilities [B, V].
 
     Args:
-      logits: [B, V]. seeds: [B]. counter: tokens drawn before by the reply, one number or
-        [B].
-      temperature: 0 is greedy; a tensor is > 0. cut: top_p and top_k.
+      logits: [B, V]. seeds: [B]. counter: tokens drawn so far for the reply, one number or [B].
+      temperature: 0 is greedy, but a tensor must be > 0. cut: top_p and top_k.
     """
     scaled = logits.float()
     if isinstance(temperature, Tensor) or temperature not in (0, 1):
@@ -189,8 +186,8 @@ def draw(
 
 
 class GumbelMax:
-    """A logits processor with a sample as its argmax; keeps the log-prob of each token that it
-    chose."""
+    """A logits processor: the argmax of its output is a sample. It keeps the log-prob of each
+    chosen token."""
 
     def __init__(self, seeds: Tensor, prompt_width: int, temperature: float, **cut: Any):
         self.seeds = seeds
@@ -209,8 +206,8 @@ class GumbelMax:
 
 
 class ThinkingBudget:
-    """The used part of the thinking budget of each of R replies, and the closing tag then written
-    in place of the policy's choice.
+    """Counts how much of its thinking budget each of R replies has used, then writes the closing
+    tag in place of the policy's choice.
 
     If the tags are added tokens, a step costs a few operations on [R]; if they are spelled, it
     decodes each reply's last token. `at` are the affected rows, in the order of the other
@@ -224,10 +221,10 @@ class ThinkingBudget:
         self.inside = torch.zeros(rows, dtype=torch.bool, device=device)  # in a thinking block
         self.used = torch.zeros(rows, dtype=torch.int64, device=device)  # thinking tokens
         self.written = torch.zeros_like(self.used)  # tokens written so far of a closing tag
-        self.tails = [""] * rows  # for spelled tags: a possible beginning of one
+        self.tails = [""] * rows  # for spelled tags: text that may begin a tag
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]]) -> None:
-        """A reply to each of these contexts begins."""
+        """Begin a reply to each of these contexts."""
         self.inside[at] = torch.tensor(
             [self.thinking.opened(c) for c in contexts], dtype=torch.bool, device=self.inside.device
         )
@@ -236,8 +233,8 @@ class ThinkingBudget:
             self.tails[row] = ""
 
     def force(self, at: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens [n], the closing tag's next one if it is due, and whether it is, [n]
-        bool."""
+        """Replace each choice by the next token of the closing tag if one is due. Return the tokens
+        [n], and whether each is forced, [n] bool."""
         written = self.written[at]
         force = (written > 0) | (self.inside[at] & (self.used[at] >= self.limit))
         self.written[at] = torch.where(force, (written + 1) % len(self.close), 0)
@@ -270,7 +267,7 @@ class ThinkingBudget:
         return list(zip(inside, used, written, tails, strict=True))
 
     def restore(self, at: Tensor, saved: Sequence[tuple[bool, int, int, str]]) -> None:
-        """Replies go on in the rows `at`."""
+        """Put saved replies into the rows `at`."""
         inside, used, written, tails = zip(*saved, strict=True)
         for tensor, own in ((self.inside, inside), (self.used, used), (self.written, written)):
             tensor[at] = torch.tensor(own, dtype=tensor.dtype, device=at.device)
@@ -287,7 +284,7 @@ class ThinkingBudget:
 
 
 class Budgeted:
-    """A logits processor behind the sampler: a ThinkingBudget of all rows."""
+    """A logits processor to follow the sampler: applies a ThinkingBudget to all rows."""
 
     def __init__(
         self, budget: ThinkingBudget, contexts: Sequence[Sequence[int]], prompt_width: int

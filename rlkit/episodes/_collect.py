@@ -33,7 +33,7 @@ from rlkit.types import (
     Task,
 )
 
-KEYS = count()  # of episodes, for engines
+KEYS = count()  # keys by which engines know episodes
 
 
 class Start:
@@ -104,7 +104,7 @@ class Seat(NamedTuple):
     place: Place
     done: Callable[[Rollout], None]
     spent: Callable[[float], None]
-    table: Any = None  # of a game of two; `player` says which of them this is
+    table: Any = None  # the table of a game for two; `player` is this episode's number there
     player: int = 0
 
 
@@ -113,8 +113,8 @@ def ignored(value: Any) -> None:
 
 
 async def other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
-    """Load the model that plays against a policy. It is sampled like the policy. It never waits for
-    an answer that is due, because the policy's engine may be waiting for this one."""
+    """Load the model that plays against a policy, with the policy's sampling parameters. Its engine
+    never waits for an answer that is due, because the policy's engine may be waiting for it."""
     weights = next(policy.model.parameters())
     rival, engine = _loaded(path, str(weights.device))
     # load once: its weights stay, and episodes of other calls may be in play
@@ -141,7 +141,7 @@ def samples_of(
     alone: Callable[[Seat], Played],
     against: Callable[[Seat], Played],
 ) -> list[Played]:
-    """Make the episodes of a task's samples: each by itself, all at one table, or two at each. A
+    """Make the episodes of a task's samples: each alone, all at one table, or two at each table. A
     sample without a partner plays `against`.
 
     Args:
@@ -198,7 +198,7 @@ async def collected(
       version: number of RL steps behind the weights.
       on_done: called with each episode once it is over.
       spent: called with the seconds that each episode spent in its session.
-      params: of SamplingParams (temperature, max_new_tokens, …).
+      params: fields of SamplingParams (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     Raises: the first error of any episode, as it was raised, after every session has been closed.
     """
@@ -325,8 +325,8 @@ async def collected(
                 player,
             )
 
-        # The other episodes of a shared instance wait for each other's replies, so one that is done
-        # early must not hold up the others' decoding.
+        # Episodes that share an instance wait for each other's replies. So the engine must not wait
+        # for an episode that is done early while the others have to decode.
         shared = how.table is not None and not how.table.players
         who = own._replace(params=sampling._replace(admission="free")) if shared else own
         return samples_of(

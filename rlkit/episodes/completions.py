@@ -92,7 +92,7 @@ def completion_row(
 
 
 def _text(messages: Sequence[Message]) -> str:
-    """Join messages to one text; a single message is its own text alone."""
+    """Join messages to one text. A single message gets no `role:` line."""
     said = [_message(message) for message in messages]
     if len(said) == 1:
         return said[0]

@@ -42,7 +42,7 @@ def demonstrations(
 
     Args:
       tasks: with the whole conversation in `metadata["messages"]` (rlkit.tasks.conversations).
-      environment: of a task. Its tools are listed in the prompt; it is not played.
+      environment: only lists its tools in the prompt; it is not played.
       first: number of the first group.
     Returns: one rollout a task. The sampler's log-probs are nan, because nothing was sampled.
     Raises: DataError for a task without a conversation, or with one longer than the model's

@@ -45,12 +45,12 @@ async def play(
       group, sample: position of the prompt in the batch, and of this episode among its samples.
       seed: for the session's draws from the generators of python, numpy and torch. Each of its
         answers has draws of its own.
-      said: called after the last message, before the session tells its state and closes. Closing
-        may take a while.
+      said: called after the last message, before the session is asked for its state and closed,
+        which may take a while.
       spent: called at the end with the seconds that the episode spent in its session.
       so_far: called with the rollout each time a step is added.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length",
-      "steps", "deadline", "error" (a call outlasted its limit), or the session's own word.
+      "steps", "deadline", "error" (a call outlasted its limit), or a reason of the session's own.
     Raises: EnvironmentFailed if the environment's code raises; every error of `say`.
     """
     played = [Rollout(task, (), group=group, sample=sample)]
@@ -79,7 +79,7 @@ async def _play_to_the_end(
     task = rollout.task
     limit = Countdown(environment.deadline)
     session = None
-    # the session's copy of the episode: its changes reach no training row and no record
+    # the session gets a copy of the episode, so that it cannot change training rows or the record
     theirs = copied(rollout)
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
@@ -217,7 +217,7 @@ async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages
     rollout, said = answer
     if said is not None and rollout.status == "truncated":
         raise TypeError(
-            "a session's answer truncates the rollout and goes on; give messages of None with a"
+            "a session's answer truncates the rollout and goes on; give None as messages with a"
             " truncation"
         )
     return rollout, None if said is None else _messages(said)

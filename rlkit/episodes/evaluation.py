@@ -45,7 +45,7 @@ def greedy_accuracy(
 
     Args:
       reward: the verifier; `is_correct` decides which scores are right.
-      temperature: ≥ 0. With greedy decoding, a policy that plays by chance may only repeat itself.
+      temperature: ≥ 0. A random policy may only repeat itself when it is decoded greedily.
       collecting: engine, version and max_new_tokens, as for `collect`.
     Returns: the figures of `accuracy`, and the temperature; for a mixture, the same under `parts`;
       and the rollouts.
@@ -73,8 +73,8 @@ def sampled_accuracy(
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """Several sampled replies per task.
 
-    Returns: for avg@samples, every pass@k and the mean reward, a value and its 95 % interval over
-      problems; for a mixture, the same under `parts`; and the rollouts.
+    Returns: values with 95 % intervals over problems, for avg@samples, every pass@k and the mean
+      reward; for a mixture, the same under `parts`; and the rollouts.
     Raises: ValueError if a k is larger than `samples`.
     """
     if max(k) > samples:

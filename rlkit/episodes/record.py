@@ -183,7 +183,7 @@ def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
         for line in lines:
             number += 1
             yield from _json_row(f"{part}:{number}", line)
-        if damage is not None:  # replaces the line in the middle of which it happened
+        if damage is not None:  # yielded in place of the line that it cuts
             number += 1
             rest = b""
             yield (
@@ -229,7 +229,7 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
             texts.append(stream.decompress(data[position : position + PIECE]))
             position = min(position + PIECE, len(data))
     except zlib.error as error:
-        # again, up to the very byte: a call that raises returns nothing
+        # once more, byte by byte, because a call that raises returns nothing
         stream = zlib.decompressobj(wbits=31)
         texts = [stream.decompress(data[:position])]
         with suppress(zlib.error):
@@ -307,8 +307,8 @@ def from_row(row: Mapping[str, Any]) -> Rollout:
 
 
 def _plain(value: Any, hint: Any) -> Any:
-    """A value of this type as it stands in a row. In a message, None is a missing key, or a value
-    that is no text and so stands among the other keys."""
+    """A value of this type as a row holds it. In a message, None stands for a missing key, or for a
+    value that is not text; such a value is stored among the other keys."""
     origin = typing.get_origin(hint)
     if hint in RECORDS:
         return {name: _plain(getattr(value, name), kind) for name, kind in _fields(hint).items()}
@@ -353,7 +353,7 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         if inner[0] not in SCALARS:
             return tuple(_restored(item, inner[0], f"{path}[{i}]") for i, item in enumerate(value))
-        if {*map(type, value)} <= {int, inner[0]}:  # as many as there are tokens
+        if {*map(type, value)} <= {int, inner[0]}:  # a fast path for token ids and log-probs
             return tuple(value)
     elif (
         origin not in (Mapping, tuple)
@@ -366,8 +366,8 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
 
 
 def _line(rollout: Rollout, rl_step: int | None) -> str:
-    """The row as JSON of characters in UTF-8: half a surrogate pair is written as U+FFFD and its
-    number."""
+    """The row as JSON in UTF-8. Half a surrogate pair is written as U+FFFD and its number in
+    hexadecimal."""
     text = TEXT.encode(to_row(rollout, rl_step))
     if text.isascii():  # most are, and the search takes as long as the rest
         return text

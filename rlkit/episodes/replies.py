@@ -47,8 +47,8 @@ def speaker(
     """Return the `say` of one episode: the policy speaks through an engine.
 
     Args:
-      params: `max_new_tokens` is also the room that a context has to leave if the environment drops
-        its oldest turns.
+      params: if the environment drops oldest turns, it does so until `max_new_tokens` fit after
+        the context.
       key: of the episode, for the engine.
       seed: of the episode; a reply's own seed is mix(seed, its number).
       encode: of first prompts; see `encoder`.
@@ -92,7 +92,7 @@ def check_generation(engine: Any, reply: Any) -> None:
     if not isinstance(reply, Generation):
         wrong = f"{reply!r:.200} in place of a rlkit.types.Generation"
     elif not reply.token_ids:
-        wrong = "no token; a completion has one at least, the end of the turn"
+        wrong = "no token; a completion has at least one, the end of the turn"
     elif len(reply.logprobs) != len(reply.token_ids):
         wrong = f"{len(reply.logprobs)} log-probs for {len(reply.token_ids)} tokens; give one each"
     elif not all(map(isfinite, reply.logprobs)):
@@ -197,7 +197,7 @@ def next_prompt_ids(
         if environment.history == "keep_thinking":
             return _appended(policy, rollout, messages, dropped)
         history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
-        results = bool(messages) and messages[0]["role"] == "tool"  # part of the history already
+        results = bool(messages) and messages[0]["role"] == "tool"  # the history has them already
         whole = history if results else [*history, *messages]
         return tuple(
             encode_prompt(policy.renderer, whole, [tool_schema(tool) for tool in tools.values()])

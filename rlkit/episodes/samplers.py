@@ -20,12 +20,12 @@ from rlkit.types import Rollout, Task, ranges
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Columns of the table: successes (sum of rewards clipped to 0 … 1), failures (sum of 1 - the same),
-# mean of the last group (-1 before the first), and number of the draw of its part that last asked
-# the problem (0: none).
+# Columns of the table: successes (sum of rewards clipped to 0 … 1), failures (sum of 1 - reward),
+# mean of the last group (-1 before the first), and last draw, counted within the problem's part, of
+# this problem (0: never).
 SUCCESSES, FAILURES, LAST, ASKED = range(4)
 # table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked:
-# the step before these
+# rows of the step before
 State = Mapping[str, Any]
 
 
@@ -38,7 +38,7 @@ class TaskSampler(NamedTuple):
     weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs,
               whatever their scores
     retest    every so many draws of a part, ask the problem asked longest ago; 0: never
-    memory    share of a problem's earlier successes and failures that counts beside a new group's
+    memory    factor on a problem's earlier successes and failures when those of a new group come
     """
 
     name: str
@@ -107,7 +107,7 @@ def variance_sampler(
 
     Args: explore: share of uniform draws, > 0, so that every problem is visited. prior: > 0.
     memory: 0 … 1.
-    Source: the variance p(1-p) as the priority, arXiv:2601.02648; in its expectation by derivation.
+    Source: arXiv:2601.02648 takes the variance p(1-p) as the priority; its expectation is derived.
     """
     return TaskSampler(
         "variance", partial(by_variance, prior=prior), explore=explore, memory=memory
@@ -156,8 +156,8 @@ def unsolved_sampler(*, solved: float = 0.9) -> TaskSampler:
 
     A problem that the policy forgets stays out. `sampler/solved` is the share of such problems.
 
-    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. Its threshold is on the history; here it
-    is on the last group, as in TRL.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786, with a threshold on the mean over all
+    groups; here it is on the last group, as in TRL.
     """
     return TaskSampler("unsolved", partial(while_unsolved, solved=solved))
 
@@ -280,9 +280,9 @@ def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout
 
 
 def sampler_metrics(state: State | None) -> dict[str, float]:
-    """sampler/seen: share of the rows asked so far; mixed, solved: shares of these with a last
-    group between 0 and 1, or of 0.9 and above. Rows that repeat another row's problem count as
-    unseen. Nothing for the uniform sampler."""
+    """sampler/seen: share of the rows asked so far. mixed: share of these with a last group's mean
+    between 0 and 1; solved: of 0.9 or more. Rows that repeat another row's problem count as unseen.
+    Empty for the uniform sampler."""
     if state is None:
         return {}
     last = state["table"][:, LAST]

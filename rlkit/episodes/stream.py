@@ -17,7 +17,7 @@ from rlkit.errors import DataError
 from rlkit.types import Task
 
 CHANGED = (
-    "the groups in flight are of problems that the task no longer has; restore task.path and the"
+    "the checkpoint has groups of problems that the task no longer has; restore task.path and the"
     " data, or start a new run"
 )
 
@@ -106,8 +106,8 @@ def take(
 def take_again(
     tasks: Sequence[Task], before: StreamState, after: StreamState, n: int, *, seed: int
 ) -> list[Task]:
-    """Draw again the n tasks of a step with known states before and after. Raises: DataError if the
-    tasks have changed."""
+    """Draw the n tasks of a past step again, from the states before and after it. Raises DataError
+    if the tasks have changed."""
     if after.sampler is None:
         drawn, state = take(tasks, before, n, seed=seed)
         same = state[:2] == after[:2]

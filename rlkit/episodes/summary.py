@@ -27,12 +27,12 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     reward/*            raw task reward, rewards of steps included; unscored_frac is the share
                         without a score
     reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac,
-                        unparseable_frac, timeout_frac and error_frac, the origins of its scores;
-                        variance_share, its squared correlation with the reward, 0 … 1: the share of
-                        the reward's variance within groups, and so of the advantage's, explained by
-                        this component alone. The shares of a weighted sum's independent terms add
-                        up to 1. NAME/METRIC: another figure of the reward function, the mean over
-                        the rollouts that have it
+                        unparseable_frac, timeout_frac and error_frac: shares of its statuses;
+                        variance_share: its squared correlation with the reward in groups, 0 … 1.
+                        This component alone explains so much of the variance of the reward, and so
+                        of the advantage. For independent terms of a weighted sum the shares add up
+                        to 1. NAME/METRIC: another figure of the reward function, the mean over the
+                        rollouts that have it
     aggregator/*        figures of the reward's aggregator itself
     group/*             shares of prompts with equal rewards (split into all good: > 0, all bad: <=
                         0) and with mixed ones
@@ -48,8 +48,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         types.FinishReason
     dropped_frac        share of episodes with oldest turns dropped from the context
     think_closed_frac   share of episodes without an unclosed thinking block
-    answer_found_frac   share of episodes with content and no tool call in the last reply, or with
-                        an answer by their environment
+    answer_found_frac   share of episodes whose last reply has content and no tool call, or whose
+                        environment gives the answer
     parse_fail_frac     share of episodes with at least one unreadable tool call
     tools/*             calls and failures per episode, replies per episode
     rollout/empty_frac  share of episodes without thinking, content or a call

@@ -3,13 +3,13 @@ scored.
 
 Each file imports only from the ones above it.
 
-declarations.py  declarations of a function about itself: batched, no_gold, reads_truth and others
-verdicts.py      the input and the values of a reward function
+declarations.py  declarations of a function: batched, no_gold, reads_truth and others
+verdicts.py      the input of a reward function, and the values it may return
 aggregators.py   from named components to one reward
 terms.py         Term and Reward, the records of a config
 calls.py         calling functions: plain, async, batched, with limits and threads
-checks.py        whether a returned value is a score, and how it came about
-_score.py        scoring: terms called, values checked, one reward, rollouts with rewards
+checks.py        whether a returned value is a score, and its status
+_score.py        scoring: call terms, check values, aggregate, return rollouts with rewards
 _normalise.py    rewards on one scale over a run
 _numeric.py      the number given by a reply as its answer
 text.py          replies compared as text

@@ -15,7 +15,8 @@ from rlkit.types import Rollout, Task, bound, plain, safe
 def _truth_problems(
     tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]
 ) -> list[str]:
-    """The problems of each row's own reward; an unknown name is refused when it is asked for."""
+    """The problems that each row's own reward has with its truth. Unknown names are refused later,
+    by `by_task`."""
     problems = [""] * len(tasks)
     for name, places in _places(tasks).items():
         if name in rewards:

@@ -1,4 +1,5 @@
-"""Reward of code: the program in the reply runs in the sandbox, its tests are judged outside."""
+"""Reward for code: the program in the reply runs in the sandbox, and its tests are judged outside
+it."""
 
 from __future__ import annotations
 
@@ -59,17 +60,17 @@ def code_exec(
     `task.metadata["tests"]`.
 
     Args:
-      rollouts: a batch; equal programs of equal tests run once.
-      sandbox: limits, and the isolation asked for.
+      rollouts: a batch; equal programs with equal tests run once.
+      sandbox: limits, and the required isolation.
       credit: all gives `correct` if every test passes; share gives a score between `wrong` and
         `correct` by the share of passing tests, so programs right on easy cases only are rewarded
         too.
       correct, wrong: the two scores.
-    Returns: a score each, with the status of its judgement; None for a task without tests; the
-      error itself for a program this machine could not start: it counts as that rollout's
-      failure (`Reward.max_error_rate`) and not as a wrong answer.
-    Raises: DataError naming the row of a test beyond checking; ConfigError if the sandbox is
-      weaker than asked for.
+    Returns: a score each, with the status of its judgement; None for a task without tests. For a
+      program that this machine could not start it is the error itself, which counts as a failure of
+      the reward (`Reward.max_error_rate`) and not as a wrong answer.
+    Raises: DataError with the row of a test that cannot be checked; ConfigError if the sandbox is
+      weaker than required.
     """
 
     def value(judgement: Judgement | None) -> float | SandboxError | None:
@@ -112,10 +113,10 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
     block can be a program.
 
     Args:
-      names: names for the program to define at its top level. The last block with one of the
-        definitions is the program, so an example of its use may follow. Blocks marked as Python
-        come before unmarked ones, and these before other languages. If no block defines one, the
-        last Python block is the program, else the last unmarked one.
+      names: names that the program should define at its top level. The program is the last block
+        that defines one of them, so an example of its use may follow. Blocks marked as Python go
+        before unmarked blocks, and these before blocks of other languages. If no block defines a
+        name, the program is the last Python block, else the last unmarked one.
 
     >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\nThis prints\\n```\\n1\\n```")
     'a = 1'
@@ -138,7 +139,7 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
 
 
 def _called(calls: Sequence[str]) -> set[str]:
-    """The names used by tests and not defined by Python itself."""
+    """Names that tests use and Python itself does not define."""
     found = {
         node.id
         for call in calls
@@ -175,7 +176,7 @@ def _judged(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgemen
     if isinstance(outcome, SandboxError):
         return Judgement("unrun", 0, len(tests), detail=str(outcome))
     given = iter(outcome.results)
-    # fewer if the program ended before them
+    # fewer answers than tests if the program ended early
     answers = [tuple(itertools.islice(given, len(check.calls))) for check in tests]
     right = [passes(check, *results) for check, results in zip(tests, answers, strict=True)]
     judgement = Judgement("wrong", sum(right), len(tests), outcome.seconds)

@@ -1,5 +1,5 @@
-"""Rewards on one scale over a whole run: running mean and standard deviation of the rewards
-episodes earned."""
+"""Rewards on one scale over a whole run, by the running mean and standard deviation of the rewards
+of all episodes so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
-    """The moments after these episodes too; unscored ones are passed over.
+    """Update the moments with these episodes; unscored ones do not count.
 
     Source: Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing
     sample variances, equation 2.1.
@@ -47,8 +47,8 @@ def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
 
 
 def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
-    """The episodes with total rewards (R − mean) / (std + 1e-8): rewards of steps are divided, the
-    mean is taken off at the end.
+    """The episodes with total rewards (R − mean) / (std + 1e-8). Rewards of steps are only divided;
+    the mean is subtracted from the episode's reward at the end.
 
     Terms, statuses and unscored rollouts stay as they are.
     """

@@ -1,8 +1,8 @@
-r"""The number given by a reply as its answer, against the true number: exact, and bounded
-in cost on any text.
+r"""Compare the number that a reply gives as its answer with the true number. The comparison is
+exact, and its cost is bounded on any text.
 
-Truths and replies are read by one grammar: a number with an optional unit (`parse_number`).
-Anything more is never read in part: 3\sqrt{2} is neither 3 nor 2.
+One grammar reads truths and replies: a number with an optional unit (`parse_number`). A longer
+expression is never read in part: 3\sqrt{2} is neither 3 nor 2.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rlkit.types import Rollout, Task, gives
 
 MAX_DIGITS = 200  # characters of one number as written; a longer one is no answer
 MAX_SEGMENT = 1000  # characters after a marker to hold its number
-MAX_MARKERS = 100  # looked at in a text, from the last one on
+MAX_MARKERS = 100  # so many markers of a text are read, from the last one backwards
 
-# ----------------------------------------------------------------- the many ways of writing, as one
+# ------------------------------------------------------------------ different spellings of a number
 
 CURRENCY = "$€£¥₹"
 FRACTIONS = {
@@ -103,7 +103,7 @@ WORD = rf"{LETTER}++(?:['’.]{LETTER}++)*+(?:\s?\^(?:\{{-?[0-9]\}}|-?[0-9]))?"
 UNIT = re.compile(
     rf"\s*+(?:[%°](?:\s?{WORD})?|[(/]?\s*+{WORD})(?:(?:\s*[/*.)(-]\s*|\s+){WORD}){{0,5}}\s*+\)?"
 )
-# Of one or two letters only these: in 2k and 3xy the letters are factors.
+# The only units of one or two letters: in 2k and 3xy the letters are factors.
 SHORT_UNIT = re.compile(
     "[mgshlLJWVNAKCF]|[kcmnd][mg]|[mcd]?[lL]|lb|oz|ft|in|yd|mi|hr|yr|wk|mo|am|pm|st|nd|rd|th|sq|pt|qt|ha|cc|[kMG][WVJ]|m[VA]|Hz|[kKMGT]B|Pa|dB|[AW]h"
 )
@@ -135,7 +135,7 @@ MARKER = re.compile(
 END_OF_SENTENCE = re.compile(r"\n|(?<!\\)(?<!\bRs)[.!?;](?=\s|$)")
 NUMBERED_HEADING = re.compile(r"\W*+[0-9]++\s?[.):]\s++\S")
 WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
-# Python before 3.11.5 loses its way in a possessive group with alternatives (gh-106052), so groups
+# Python before 3.11.5 matches a possessive group with alternatives wrongly (gh-106052), so groups
 # are greedy here.
 # The parts of an expression: digits, operators, single letters other than the words a and I,
 # LaTeX commands, signs in words.
@@ -146,7 +146,7 @@ EXPRESSION = re.compile(
 )
 CLAUSE = re.compile(r",\s|;|:\s|(?<=\S)\s+\(")
 BEFORE_NUMBER = re.compile(r"\A(?:[\s,:;*=!≈)\]}%°]|\.(?![0-9]))+")
-# A number in running text: no part of a name, an index, a time, a date or a LaTeX command.
+# A number in running text: not part of a name, an index, a time, a date or a LaTeX command.
 IN_TEXT = re.compile(
     r"(?<![\w\\^{])(?<![0-9][.,:/])(?P<sign>(?<![\w)\]}])[-+]|(?:(?<=\bis )|(?<=\bequals"
     r" )|(?<=[=:(] )|(?<=[=:(]))-\s+"
@@ -178,9 +178,9 @@ def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> fl
       rollout: scored by its last reply's content; thinking is not read.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; None if `task.answer` is neither a number (see `parse_number`)
-      nor a text with one after its last marker; a run refuses that when it starts. An
+      nor a text with a number after its last marker. A run refuses such a task when it starts. An
       episode without a final answer is wrong (no reply, truncated, cut off by length, still calling
-      tools), and so is a reply without a number; its status is unparseable.
+      tools). A reply without a number is wrong too, with the status unparseable.
     Source: Cobbe et al. 2021, arXiv:2110.14168 (the form `#### 18`).
     """
     truth = _truth(rollout.task.answer)
@@ -194,16 +194,15 @@ def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> fl
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The number in a text, exactly; None for a text of anything else than one number
-    with an optional unit.
+    r"""The exact number in a text. None if the text is not one number with an optional unit.
 
     Numbers have a sign (-5, −5, - 5, minus 5), commas between thousands, decimals, fractions (3/4,
     2 3/4, ½, \frac{3}{4}, 2\frac12), powers (10^{-3}, 10⁻³, 2 \times 10^6, 1e6) and words of scale
     (5 million). Currencies, percent signs and units are dropped, without conversion: 50% is 50, and
-    50 cents is 50. A unit is up to six words, without words of calculation (and, times, half, …);
-    of one or two letters it must be a known one, since 2k is a product. A full stop or comma at the
-    end is dropped, and emphasis around the number. None also for a zero denominator, and beyond
-    MAX_DIGITS.
+    50 cents is 50. A unit is up to six words, without words of calculation (and, times, half, …). A
+    unit of one or two letters must be a known one, since 2k is a product. A full stop or comma at
+    the end and emphasis around the number are dropped. None also for a zero denominator, and for
+    more than MAX_DIGITS characters.
 
     >>> parse_number(r"$2\frac{1}{2}$ cups"), parse_number(r"3\sqrt{2}"), parse_number("10:30")
     (Fraction(5, 2), None, None)
@@ -218,14 +217,14 @@ def parse_number(text: str) -> Fraction | None:
 def extract_answer(text: str) -> Fraction | None:
     r"""The number given by a reply as its answer, or None.
 
-    It stands after the last marker followed by a number. Markers are `####` with a number
-    on its line, `\boxed{…}`, "the answer is", "Answer:" and `<answer>…</answer>`. After "the answer
-    is" the first number of the sentence counts, after the others the next one at once; of
-    an equation, the number behind its last "=". A heading (#### Step 2) is no marker. A marker
-    whose expression is no number (\boxed{3\sqrt{2}}) gives no number.
+    The last marker with a number after it decides. Markers are `####` with a number on its line,
+    `\boxed{…}`, "the answer is", "Answer:" and `<answer>…</answer>`. After "the answer is" the
+    first number of the sentence counts; after the other markers the number must follow at once. Of
+    an equation, the number after its last "=" counts. A heading (#### Step 2) is no marker. A
+    marker whose expression is not a number (\boxed{3\sqrt{2}}) gives None.
 
-    Without a marker it is the last number of the text, or in a sentence with "=" the one behind the
-    last "=". A text with nothing but a number is this number.
+    Without a marker the last number of the text counts or, in a sentence with "=", the number after
+    the last "=". A text that is only a number is this number.
     """
     number = parse_number(text)
     if number is not None:
@@ -241,8 +240,8 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def _truth(text: str) -> Fraction | None:
-    """The number of a truth: of the whole text, or of the part after its last marker, as in a
-    solution of GSM8K."""
+    """The number of a truth: the whole text or, as in solutions of GSM8K, the part after its last
+    marker."""
     number = parse_number(text)
     if number is not None:
         return number
@@ -319,8 +318,8 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 
 def _segments(text: str) -> Iterator[tuple[str, str]]:
-    """The text after each marker, if it has a digit, from the last to the first: the marker's
-    kind, and the text. They do not overlap."""
+    """Yield the kind of each marker and the text after it, from the last marker to the first, if
+    the text has a digit. The texts do not overlap."""
     markers = list(MARKER.finditer(text))
     following: re.Match[str] | None = None
     for marker in reversed(markers[-MAX_MARKERS:]):
@@ -364,7 +363,7 @@ def _in_braces(text: str) -> str | None:
 
 def _is_followed_by_number(kind: str, plain: str) -> bool:
     digit = HAS_NUMBER.search(plain)
-    if digit is None:  # it was part of another thing, as a calculation of GSM8K
+    if digit is None:  # the digit was part of something else, such as a calculation of GSM8K
         return False
     lead = plain[: digit.start()]
     if kind == "hashes" and NUMBERED_HEADING.match(plain):
@@ -373,7 +372,7 @@ def _is_followed_by_number(kind: str, plain: str) -> bool:
 
 
 def _of_delimited(plain: str) -> Fraction | None:
-    """The number of a box or a tag: behind an equation's last "=", or the only one among words."""
+    """The number in a box or a tag: after an equation's last "=", or the only one among words."""
     left, equals, right = plain.rpartition("=")
     if equals and not CLAUSE.search(left):
         return _whole(right)
@@ -382,8 +381,8 @@ def _of_delimited(plain: str) -> Fraction | None:
 
 
 def _first(plain: str) -> Fraction | None:
-    """The first expression of a plain text as a number, of an equation the side behind its last
-    "="; not 5 of "5 and a half"."""
+    """The first expression of a plain text as a number; of an equation, the side after its last
+    "=". In "5 and a half" it does not read 5."""
     expression = next(
         (found for found in EXPRESSION.finditer(plain) if HAS_NUMBER.search(found.group())), None
     )

@@ -18,22 +18,22 @@ from rlkit.types import Measured, Rollout, unpacked
 
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """The rollouts with `reward`, `rewards`, `statuses` and `metrics` filled in, and the rewards of
-    steps if terms give some.
+    """Fill in `reward`, `rewards`, `statuses` and `metrics` of rollouts, and the rewards of their
+    steps if terms give any.
 
     Args:
       rollouts: scored in order; earlier scores on them are replaced.
       reward: its terms of non-zero weight are aggregated; the others only appear in `rewards`.
-    Returns: new rollouts. `rewards` holds every term by name, `statuses` how each came about: ok (>
-      0), wrong (≤ 0), unparseable (None, or a Verdict saying so), timeout, error. `reward` is
-      None, "cannot be scored", if any term of non-zero weight is None, and if the environment
-      failed (a truncation "error"); it is kept out of every baseline. With terms of steps alone it
+    Returns: new rollouts. `rewards` has the score of every term by name, `statuses` its status: ok
+      (> 0), wrong (≤ 0), unparseable (None, or a Verdict saying so), timeout, error. `reward` is
+      None, "cannot be scored", if any term of non-zero weight is None, or if the environment failed
+      (a truncation "error"). Such a rollout is in no baseline. If all terms are per step, `reward`
       is 0.
-    Raises: RewardError naming the term, the task and the cause if more than `max_error_rate` of
-      the rollouts make a term raise, hang, or return anything but a finite number, a bool or None
-      (a list of these, one a rollout, if it is batched; one a step, if it is per step), and if
-      the aggregator does. ConfigError if every weight is 0, or a limit is out of range. A
-      Refusal raised by a function tells the user the remedy and passes unchanged.
+    Raises: RewardError with the term, the task and the cause if a term fails on more than
+      `max_error_rate` of the rollouts: it raises, hangs, or returns anything but a finite number, a
+      bool or None (a batched term: a list with one for each rollout; a term per step: one for each
+      step). Also if the aggregator fails. ConfigError if every weight is 0, or a limit is out of
+      range. A Refusal raised by a function tells the user the remedy and passes unchanged.
     """
     if not isinstance(reward, Reward):
         raise ConfigError(
@@ -58,7 +58,7 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """The same with the rollouts shared out to all ranks; each rank gets all of them back.
+    """`score` with the work shared between all ranks; each rank gets all rollouts back.
 
     If a function or `max_error_rate` looks at the whole batch, the first rank scores it.
     """
@@ -89,7 +89,7 @@ def _column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> list[Chec
     count = len(rollouts)
     limit = reward.max_error_rate
     allowed = int(limit * count)
-    # a list ending early has too many failures
+    # the list is shorter only if there were too many failures
     known = zip(rollouts, call_term(term, rollouts, allowed), strict=False)
     cells = [check_value(value, rollout, term, f"reward/{name}") for rollout, value in known]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
@@ -146,8 +146,8 @@ def _aggregated(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def _require_bounded(rollouts: Sequence[Rollout]) -> None:
-    """Raises: RewardError where the rewards of an episode's steps, those of its environment among
-    them, come to what float32 cannot be trained on."""
+    """Raise RewardError if an episode's rewards, including those that its environment paid at its
+    steps, add up to more than float32 can train on."""
     for rollout in rollouts:
         total = rollout.total_reward
         if total is not None and not abs(total) <= LARGEST:

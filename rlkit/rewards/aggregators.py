@@ -1,9 +1,9 @@
 """From named components to one reward. An aggregator sees the components of non-zero weight, none
 of them None.
 
-Weights are factors on the components, so a negative one makes a penalty of a component under
-every aggregator. One marked `batched` takes all scored rollouts at once and gives a list:
-(rollouts, weights) → rewards.
+Weights are factors on the components, so a negative weight turns a component into a penalty under
+every aggregator. An aggregator marked `batched` takes all scored rollouts at once and returns a
+list: (rollouts, weights) → rewards.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def weighted_sum(scores: Mapping[str, float], weights: Mapping[str, float]) -> f
 
 @keeps("binary", "non_negative", "raw")
 def smallest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """min weight * score: a rollout is worth its worst component. Arguments as those of
-    `weighted_sum`, at least one component."""
+    """min weight * score: a rollout is worth its worst component. Arguments as in `weighted_sum`,
+    with at least one component."""
     return min(weights[name] * score for name, score in scores.items())
 
 
@@ -46,9 +46,9 @@ def largest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 @keeps("non_negative", "raw")
 def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Σ weight * score / Σ |weight|: on the scale of the components, whatever their weights add up
-    to. Between the smallest and the largest score if no weight is negative.
+    to. It lies between the smallest and the largest score if no weight is negative.
 
-    Args: as those of `weighted_sum`, at least one component.
+    Args: as in `weighted_sum`, with at least one component.
     """
     return weighted_sum(scores, weights) / sum(abs(weights[name]) for name in scores)
 
@@ -58,8 +58,8 @@ def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Π weight * score: a component of 0 makes the reward 0, so a right answer in the wrong
     form earns nothing.
 
-    Args: as those of `weighted_sum`. Two negative factors make a positive one: meant for components
-    in 0 … 1.
+    Args: as in `weighted_sum`. Components should be in 0 … 1, because two negative factors make a
+    positive product.
     """
     return math.prod(weights[name] * score for name, score in scores.items())
 
@@ -72,17 +72,17 @@ def group_normalised(
     """Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps): each component on the scale of its
     own spread within the prompt's group.
 
-    So a component varying little is not drowned by one varying much. The rewards of a group
-    sum to 0; their level is gone, so `reward/mean` is 0, and `reward/NAME/mean` tells how good the
-    policy is. GDPO as published divides once more, over the batch: algorithm/advantage=raw
+    So a component that varies much does not drown one that varies little. The rewards of a group
+    sum to 0, so `reward/mean` is always 0; `reward/NAME/mean` shows how good the policy is. GDPO as
+    published divides once more, over the batch: algorithm/advantage=raw
     algorithm/normalization=batch.
 
     Args:
       rollouts: with the components in `rewards`, each one's prompt in `group`.
       weights: component → weight.
       eps: ≥ 0, in units of a component.
-    Returns: a reward for each rollout, dimensionless; the deviation is of a sample (n-1). A
-      component without spread in a group, or a group of one, adds exactly 0.
+    Returns: a dimensionless reward for each rollout, with the standard deviation of a sample (n-1).
+      A component without spread in a group, or in a group of one, adds exactly 0.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242.
     """
     groups: dict[int, list[int]] = defaultdict(list)

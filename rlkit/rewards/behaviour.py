@@ -16,8 +16,8 @@ Unit = Literal["words", "tokens"]
 
 @no_gold
 def environment(rollout: Rollout) -> float | None:
-    """The sum paid by the environment at its steps, counted there already; None, cannot be
-    scored, if the environment failed.
+    """The sum that the environment paid at the steps. It is logged as this component, but counts
+    only at the steps. None (cannot be scored) if the environment failed.
 
     >>> from rlkit.types import Task
     >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None
@@ -31,14 +31,14 @@ def environment(rollout: Rollout) -> float | None:
 @gives("non_negative", "raw")
 @reads_truth(unreadable)
 def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
-    """1 for the right number in the first reply, falling along a line to 1 / max_turns in the last;
-    0 for a wrong one or none.
+    """1 for the right number in the first reply, falling linearly to 1 / max_turns in the last; 0
+    for a wrong number or none.
 
     R = correct · (1 - (n - 1) / max_turns), n replies
 
     Args:
       rollout: scored by its last reply, as `numeric` does.
-      max_turns: ≥ 1, the environment's; more replies score as many.
+      max_turns: ≥ 1, that of the environment; more replies score like max_turns.
     Returns: 0 … 1; None if `numeric` cannot read `task.answer`.
     """
     correct = numeric(rollout)
@@ -65,7 +65,7 @@ def length(
         tokens of the whole episode, thinking included.
       low, high: bounds in this unit, both within the band; 0 ≤ low ≤ high.
       below, above, inside: the three scores.
-    Returns: one of them. A reply cut off by the length limit counts as long as it got.
+    Returns: one of them. A reply cut off by the length limit counts with the length it has.
     Raises: ConfigError for bounds that leave no band.
 
     >>> from rlkit.types import Step, Task
@@ -134,12 +134,12 @@ def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
     """-penalty * (1 - distinct n-grams / n-grams), over everything written by the policy.
 
     Args:
-      n: words of an n-gram, > 0; case is folded. Sources take 3 (open-r1) up to 40 on tokens (Yeo
-        et al.).
-      penalty: of a reply repeating one thing for ever, ≥ 0.
-    Returns: a score in (-penalty, 0]. Thinking counts as well as content. Each of these texts is
-      looked at by itself: no n-gram spans two of them, and words said again in a later reply
-      are no repetition. 0 if every text is shorter than n words.
+      n: words of an n-gram, > 0; case is folded. Published values are 3 words (open-r1) to 40
+        tokens (Yeo et al.).
+      penalty: limit for a reply that repeats one thing for ever, ≥ 0.
+    Returns: a score in (-penalty, 0]. Thinking counts as well as content, but each text counts by
+      itself: no n-gram spans two texts, and words said again in a later reply are no repetition. 0
+      if every text is shorter than n words.
     Raises: ConfigError for n or penalty out of range.
     Source: Yeo et al. 2025, appendix C.2, arXiv:2502.03373, there token by token; this is its sum
       over a reply.
@@ -178,9 +178,8 @@ def tool_usage(
     Args:
       low, high: bounds, both within the band; null: no upper one.
       below, above, inside: the three scores.
-    Returns: one of them. A call without effect (unreadable, of no tool, raising, or never answered)
-      is no use of a tool: it earns nothing, and it does not count as one too many
-      either.
+    Returns: one of them. A call without effect (unreadable, of an unknown tool, raising, or never
+      answered) does not count at all, neither for `low` nor for `high`.
     Raises: ConfigError for bounds that leave no band.
     """
     used = sum(result.ok for step in rollout.steps for result in step.tool_results)

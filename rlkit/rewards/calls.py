@@ -1,6 +1,6 @@
 """Calling the functions of terms: plain, async or batched, with limits of time, in threads.
 
-A call gives a value or, in its place, an exception. The worth of this value is not looked at here.
+A call gives a value or, in its place, an exception. `checks` judges whether the value is a score.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlkit.system.shared_state import Watch, current
 from rlkit.system.waiting import note_movement, waiting
 from rlkit.types import Rollout
 
-# seconds beyond a term's timeout until async calls blocking their event loop are given up
+# seconds beyond a term's timeout after which async calls that block their event loop are given up
 GRACE = 15.0
 
 
@@ -64,8 +64,8 @@ def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
     """The result of the function for each rollout, one by one: a value, an exception, or an
     awaitable.
 
-    Each call has copies of its own, and shared state changed by it is put back before the next
-    one. The watcher names the function by the time of all calls together (rlkit.system.waiting).
+    Each call gets its own copies, and shared state that it changes is restored before the next
+    call. The watcher counts the time of all calls together (rlkit.system.waiting).
     """
     with waiting("the reward", term.fn, count=len(rollouts)):
         if term.takes_all:
@@ -87,8 +87,8 @@ def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
 
 
 def call(function: Callable[[], Any], term: Term, watch: Watch, *, here: bool = True) -> Any:
-    """The value returned by the term's function, or the exception raised. `here`: in the
-    thread of the watch."""
+    """The value that the term's function returned, or the exception that it raised. `here`: the
+    call runs in the thread of `watch`."""
 
     def work() -> Any:
         with watch.calling(term.fn) if here and term.timeout is None else watch.in_worker(term.fn):
@@ -108,7 +108,7 @@ def on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
 
 
 def spread(values: Any, count: int) -> Sequence[Any]:
-    """A batched function's list, or its failure as every rollout's."""
+    """The list that a batched function returned; if it failed, the failure for every rollout."""
     failure = (
         values
         if isinstance(values, Exception)
@@ -118,7 +118,7 @@ def spread(values: Any, count: int) -> Sequence[Any]:
 
 
 def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
-    """The fault of a value meant to be a list of so many."""
+    """What is wrong with a value that should be a list of `count` entries; None if nothing."""
     if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
         return None
     size = f"a list of {len(values)}" if isinstance(values, list) else type(values).__name__
@@ -129,8 +129,8 @@ def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
 
 
 def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
-    """The values of calls, in their order, with so many of them under way at the same time. The
-    first Refusal among them is raised."""
+    """The values of calls, in order, with `threads` calls under way at a time. Raises the first
+    Refusal."""
 
     async def together() -> list[Any]:
         places = asyncio.Semaphore(threads)
@@ -147,15 +147,15 @@ def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
 
 
 def _closed(value: Any) -> Any:
-    """A value; in the place of an awaitable, now never awaited, Unawaited."""
+    """The value itself, or Unawaited for an awaitable, which is closed."""
     if inspect.iscoroutine(value):
         value.close()
     return Unawaited() if inspect.isawaitable(value) else value
 
 
 def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0) -> list[Any]:
-    """Results or exceptions, all in flight together. In a thread: a notebook has a running event
-    loop of its own.
+    """Await all calls together and return their results or exceptions. This happens in a thread,
+    because a notebook has a running event loop of its own.
 
     Nothing more is awaited once there are more exceptions than `allowed`, or a Refusal; missing
     results are Unawaited.
@@ -198,7 +198,7 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0)
 def _outcome(task: asyncio.Task[Any]) -> Any:
     try:
         return result_of(task)
-    except BaseException as error:  # the one who waits decides
+    except BaseException as error:  # returned; the caller decides what to raise
         return error
 
 

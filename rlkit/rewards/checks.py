@@ -1,4 +1,4 @@
-"""Whether a returned value is a score, and how it came about."""
+"""Check whether a returned value is a score, and find its status."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlkit.rewards.verdicts import Paid, ScoreStatus, Verdict
 from rlkit.types import Rollout, unpacked
 
 TAKEN = ("mean", "std", "variance_share")  # measured by rlkit itself as reward/TERM/…
-LARGEST = 1e15  # of a reward: the squares of a batch of larger ones leave float32
+LARGEST = 1e15  # largest reward; the sum of squares of larger ones may overflow float32
 
 
 class RewardError(RLKitError, RuntimeError):
-    """A reward function raised, hung, or returned no reward. Never counted as a score of 0. It
-    happened in `rollout`."""
+    """A reward function raised, hung, or returned no reward for `rollout`. This is never counted as
+    a score of 0."""
 
     def __init__(self, message: str, rollout: Rollout | None = None) -> None:
         super().__init__(message)
@@ -29,9 +29,9 @@ class Checked(NamedTuple):
     """The value of a term, or of the aggregator, for one rollout.
 
     score      a finite number; None: the rollout cannot be scored
-    component  logged: the score, or the sum paid to an episode at its steps (`Paid`)
-    steps      rewards of the steps, if the term is one of steps
-    metrics    measured by the function beside the score, by the name in the step's row
+    component  the logged value: the score, or the sum paid to an episode at its steps (`Paid`)
+    steps      rewards of the steps, if the term is per step
+    metrics    other figures of the function, by their names in the step's row
     failure    why there is no score, if the function is to blame; cause: the exception
     """
 
@@ -65,7 +65,7 @@ def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
 
 
 def reward_error(who: str, rollout: Rollout, failed: Checked, rate: str = "") -> RewardError:
-    """The error at the end of a run with too many failures. `rate` counts them."""
+    """The error that ends a run with too many failures. `rate`: a text that counts them."""
     said = (
         f"the last reply was {rollout.final_content[:200]!r}"
         if rollout.steps
@@ -111,8 +111,8 @@ def _number(value: Any) -> float | None:
 
 
 def _metric(name: str, value: Any, part: str) -> float | None:
-    """A metric beside a score. Raises: Misshapen for a name used by rlkit, and for anything but
-    a number."""
+    """A metric that comes with a score. Raises: Misshapen if its name belongs to rlkit, or if it is
+    not a number."""
     if part != "aggregator" and (name in TAKEN or name.endswith("_frac")):
         raise Misshapen(f"a metric {name!r}, which rlkit has already; give it another name")
     return _number(value)

@@ -1,4 +1,4 @@
-"""Declarations of a reward function or an aggregator about itself, read in one place."""
+"""Declarations of reward functions and aggregators, and the one place to read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Declared(NamedTuple):
     batched   it takes the list of all rollouts and returns a list of scores
     no_gold   its rows have no gold answer to try
     problems  (tasks) → why it cannot read the truth of each, "" if it can; None: it reads none
-    fields    of `task.metadata` that it compares with
+    fields    keys of `task.metadata` to compare with
     """
 
     batched: bool = False
@@ -32,7 +32,7 @@ class Declared(NamedTuple):
 def declared(fn: Callable[..., Any]) -> Declared:
     """Return the declarations of a function.
 
-    A `functools.partial` has the declarations of its function, and binds its keywords to
+    A `functools.partial` has the declarations of its function, with its keywords bound to
     `problems`.
     """
     keywords: dict[str, Any] = {}
@@ -49,14 +49,14 @@ def _declare(fn: F, **what: Any) -> F:
 
 
 def batched(fn: F) -> F:
-    """Mark a reward function as one of the whole batch: (rollouts) → list of scores. The same as
+    """Mark a reward function of the whole batch: (rollouts) → list of scores. The same as
     `batched: true`."""
     return _declare(fn, batched=True)
 
 
 def no_gold(fn: F) -> F:
-    """Mark a reward without a gold answer in its rows to try: the environment, a model or the row's
-    own package judges."""
+    """Mark a reward that cannot be tried on gold answers, because its rows have none: the
+    environment, a model or the row's own package judges."""
     return _declare(fn, no_gold=True)
 
 
@@ -64,9 +64,9 @@ def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
     """Mark a reward function as a reader of `task.answer`.
 
     Args:
-      problem: (task, and the keywords bound to the function by a config) → why the function
-        cannot read the task's truth, as the end of a sentence beginning with the truth; "" if it
-        can. It is asked once for every row, so it has to be quick.
+      problem: (task, and the keywords that a config binds to the function) → why the function
+        cannot read the task's truth, as the end of a sentence that begins with the truth; "" if it
+        can. It is called for every row, so it has to be quick.
     """
     return reads_truths(lambda tasks, **keywords: [problem(task, **keywords) for task in tasks])
 
@@ -78,8 +78,8 @@ def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
 
 
 def reads_fields(*fields: str) -> Callable[[F], F]:
-    """Mark a reward function as one that compares with these fields of `task.metadata`, of which no
-    program is told."""
+    """Mark a reward function that compares with these fields of `task.metadata`. They are never
+    shown to a program that plays the task."""
     return partial(_declare, fields=fields)
 
 

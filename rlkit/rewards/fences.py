@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-# Only these end a line: str.splitlines also cuts at U+2028, \x0c, \x1c and others, and these may
-# stand in a string of a program.
+# Only these end a line. str.splitlines also cuts at U+2028, \x0c, \x1c and others, which may be in
+# a string of a program.
 LINE_END = re.compile(r"\r\n|\r|\n")
 QUOTE = r"(?:[ \t]*>)"
 LIST_MARKER = r"(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)"
@@ -32,9 +32,9 @@ class _Open(NamedTuple):
     """A block being read."""
 
     fence: str  # its run of backticks or tildes
-    info: str  # the text behind it
-    indent: int  # columns before it
-    quotes: int  # block quotes around it
+    info: str  # the text after the fence
+    indent: int  # columns before the fence
+    quotes: int  # block quotes around the fence
     lines: list[str]
 
 
@@ -43,7 +43,7 @@ def code_blocks(text: str) -> list[Block]:
 
     Well-formed blocks are read as CommonMark reads them: backticks or tildes, three or more, closed
     by a run at least as long, in lists and in block quotes; a block that is never closed reaches to
-    the end. These slips of writers are mended (CommonMark takes them as code or as prose):
+    the end. These mistakes of writers are accepted, unlike in CommonMark:
 
     - a closing fence behind the last line of code, unless a fence or an open quotation mark stands
       before it on that line;
@@ -52,8 +52,8 @@ def code_blocks(text: str) -> list[Block]:
     - fences indented by four columns or more, and code indented less than its fence;
     - an HTML tag on the line before the fence, for example <answer>.
 
-    A fence inside a program's string is told by its indentation: a closing fence is at most three
-    columns deeper than the opening one. The time is linear in the text.
+    A fence inside a program's string is recognised by its indentation: a closing fence is at most
+    three columns deeper than the opening one. The time is linear in the length of the text.
 
     >>> code_blocks("1. Add:\n   ~~~{.python}\n   s = 1 + 1~~~\n   Done.")
     [Block(language='python', code='s = 1 + 1')]
@@ -137,8 +137,8 @@ def _columns(line: str) -> int:
 
 
 def _without_margin(lines: list[str]) -> str:
-    """The lines without the indentation of the first line of code: a program has it at column 0.
-    Comments may stand anywhere."""
+    """The lines without the indentation of the first line of code, which a program has at column 0.
+    Comments do not count as code."""
     margins = [len(line) - len(line.lstrip(" \t")) for line in lines]
     first = next(
         (

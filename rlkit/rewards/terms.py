@@ -1,5 +1,5 @@
-"""A reward as a record: its terms by name, how often they may fail, and their aggregator
-into one number."""
+"""A reward as a record: its terms by name, the aggregator that makes one number of them, and how
+often they may fail."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Term(NamedTuple):
     weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of
               the reward
     batched   fn takes the list of all rollouts and returns a list of scores
-    per_step  fn returns a list, one number or None a step. weight * number is added to
-              `Step.reward`, to the environment's payment there; the aggregate of the other terms
-              stands at the end. The logged component is the sum of the numbers
-    timeout   seconds for a call (of a batched term: the call for all rollouts); None: no
-              limit. An async function is cancelled. A plain one runs in a thread, and this cannot
-              be killed: it is given up and goes on in the background, so code prone to hang belongs
-              into a child process, as math_verify does it
-    threads   rollouts scored at the same time by a plain function, each in a thread, > 0: more
-              than 1 for one waiting, say, for an answer over the network. Its random draws then
-              depend on the clock
+    per_step  fn returns a list with one number or None for each step. weight * number is added to
+              `Step.reward`, beside the environment's payment; the aggregate of the other terms is
+              given at the end. The logged component is the sum of the numbers
+    timeout   seconds for a call (of a batched term: the call for all rollouts); None: no limit. An
+              async function is cancelled. A plain function runs in a thread, which cannot be
+              killed: it is given up and goes on in the background. So code that may hang belongs in
+              a child process, as in math_verify
+    threads   number of rollouts that a plain function scores at the same time, each in a thread,
+              > 0. Use more than 1 for a function that waits, say, for the network. Its random draws
+              then depend on the clock
     """
 
     weight: float
@@ -51,12 +51,12 @@ class Term(NamedTuple):
 class Reward(NamedTuple):
     """Named terms in order, and how they become one number.
 
-    aggregator      (scores, weights) → float, or one of the whole batch
-                    (rlkit.rewards.aggregators). With metrics, as (float, metrics): numbers,
-                    averaged over the scored rollouts as aggregator/NAME
-    max_error_rate  share of the rollouts, 0 … 1, with a term raising, hanging or returning no
-                    reward; beyond it scoring stops. Up to it, such a rollout cannot be scored
-                    (None) and is counted under `reward/NAME/error_frac` and `timeout_frac`
+    aggregator      (scores, weights) → float, or a function of the whole batch
+                    (rlkit.rewards.aggregators). It may return (float, metrics): numbers whose
+                    means over the scored rollouts are logged as aggregator/NAME
+    max_error_rate  share of rollouts, 0 … 1, on which a term may raise, hang or return no reward.
+                    Such a rollout cannot be scored (None) and is counted in
+                    `reward/NAME/error_frac` and `timeout_frac`. Beyond the share, scoring stops
     normalize       trains on (reward - mean) / std over all episodes of the run so far
                     (rlkit.rewards.normalise); metrics stay raw
     """
@@ -106,8 +106,8 @@ def require_terms(reward: Reward) -> None:
 
 
 def _uncallable(fn: Callable[..., Any]) -> str:
-    """Why a function cannot be called with one argument, and its place; "" if it can, or
-    has no signature."""
+    """Why a function cannot be called with one argument, with the function's file and line; "" if
+    it can, or if it has no signature."""
     try:
         inspect.signature(fn).bind(None)
     except TypeError as error:

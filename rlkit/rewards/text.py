@@ -23,16 +23,16 @@ def exact_match(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> float | None:
-    """Whether the final reply equals `task.answer`, surrounding white space aside, after a parse
-    if one is given.
+    """Whether the final reply equals `task.answer`, apart from surrounding white space, after
+    `parse` if it is given.
 
     Args:
-      parse: the compared part of both texts, for example `rlkit.rewards.extract_answer`; None from
-        it: there is nothing to compare. null compares the texts.
+      parse: gives the part of both texts to compare, or None if there is nothing to compare; for
+        example `rlkit.rewards.extract_answer`. null compares the texts.
       ignore_case: both are case-folded first.
       correct, wrong: the two scores.
-    Returns: `correct` or `wrong`; None for an empty `task.answer`, or one beyond parsing. A reply
-      beyond parsing is wrong, and its status unparseable.
+    Returns: `correct` or `wrong`; None if `task.answer` is empty or cannot be parsed. A reply that
+      cannot be parsed is wrong, with the status unparseable.
     """
     truth = _parsed(rollout.task.answer, parse, ignore_case)
     if truth is None:
@@ -77,17 +77,17 @@ def contains(
 def format_match(
     rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0
 ) -> float | None:
-    r"""Whether the final reply has a form. The truth is not looked at, so every rollout can be
-    scored.
+    r"""Whether the final reply matches a pattern. The truth does not matter, so every rollout can
+    be scored.
 
     Args:
       pattern: a regular expression of Python's `re`, without flags (write (?s) or (?i) in front).
-        Its cost on hostile text is its author's to bound: no nested repetition.
-      whole: the pattern must cover the whole reply, surrounding white space aside, instead of some
-        part of it.
+        Avoid nested repetition, whose cost on hostile text has no bound.
+      whole: the pattern must cover the whole reply, apart from surrounding white space, and not
+        only a part of it.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; an episode without a final answer is wrong.
-    Raises: ConfigError for an empty pattern, or one other than a regular expression.
+    Raises: ConfigError if the pattern is empty or not a regular expression.
     """
     if not pattern:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The answer read from a rollout, and the values of a reward function beside a plain number."""
+"""The answer in a rollout, and the values that a reward function may return besides a number."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 def final_answer(rollout: Rollout) -> str | None:
     """`rollout.final_content`, or None if the episode ended without a final answer.
 
-    There is none in an episode without a reply, in a truncated one, in a reply cut off by the
-    length limit (its rest is unknown), and in a reply still calling tools, unless the environment
-    gives the answer itself (`metadata["final_content"]`).
+    An episode has no final answer if it has no reply or was truncated, or if its last reply was cut
+    off by the length limit or still calls tools. But the environment may give the answer itself
+    (`metadata["final_content"]`).
     """
     if not rollout.steps or rollout.status == "truncated":
         return None
@@ -37,8 +37,8 @@ class Verdict(float):
 
 
 class Paid(Verdict):
-    """0 for an episode rewarded at its steps already. The sum paid there is the component,
-    logged and read by algorithms; it does not count a second time."""
+    """A score of 0 for an episode that was already rewarded at its steps. The sum paid there is the
+    component, for logs and algorithms; it does not count a second time."""
 
     def __init__(self, amount: float) -> None:
         self.amount = amount

@@ -1,8 +1,8 @@
-"""Whether the updates of a run keep their activations or recompute them: what
-model.gradient_checkpointing=auto is, measured on a few tokens and decided once.
+"""Decide whether the updates of a run keep their activations or recompute them. This settles
+model.gradient_checkpointing=auto once, from a measurement on a few tokens.
 
-The measurement (`measure_activations`) and the rule (`fits`) are apart. A run keeps the decision
-when it is resumed, also on a machine with other memory.
+The measurement (`measure_activations`) and the rule (`fits`) are separate. A resumed run keeps the
+decision, even on a machine with other memory.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ USABLE = 0.9
 LIBRARIES = 1 << 30
 # Bytes of one entry of a chunk of logits, with everything made of it: six float32.
 LOGITS = 6 * 4
-# Tokens of a micro-batch on a GPU, at least. The memory probe halves larger ones there, and
-# this costs less than recomputing activations; assumed.
+# Tokens of a micro-batch on a GPU for which memory is counted. The memory probe halves larger
+# micro-batches until they fit, which costs less than recomputing activations; assumed.
 FEWEST = 4096
 MEASURED = 128  # tokens of the longest measured row
 
@@ -83,13 +83,13 @@ def fits(needs: Needs, cache: int, total: int) -> bool:
 
 
 def saved_bytes(run: Callable[[], Any], apart: Iterable[Tensor] = ()) -> int:
-    """Bytes kept by autograd for the backward pass of `run`'s result: distinct storages,
-    without the ones of the tensors `apart`, for example weights."""
+    """Bytes that autograd keeps for the backward pass of `run`'s result, each storage once. The
+    storages of the tensors `apart`, for example weights, do not count."""
     storages: dict[int, Any] = {}
 
     def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage  # held: no other one takes its address
+        storages[storage.data_ptr()] = storage  # held, so that its address is not used again
 
     with torch.enable_grad(), saved_tensors_hooks(note, _no_backward):
         given = run()
@@ -100,7 +100,7 @@ def saved_bytes(run: Callable[[], Any], apart: Iterable[Tensor] = ()) -> int:
 
 
 def _no_backward(_: Any) -> Tensor:
-    raise AssertionError("what is only measured has no backward pass")
+    raise AssertionError("a pass that only measures has no backward pass")
 
 
 def measure_activations(model: nn.Module, rows: int, width: int) -> int:
@@ -135,7 +135,7 @@ def fit_activations(model: nn.Module) -> tuple[float, float, float]:
 
 
 def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any) -> Tensor:
-    """The states of one row of `length` read tokens; every token but the first is sampled."""
+    """Hidden states of one row of `length` tokens; all but the first count as sampled."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     ids = torch.arange(length + 1, device=device)[None] % embedding.num_embeddings
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -144,7 +144,7 @@ def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any)
 
 
 class Lengths(NamedTuple):
-    """Tokens of the longest rollouts: the shortest prompt tried, and a whole context."""
+    """Tokens of the shortest prompt among the first tasks, and of the longest context."""
 
     prompt: int
     width: int
@@ -169,7 +169,7 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
 
     The micro-batch has trainer.micro_batch_tokens tokens, or all rollouts of an update at their
     longest if this is less. On one GPU it has FEWEST tokens at most, because the memory probe
-    halves larger ones before the first step. Scheduled numbers count as they begin.
+    halves larger ones before the first step. Scheduled numbers count with their first value.
     """
     with rng.kept(), autocast(x, device, updates=True):
         width = max(longest_lengths(phase, policy, tasks).width for phase in phases(x).values())
@@ -187,7 +187,7 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
 
 
 def _rows(x: Experiment, width: int, device: torch.device) -> int:
-    """Rollouts of `width` tokens in the largest micro-batch to fit."""
+    """Number of rollouts of `width` tokens in the micro-batch that has to fit."""
     tokens = x.trainer.micro_batch_tokens
     if device.type == "cuda" and ranks.size() == 1:
         tokens = min(tokens, FEWEST)
@@ -196,7 +196,7 @@ def _rows(x: Experiment, width: int, device: torch.device) -> int:
 
 
 def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
-    """A separate critic like the run's, to be measured and dropped; None if the run has none."""
+    """A separate critic like the run's, only for the measurement; None if the run has none."""
     critics = [phase.algorithm.critic for phase in phases(x).values()]
     if any(critic.active and critic.model == "separate" for critic in critics):
         made = make_critic(model, model="separate")
@@ -249,8 +249,9 @@ def _cache(
     total: int,
     device: torch.device,
 ) -> int:
-    """Bytes of the engine's cache beside an update: its share on a GPU; on a CPU no more than all
-    rows fill at their longest, because untouched pages take no memory. Other engines keep none."""
+    """Bytes that the engine's cache holds during an update. On a CPU they are at most those of
+    max_rows rows at their longest, because untouched pages take no memory. Other engines hold
+    none."""
     engine = x.generation.engine
     if not isinstance(engine, Cached) or not engine.keep_cache:
         return 0
@@ -263,12 +264,12 @@ def _cache(
 def settle_activations(
     x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.device
 ) -> str:
-    """Decide what model.gradient_checkpointing=auto is for the whole run, alike on all ranks.
+    """Settle model.gradient_checkpointing=auto for the whole run, equally on all ranks.
 
-    It changes the policy and gives a line saying so; empty if the config names a value.
+    Changes the policy and returns a line about it; empty if the config names a value.
 
     Call it before the kernels are settled and before a critic is made: both follow the policy. With
-    model.kernel=fused activations are kept in any case, and the line says if they do not fit.
+    model.kernel=fused activations are always kept, and the line says so if they do not fit.
     """
     if x.model.gradient_checkpointing != AUTO:
         return ""
@@ -302,8 +303,8 @@ def activations_line(decision: Decision, *, fused: bool = False) -> str:
 def keep_activations(
     x: Experiment, model: nn.Module, critic: nn.Module | None, recompute: bool
 ) -> str:
-    """Go on with what a checkpoint says, if the config leaves it open, also in a separate critic; a
-    sentence if this machine would have decided otherwise."""
+    """Keep the decision of a checkpoint, in a separate critic too, if the config says auto. Return
+    a sentence if this machine would have decided otherwise."""
     if x.model.gradient_checkpointing != AUTO or is_checkpointed(model) == recompute:
         return ""
     checkpoint_activations(model, recompute)

@@ -1,5 +1,4 @@
-"""A whole experiment as plain data: made of a config, or built in a notebook by
-hand."""
+"""A whole experiment as plain data, made from a config or built by hand in a notebook."""
 
 from __future__ import annotations
 
@@ -54,12 +53,12 @@ class Sampling(NamedTuple):
     max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
-    # when a waiting answer joins the decoding again (SamplingParams)
+    # when an episode decodes again after an answer from outside (SamplingParams)
     admission: Literal["rounds", "barrier", "free"] = "rounds"
     admission_rounds: int = 16
-    # of the cached engine, given to it too
+    # of the cached engine, which takes the same values
     kernel: Literal["auto", "eager", "fused"] = "auto"
-    cache: Literal["gather", "varlen"] = "gather"  # the same
+    cache: Literal["gather", "varlen"] = "gather"  # of the cached engine too
 
     @property
     def params(self) -> dict[str, Any]:
@@ -80,8 +79,8 @@ class Sampling(NamedTuple):
     max_time=(0.001, None),
 )
 class Evaluation(NamedTuple):
-    """Evaluation with settings and a verifier of its own: of validation tasks on the way, of test
-    tasks before and after."""
+    """Evaluation with its own settings and verifier: on validation tasks during training, on test
+    tasks before and after it."""
 
     reward: Reward
     n: int = 256  # tasks of each of the two splits; 0 evaluates nothing
@@ -110,7 +109,7 @@ class Evaluation(NamedTuple):
     max_step_time=(0.001, None),
 )
 class TrainerSettings(NamedTuple):
-    """The length of training, its device, and its portions."""
+    """The length of training, its devices, and its limits."""
 
     steps: int
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
@@ -123,8 +122,8 @@ class TrainerSettings(NamedTuple):
     devices: int = 1  # processes of a node, each with a device of its own
     nodes: int = 1
     timeout: float = 1800.0  # seconds of a rank waiting for the others
-    max_step_time: float | None = 60.0  # minutes without a move; None waits for ever
-    # the run stops at so many updates in a row skipped since loss or gradient is not finite
+    max_step_time: float | None = 60.0  # minutes without progress; None waits for ever
+    # the run stops after so many skipped updates in a row (loss or gradient not finite)
     max_nonfinite: int = 5
     # whether a signalled SLURM job asks to be queued again, once it is saved
     requeue: bool = False
@@ -134,10 +133,10 @@ class TrainerSettings(NamedTuple):
 @ranges(threads=(1, None))
 class SamplerProcess(NamedTuple):
     """The device and threads of the second process of asynchrony=overlap. With as many threads as
-    the trainer it samples the bits of `lag`."""
+    the trainer it samples bit for bit as asynchrony=lag does."""
 
     threads: int = 1  # of torch on the CPU
-    device: str = "auto"  # a name of torch's; auto: the trainer's kind, of several GPUs the second
+    device: str = "auto"  # of torch; auto: as the trainer, or the second GPU if there are several
 
 
 @ranges(staleness=(0, None))
@@ -145,8 +144,8 @@ class Asynchrony(NamedTuple):
     """How far sampling runs ahead of training.
 
     none    every RL step samples with its own weights before training
-    lag     step s samples with the weights after step s - staleness, the first ones with those of
-            the start; in one process, repeatable
+    lag     step s samples with the weights after step s - staleness, or with the first weights;
+            in one process, repeatable
     overlap the same, bit for bit; a second process samples while this one updates
     """
 
@@ -157,7 +156,7 @@ class Asynchrony(NamedTuple):
 
 @ranges(groups=(0, None), staleness=(0, None))
 class Reuse(NamedTuple):
-    """Groups kept, with their versions, and learned from again in place of the step's groups of
+    """Keeps groups with their versions, and learns from them again in place of a step's groups of
     equal rewards.
 
     Source: the replay buffer for groups without variance of TRL (grpo_with_replay_buffer), here
@@ -165,8 +164,7 @@ class Reuse(NamedTuple):
     """
 
     groups: int = 0  # kept at most; 0 keeps none
-    # RL steps between a group's sampling weights and a step learning from it again; 0
-    # reuses none
+    # age of a group's sampling weights, in RL steps, at which it may still be used; 0 uses none
     staleness: int = 0
 
     @property
@@ -177,7 +175,7 @@ class Reuse(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The loading of a policy, and the facts known of it before. None: not known."""
+    """How to load a policy, and what is known about it beforehand. None: not known."""
 
     load: Callable[..., Policy]  # (device=…) → policy
     path: str | None = None  # folder or hub id read by `load`
@@ -186,7 +184,7 @@ class ModelSpec:
     lora: LoRA | None = None
     interruption: str | None = None
     gradient_checkpointing: bool | Literal["auto"] | None = None
-    origin: str | None = None  # of a policy loaded already: the source of its weights
+    origin: str | None = None  # where the weights of an already loaded policy are from
     suggests: Mapping[str, Any] = field(default_factory=dict)  # numbers for the other groups
 
     def __call__(self, **settings: Any) -> Policy:
@@ -195,12 +193,12 @@ class ModelSpec:
 
     @property
     def rank(self) -> int:
-        """Of the adapters; 0 trains all weights."""
+        """Rank of the adapters; 0 trains all weights."""
         return self.lora.rank if self.lora else 0
 
     @property
     def hub(self) -> dict[str, Any]:
-        """The settings of a download beside the path."""
+        """The settings of a download, besides the path."""
         return {"revision": self.revision, "trust_remote_code": bool(self.trust_remote_code)}
 
 
@@ -259,7 +257,7 @@ class RolloutRun(NamedTuple):
 @safe("model", "system_prompt")
 @ranges(max_turns=(1, None), max_calls=(1, None), max_chars=(1, None), timeout=(0.001, None))
 class AgentRun(NamedTuple):
-    """A question answered with tools: who answers, and the limits."""
+    """A question to answer with tools: the model that answers, and its limits."""
 
     tools: Sequence[str]  # names of shipped tools, or module.function
     model: ModelSpec
@@ -350,9 +348,9 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
     """The experiment, and all of its phases, with `algorithm/correction=auto` settled for this
     run.
 
-    None if `exact`: the check before the first step found the engine's log-probs equal to the
-    trainer's, in float32, and every step samples with the weights it then trains: the sampler is
-    the old policy. None too if the ratio of the loss is to the sampler itself. Else the token
+    There is no correction if sampler and old policy are the same: the check before the first step
+    found `exact` log-probs, in float32, and every step samples with the weights it then trains.
+    There is none either if the ratio of the loss is to the sampler itself. Else it is the token
     factor truncated at 2.
     """
 
@@ -371,8 +369,7 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
 
 def correction_in_words(x: Experiment, *, exact: bool) -> str:
-    """A line on the settled `algorithm/correction=auto`, or nothing if no phase has
-    it."""
+    """A line on how `algorithm/correction=auto` was settled; empty if no phase has it."""
     automatic = [phase.algorithm for phase in phases(x).values() if _automatic(phase.algorithm)]
     said = dict.fromkeys(
         _settled(algorithm, exact=exact, staleness=x.staleness)[1] for algorithm in automatic
@@ -381,7 +378,7 @@ def correction_in_words(x: Experiment, *, exact: bool) -> str:
 
 
 def kl_in_words(x: Experiment) -> str:
-    """The KL of an experiment as it begins, as `k3 × 0.05 in the loss`, or none."""
+    """The KL at the start of an experiment, such as `k3 × 0.05 in the loss`, or `none`."""
     if not x.needs_reference:
         return "none"
     coef = x.kl.coef.init()["value"] if isinstance(x.kl.coef, Controller) else x.kl.coef

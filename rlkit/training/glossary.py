@@ -18,14 +18,14 @@ class Entry(NamedTuple):
     means: str
     unit: str
     usual: str  # the healthy range
-    act: str  # to be done outside of it
+    act: str  # what to do outside the healthy range
 
 
 class Section(NamedTuple):
     """Metrics read together."""
 
     title: str
-    computed: tuple[str, ...]  # their functions
+    computed: tuple[str, ...]  # the functions that compute them
     entries: tuple[Entry, ...]
 
 
@@ -48,7 +48,7 @@ def _entry(names: str, said: dict[str, str]) -> Entry:
 
 
 def meaning_of(metric: str) -> Entry | None:
-    """The entry of a metric, one with its very name before one with words in capitals.
+    """The entry of a metric. An exact name goes before a name with words in capitals.
 
     >>> meaning_of("reward/format/mean").unit
     'units of the term'
@@ -63,8 +63,8 @@ def meaning_of(metric: str) -> Entry | None:
 
 @functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
-    """A name with words in capitals as an expression: NAME takes the rest of the name, any other
-    word one level of it."""
+    """A regular expression for a name with words in capitals: NAME matches the rest of the metric's
+    name, any other word one level of it."""
     parts = (
         {"NAME": ".+"}.get(p, "[^/]+") if p.isupper() else re.escape(p)
         for p in re.split(r"([A-Z]{4,})", name)

@@ -31,20 +31,19 @@ def experience(
     version: int | None = None,
     clock: Clock | None = None,
 ) -> tuple[list[Rollout], list[Rollout], StreamState]:
-    """All scored episodes of a step, the ones to train on, and the stream of prompts behind
-    them.
+    """All scored episodes of a step, the ones to train on, and the state of the stream of prompts
+    after them.
 
-    With `max_refills` the episodes to train on are the groups accepted by the group filter, of as
-    many rounds of further prompts as it takes to have batch.prompts of them (dynamic sampling,
-    DAPO, Yu et al. 2025, section 3.2). If the filter accepts none, they are all episodes, and the
-    filter leaves nothing to train on. If the advantage asks for `greedy_rewards`, each task is also
-    played once greedily; of this rollout only the reward is kept, as `greedy_reward` of the task's
-    others.
+    With `max_refills` only groups that the group filter accepts are trained on, and further prompts
+    are played until there are batch.prompts such groups (dynamic sampling, DAPO, Yu et al. 2025,
+    section 3.2). If the filter accepts none, all episodes are returned, and the filter later leaves
+    nothing to train on. If the advantage asks for `greedy_rewards`, each task is also played once
+    greedily; only the reward of this rollout is kept, as `greedy_reward` of the task's others.
 
     Args:
       x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done
         before this one.
-      version: RL steps done by the weights; None: as many.
+      version: RL steps done by the sampling weights; None: `step`.
       clock: takes the seconds of the parts.
     """
     place: Any = {"step": step, "version": version, "clock": clock or Clock()}
@@ -55,7 +54,7 @@ def experience(
         if not missing:
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed, sampler=x.sampler)
-        drawn = copied(drawn)  # a callback's changes in a rollout's task are gone with the step
+        drawn = copied(drawn)  # a callback may change a rollout's task, but not the run's
         first = len(sampled) // x.batch.group_size
         rollouts = scored(x, policy, drawn, first=first, **place)
         if asks(x.algorithm.advantage, "greedy_rewards"):
@@ -89,7 +88,7 @@ def scored(
     """Episodes sampled from the current policy, with their rewards. `first`: position of the first
     task in the step.
 
-    Every rank plays the episodes of some of the tasks, and all ranks get all of them.
+    Every rank plays the episodes of some tasks, and gets the episodes of all.
     """
 
     def own(tasks: Sequence[Task], begin: int) -> list[Rollout]:
@@ -121,7 +120,7 @@ def scored(
 
 
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
-    """The groups kept, whole or in part, by the group filter."""
+    """The groups of which the group filter keeps at least one rollout."""
     given = assemble(rollouts, pad_token_id=policy.pad_token_id).quantities
     kept = {
         r.group

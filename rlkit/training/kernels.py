@@ -1,5 +1,5 @@
-"""The engine and the kernels of a run's decoding and updates: the kernels are decided once, said
-in one line, noted in run.json, and kept when the run goes on."""
+"""Which engine and kernels a run decodes and updates with. A run decides its kernels once, prints
+them in one line, notes them in run.json, and keeps them when it is resumed."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from rlkit.types import KernelEngine, SharedEngine
 
 OTHER_RANK = "as another process of the run"
 SHARDS = "the weights lie in shards"
-LARGE = 4_000_000_000  # from so many parameters on a GPU's engine should be vLLM's
+LARGE = 4_000_000_000  # parameters; from here on a GPU should sample with vLLM
 
 
 def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
-    """`decoding` and `updates` → eager or fused. An engine with kernels of its own has no word for
-    its decoding."""
+    """`decoding` and `updates` → eager or fused. `decoding` is absent for an engine with kernels of
+    its own."""
     updates: dict[str, str] = {"updates": update_kernel(model)}
     if not isinstance(engine, KernelEngine):
         return updates
-    # the decoder may be the one of before
+    # the decoder may still be the previous one
     decoding = "eager" if engine.kernel == "eager" else engine.decodes
     return ({"decoding": decoding} if decoding else {}) | updates
 
 
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
-    """Settle `auto` for the whole run, alike on all ranks, and give a line saying so
-    with the reason for a fallback. On a GPU a line on the engine stands before it.
+    """Settle `auto` for the whole run, equally on all ranks. Return a line that names the kernels
+    and the reason for a fallback; on a GPU, after a line on the engine.
 
-    Call it when the engine has been given weights. `sharded`: they will lie in shards, which
-    compiled code cannot read.
+    Call it once the engine has its weights. `sharded`: the weights will lie in shards, and compiled
+    code cannot read these.
     """
     own = engine if isinstance(engine, KernelEngine) else None
     decodes = own.decodes if own else None
@@ -60,7 +60,7 @@ def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
 
 
 def engine_line(engine: Any, device: torch.device, parameters: int) -> str:
-    """`engine: Cached, which …`: the engine of a run on a GPU and why it is used; empty on a CPU.
+    """`engine: Cached, which …`: the engine of a run on a GPU, and how it decodes; empty on a CPU.
 
     From LARGE parameters on, the line advises vLLM instead of an engine of this process.
     """
@@ -94,11 +94,11 @@ def kernels_line(engine: Any, model: Any) -> str:
 def keep_kernels(
     engine: Any, model: Any, state: Mapping[str, Any], critic: Any = None
 ) -> list[str]:
-    """Go on with the kernels named by a checkpoint, if the config leaves them open; what a
-    user should know, as sentences."""
+    """Keep the kernels named by a checkpoint, if the config leaves them open. Return sentences for
+    the user."""
     before = kernels_in_use(engine, model)
     said = []
-    kernel = state["kernel"]  # None of an engine with kernels of its own
+    kernel = state["kernel"]  # None if the engine has kernels of its own
     if kernel and isinstance(engine, KernelEngine):
         said.append(engine.go_on_with(kernel))
         if (
@@ -124,7 +124,7 @@ def choices_of(engine: Any, model: Any) -> dict[str, Any]:
 
 
 def note_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Add `choices_of` to the part of run.json on the process at work in the folder; a folder
+    """Add `choices_of` to the entry of run.json for the process that works in the folder. A folder
     without run.json stays as it is."""
     path = folder / "run.json"
     try:

@@ -1,5 +1,5 @@
-"""The learner: policy, critic, references, optimizers and all else with an effect on the steps to
-come, as one value. There is one training loop; it stands in `Learner`."""
+"""The learner: one value with policy, critic, references, optimizers and everything else that
+affects later steps. The only training loop is in the docstring of `Learner`."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class Learner:
     This gives the weights of `rlkit train`, bit for bit. The rollouts may come from anywhere, if
     they are scored: from `rlkit.collect` and `rlkit.score`, or from an engine running ahead.
 
-    Everything with an effect on the future is explicit: the weights and the optimizers, `rl_step`,
-    `progress` (phase and controllers), `moments` (of the rewards), `kept` (references and teachers)
-    and `micro` (micro-batches). After a step `metrics` holds its row, `rollouts` the scored
-    episodes and `trained` the ones in `batch`.
+    Its state is explicit: the weights and the optimizers, `rl_step`, `progress` (phase and
+    controllers), `moments` (of the rewards), `kept` (references and teachers) and `micro`
+    (micro-batches). After a step `metrics` holds its row, `rollouts` the scored episodes and
+    `trained` the ones in `batch`.
 
     Args:
       experiment: the whole run. policy: trained in place, in evaluation mode.
       exact: whether the engine was found to give the trainer's log-probs; decides what
         algorithm/correction=auto means.
-      host: who computes. A precision other than the weights' is the caller's: `with
-        autocast(x, device, updates=True)`.
-      critic, optimizers: in place of the experiment's; optimizers of the policy and,
-        if there is one, of the critic.
+      host: how to run forward, backward and optimizer step. For a precision other than the weights'
+        the caller writes `with autocast(x, device, updates=True)`.
+      critic, optimizers: in place of the experiment's; optimizers of the policy and, if there is
+        one, of the critic.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Learner:
         self.moments = Moments()  # of all rewards so far
         # a few rollouts of the first step, with their log-probs at the start
         self.start: drift.Few | None = None
-        # version (RL steps done) → steps of the policy's optimizer until then, of the last ones
+        # version (RL steps done) → steps of the policy's optimizer until then; latest versions only
         self.updates = {0: 0}
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
@@ -107,7 +107,7 @@ class Learner:
         self.configured = experiment
         self.exact = exact
         self.experiment = settle_correction(experiment, exact=exact)
-        # name → its whole experiment; one without a name if there are no phases
+        # name of a phase → its whole experiment; "" is the only one if there are no phases
         self.phases = schedules.phases(self.experiment)
 
     def begin(self) -> Experiment:
@@ -148,7 +148,7 @@ class Learner:
         self.tokens += int(self.batch.attention_mask.sum())
         metrics = step_metrics(u, done, self.rollouts, self.updates, self.tokens)
         metrics |= schedules.metrics(self.experiment, self.progress)
-        self.metrics = ranks.broadcast(lambda: metrics)  # its clock; everything else is equal
+        self.metrics = ranks.broadcast(lambda: metrics)  # seconds differ between ranks
         self.clock.end()
         return self.metrics
 
@@ -172,10 +172,10 @@ class Learner:
         )
 
     def advance(self) -> str:
-        """The consequences of a step's metrics, once a step: controllers move, and perhaps the next
-        phase begins; then a line says so.
+        """Draw the consequences of a step's metrics, once a step: controllers move, and perhaps the
+        next phase begins. Return a line if it does.
 
-        `begin` and `saved` call it; before that `metrics` may be added to, as evaluations do.
+        `begin` and `saved` call it. Until then callbacks may add to `metrics`, as evaluations do.
         """
         before = self.progress
         if before.step == self.rl_step:
@@ -208,16 +208,16 @@ class Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, of a checkpoint too. A learner of the same experiment then goes on bit for
-        bit."""
+        """Restore a `state_dict`, or a checkpoint of `rlkit train`. A learner of the same
+        experiment then continues bit for bit."""
         self.load(state)
         self.nets.load_state_dict(state["state_dict"], strict=False)
         for own, saved in zip(self.optimizers.made, state["optimizer_states"], strict=True):
             own.load_state_dict(saved)
 
     def saved(self) -> dict[str, Any]:
-        """The content of a checkpoint beside weights and optimizers, as plain types and tensors. A
-        collective if there are shards."""
+        """The content of a checkpoint except weights and optimizers, as plain types and tensors.
+        With shards, all ranks must call it."""
         self.advance()
         return {
             "rl_step": self.rl_step,
@@ -234,8 +234,8 @@ class Learner:
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Puts it back, before the weights: references from the begin of the run start from the
-        ones of model.path."""
+        """Restore what `saved` returned. Call it before loading the weights: references that began
+        with the run are made from the weights of model.path."""
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1
         self.moments, self.updates = Moments(*state["moments"]), dict(state["updates"])

@@ -1,11 +1,11 @@
-"""Loggers: functions from the run folder and the RL step the run stands at to a Lightning
-logger; a run may have several.
+"""Loggers: functions of the run folder and the current RL step that make a Lightning logger. A run
+may have several.
 
     logger=tensorboard    logger=[tensorboard,wandb]    logger=mlflow    logger=trackio
                           logger=none
 
-metrics.jsonl is written with any of them. Below them: how a text, a table, a histogram and the
-final figures of a run are said to each.
+metrics.jsonl is written with any of them. Below the loggers are functions to log a text, a table, a
+histogram and the final figures of a run.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def mlflow(
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         uri = Path("mlruns").absolute().as_uri()
-        # MLflow 3 asks whether files are meant
+        # MLflow 3 refuses a store of files unless it is allowed
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from lightning.pytorch.loggers import MLFlowLogger
 
@@ -180,10 +180,10 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
 
 
 def known_id(run: Path, name: str) -> str | None:
-    """The name of a run at a logger's service, written by `keep_id`; None without one.
+    """The id of this run at a logger's service, as written by `keep_id`; None if there is none.
 
-    A file of another run, or a damaged one, goes to aside/: this run must not go on in the
-    other's place.
+    A file of another run, or a damaged one, goes to aside/, so that this run does not write into
+    the other run's page.
     """
     if not (run / name).exists():
         return None
@@ -200,13 +200,13 @@ def known_id(run: Path, name: str) -> str | None:
 
 
 def keep_id(run: Path, name: str, known: str) -> None:
-    """Writes the name of a run at a logger's service, and this run's identity behind it."""
+    """Write the id of this run at a logger's service, followed by this run's identity."""
     write_atomic(run / name, f"{known} run={read_identity(run)}\n".encode())
 
 
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
-    """Raises ConfigError for a logger without its package: it is made when the model is loaded
-    already."""
+    """Raise ConfigError for a logger without its package now, because a logger is made only after
+    the model is loaded."""
     for make in loggers.values():
         function = plain(make)
         if function in (wandb, mlflow, trackio):
@@ -237,8 +237,8 @@ CALLS = (
 
 
 def tolerant(logger: Any) -> Any:
-    """The same logger, but its calls report a failure instead of raising it: a full disk, an
-    absent server, a package's own error."""
+    """The same logger, but its calls report a failure (a full disk, an absent server, an error of
+    the package) instead of raising it."""
     for name in CALLS:
         if hasattr(logger, name):
             setattr(logger, name, missed(logger)(getattr(logger, name)))
@@ -250,8 +250,8 @@ def tolerant(logger: Any) -> Any:
 
 
 def _thread_failed(before: Callable[..., Any], args: Any) -> None:
-    """A failed thread of a logger: its next call reports the failure, without a
-    traceback."""
+    """Print no traceback if a thread of a logger failed on writing; the logger's next call reports
+    the failure."""
     if args.exc_value is None or unwritable(args.exc_value) is None:
         before(args)
 
@@ -272,11 +272,11 @@ def missed(logger: Any) -> Iterator[None]:
             logger._experiment = None
 
 
-# ------------------------------------------------------------------------- what is no single number
+# --------------------------------------------------------------------- texts, tables and histograms
 
 
-# A logger is known by the methods of its own: `log_table` is W&B's and Trackio's, `histogram` is
-# Trackio's, `log_text` theirs and MLflow's client's.
+# A logger is recognised by its methods: W&B and Trackio have `log_table`, Trackio has `histogram`,
+# and all three services have `log_text`, MLflow in its client.
 
 
 def _is_tensorboard(logger: Any) -> bool:

@@ -31,12 +31,13 @@ from rlkit.types import (
 )
 
 NAN = float("nan")
-# the terms kept of the first update
+# the terms of the first update that are kept
 BEFORE = ("ratio", "logprobs", "logprobs_sampler", "logprobs_ref", "versions", "owners")
 
 
 class UpdateTerms:
-    """Per-token terms of all micro-batches of an RL step, masked tokens only, on one line each."""
+    """Per-token terms of all micro-batches of an RL step: for each name, one flat tensor of the
+    trained tokens."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[Tensor]] = defaultdict(list)
@@ -47,7 +48,7 @@ class UpdateTerms:
         self.first: dict[str, Tensor] = {}
         self.reference: dict[str, float] = {}  # what the reference's update measured
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
-        # tokens of the rows; those of them computed, each shared one once; with padding
+        # tokens of the rows; tokens computed, shared ones once; the same with padding
         self.read = self.packed = self.padded = 0
 
     def add(
@@ -91,8 +92,7 @@ class UpdateTerms:
         self.padded += padded if packed.segments is None else len(packed.ids)
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
-        """An optimiser step of the policy or the critic was taken, or left out since its norm is
-        not finite."""
+        """Note an optimiser step of the policy or the critic, skipped if its norm is not finite."""
         if not self.first:  # a rank may have had none of the tokens
             self.first = {
                 name: torch.cat(self.tokens[name]) for name in BEFORE if self.tokens[name]
@@ -109,12 +109,12 @@ class UpdateTerms:
         return vars(self) | {"tokens": defaultdict(list, tokens)}
 
     def back_to(self, taken: dict[str, Any]) -> None:
-        """Takes out all that was added since."""
+        """Remove everything added since `taken` was called."""
         vars(self).update(taken)
 
     def gather(self) -> None:
-        """Adds the tokens of all other ranks, in one exchange: then every metric is of the whole
-        batch. Once, at the end."""
+        """Add the tokens of all other ranks, in one exchange, so that every metric is of the whole
+        batch. Call it once, after the last update."""
         if ranks.size() == 1:
             return
         own = {name: torch.cat(parts).cpu() for name, parts in self.tokens.items() if parts}
@@ -152,21 +152,21 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
     """A fixed set of keys for every algorithm; nan if a quantity does not exist in this step.
 
     loss/*            summed loss, policy term
-    policy/entropy    nats per sampled token, in the updates; before them if all were skipped
+    policy/entropy    nats per sampled token in the updates, or before them if all were skipped
     ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is
                       on-policy; nan unless algorithm.old=trainer)
     clip/*            share of the tokens left without gradient by the loss's own clip: low_frac
                       with a ratio below 1, high_frac above; the same tokens as positive_frac and
                       negative_frac by the sign of the advantage. capped_frac: the weight is
                       bounded, the gradient stays. nan if a loss declares no rule
-                      (`rlkit.types.clips`). They measure the step's own updates, and are blind to
-                      the age of the samples: the ratio is to the trainer's pass, unless
-                      algorithm.old is another
+                      (`rlkit.types.clips`). They show the step's own updates and not the age of the
+                      samples, because the ratio is to the trainer's pass before the updates (unless
+                      algorithm.old names another policy)
     kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's
                       updates
-    kl/old            mean over the step's updates of KL(before the step‖now), each taken before its
-                      own optimiser step: 0 with one update a step, nan where algorithm.old saved
-                      the pass before it, and never with the last one in it
+    kl/old            mean over the step's updates of KL(before the step‖now), measured before each
+                      optimiser step. So it leaves out the last one, and is 0 with one update a
+                      step; nan if algorithm.old needs no pass before the updates
     kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start:
                       KL(the start‖after the last update), on rollouts of the first step
                       (rlkit.training.drift); k3, nats per token
@@ -186,8 +186,8 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
     streams/NAME      per-token loss of a stream beside the reward's, over its own tokens: a
                       divergence, or -log π, in nats
     PART/NAME         measured by a part of PARTS (rlkit.algorithm) itself: the mean over the tokens
-                      trained on, or the rollouts with such a token, of all updates; nan entries
-                      left out. Group filter and overlong rule: over all sampled rollouts
+                      trained on, or the rollouts with such a token, of all updates, without nan
+                      entries. For the group filter and the overlong rule: over all sampled rollouts
     Raises: PartError if the name of a part's metric is taken.
     """
     values = {
@@ -213,10 +213,10 @@ def _joined(row: Mapping[str, Any], others: Mapping[str, float], said: str) -> d
 
 
 def counted(value: Tensor, batch: Batch) -> Tensor:
-    """The counted entries of a term or a metric, [M]: of trained tokens, of rollouts with a trained
-    token, or a number for each token.
+    """The entries of a term or a metric that count, [M]: those of trained tokens, or of rollouts
+    with a trained token. A single number counts once for each trained token.
 
-    So the sums and counts of a batch's parts add up to the whole's, however it is split.
+    So the sums and counts of a batch's parts add up to those of the batch, however it is split.
     """
     mask = batch.response_mask
     if value.dim() == 0:
@@ -233,13 +233,13 @@ def as_number(name: str, value: Any) -> float:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise PartError(
-            f"the metric {name!r} is {type(value).__name__}, not a number; give one number a name"
+            f"the metric {name!r} is {type(value).__name__}, not a number; give one number per name"
         ) from None
 
 
 def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """A step's row with the metrics of its callbacks: those they wrote into it, as plain numbers or
-    texts, and the means of those they logged on any rank.
+    """A step's row with the metrics of its callbacks: numbers and texts that they wrote into it,
+    and means of the values that they logged on any rank.
 
     Raises: PartError for anything else, and for a logged name already in the row.
     """
@@ -256,7 +256,7 @@ def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> d
 
 
 def _of_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    # they saw all that was sampled, before they took anything out
+    # these parts see all sampled rollouts, before any is taken out
     sampled = ("group_filter", "overlong")
     found = {
         n: counted(v, batch.whole() if n.startswith(sampled) else batch)
@@ -383,18 +383,18 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
 def staleness_metrics(
     batch: Weighted, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
 ) -> dict[str, float]:
-    """How far the sampling weights were behind the learning ones, over trained tokens and before
-    any correction.
+    """How far the sampling weights were behind the trained ones, over trained tokens, before any
+    correction.
 
     staleness/steps_mean, _max     RL steps behind (differences of versions); updates_mean: steps of
                                    the policy's optimiser behind
-    staleness/kl                   KL(sampler‖before the update), k3, nats per token, of old weights
-                                   and of the engine together
+    staleness/kl                   KL(sampler‖before the update), k3, nats per token: the effect of
+                                   old weights and of the engine together
     staleness/ess_seq, chi2_seq    effective share and chi-square of rollouts' weights, chi2_token
                                    of tokens' (`effective_sample_size`)
     staleness/out_of_bounds_frac   share of tokens with a weight outside 1/2 … 2
-    mismatch/*                     here of the tokens alone sampled by the trained weights; nan
-                                   without any
+    mismatch/*                     here only of tokens that the trained weights sampled; nan without
+                                   any
 
     Args:
       step: RL steps done before this one. updates: version → optimiser steps until then.
@@ -462,7 +462,7 @@ def _advantages(batch: Weighted) -> dict[str, float]:
 def _scale(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     if not batch.response_mask.any():
         return {"scale/mean": NAN, "scale/zero_frac": NAN}
-    measured = terms.get("scale")  # of every update, where it follows the policy
+    measured = terms.get("scale")  # of every update, if the scale changes with the policy
     values = batch.scale[batch.response_mask].float() if measured is None else measured
     return {
         "scale/mean": float(values.mean()),
@@ -505,15 +505,15 @@ class Clock:
     """Seconds of the named parts of a step; "model" is the share of the model in all of them, as
     `performance` defines it.
 
-    between: seconds from the end of the step before, when callbacks logged and saved; evaluations
-    aside.
+    between: seconds since the end of the step before, in which callbacks logged and saved, without
+    evaluations.
     """
 
     def __init__(self, between: float = 0.0) -> None:
         self.started = time.perf_counter()
         self.between = between
         self.ended: float | None = None
-        self.current = ""  # the part under way, the innermost
+        self.current = ""  # the innermost part under way
         self.sessions: list[float] = []  # seconds that each episode spent in its session
         self.engine: dict[str, float] = {}  # figures of the engine after its last sampling
         # seconds for which decoding stood still, waiting for an answer of a session
@@ -540,8 +540,8 @@ class Clock:
 
     @contextmanager
     def sampling(self, engine: Any) -> Iterator[None]:
-        """Around a collect: the time its engine was busy counts as "model", all else as
-        "environment": sessions, tools, templates."""
+        """Measure a block that collects episodes: the time in which the engine was busy counts as
+        "model", all else (sessions, tools, templates) as "environment"."""
         begun = time.perf_counter()
         before = _figures(engine)
         with self.part("generate"):
@@ -568,7 +568,7 @@ class Clock:
         return time.perf_counter() - self.started
 
 
-ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # figures of an engine with metrics of perf/
+ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # an engine's figures shown as perf/ metrics
 
 
 def _figures(engine: Any) -> dict[str, float]:
@@ -600,15 +600,15 @@ def peak_memory(device: torch.device) -> float:
 def performance(
     batch: Weighted, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device
 ) -> dict[str, float]:
-    """Wall-clock figures of a step, and the savings of packing in its updates; a comparison of runs
-    for identity leaves all of perf/* out.
+    """Wall-clock figures of a step, and the savings of packing in its updates. Ignore perf/* when
+    you check whether two runs are identical.
 
-    perf/outside_model_frac = 1 - model / (step + the time between it and the one before), in [0,
-    1]. "model" is the engine at work (passes, draws and the slots they need, from the call of the
-    decoder until the host has its completions: on a GPU, and in a fused step, no finer line can be
-    drawn), the passes over given tokens, backward and optimisers. Outside are the service around
-    the engine, environment, tools, templates and tokenizer, rewards, assembly, advantages, metrics,
-    callbacks, loggers and the loop.
+    perf/outside_model_frac = 1 - model / (step + time since the step before), in [0, 1]. "model" is
+    the engine's work (passes, draws and the slots they need, from the call of the decoder until the
+    host has its completions; on a GPU and in a fused step they cannot be told apart), the passes
+    over given tokens, backward and optimisers. Outside are the service around the engine,
+    environment, tools, templates and tokenizer, rewards, assembly, advantages, metrics, callbacks,
+    loggers and the loop.
 
     `tokens`: of the run so far.
     """
@@ -627,7 +627,7 @@ def performance(
         "perf/session_s_max": max(clock.sessions, default=NAN),
         "perf/late_s": clock.late,
         "perf/captured_shapes": clock.engine.get("captured_shapes", NAN),
-        # elsewhere it waits for others
+        # on a GPU, or with several ranks, this process waits for others
         "perf/update_processor_s": (
             clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN
         ),
@@ -639,8 +639,8 @@ def performance(
 
 
 def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
-    """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the
-    share of them trained on."""
+    """batch/rollouts: number of rollouts trained on. group/sampled: prompts of the step.
+    group/acceptance_rate: share of these prompts that is trained on."""
     groups = len({r.group for r in sampled})
     return {
         "batch/rollouts": len(trained),

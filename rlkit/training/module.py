@@ -30,8 +30,8 @@ from rlkit.types import Policy, Task
 
 
 class Steps:
-    """Yields the RL steps still to do. Sized and stateful: then Lightning neither prefetches
-    nor repeats; its state is the module's count of steps, unmoved by a dropped step."""
+    """Yields the RL steps still to do. It has a length and a state, so that Lightning neither
+    prefetches nor repeats. The state is the module's count of steps; dropped steps do not count."""
 
     def __init__(self, module: RLModule):
         self.module = module
@@ -47,7 +47,7 @@ class Steps:
         return {"position": self.module.rl_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The module has counted on from its checkpoint already."""
+        """Nothing to do: the module restores its count from the checkpoint itself."""
 
 
 def _of_learner(name: str) -> Any:
@@ -65,8 +65,8 @@ class RLModule(L.LightningModule):
     from again (`kept`), the generators and the length of the run; all else is the learner's.
     `source` samples the groups (`rlkit.training.ahead.modes.group_source`). After each step
     `metrics` holds the row to log, `rollouts` the scored episodes and `trained` the ones in
-    `batch`. `mismatch_bound` is the bound of the start's check (`Agreement`); in half
-    precision each row has it.
+    `batch`. `mismatch_bound` is `Agreement.bound` of the check before the first step; in half
+    precision it is in every row.
     """
 
     rl_step, x, experiment, metrics, rollouts = map(
@@ -94,7 +94,7 @@ class RLModule(L.LightningModule):
         self.policy = policy
         self.tasks = tasks
         self.source = source
-        # moved and saved by Lightning
+        # attributes, so that Lightning moves and saves them
         self.model = policy.model
         self.critic = self.learner.critic
         self.constants: dict[str, float] = {}
@@ -103,7 +103,7 @@ class RLModule(L.LightningModule):
         self.flight = Flight()
         self.started = time.perf_counter()
         self.kept: tuple[Group, ...] = ()  # groups to learn from again
-        # whether a stop now loses nothing for good: no update has begun
+        # whether the step can be dropped without loss, because no update has begun
         self.droppable = False
         self.before: dict[str, Any] | None = None  # generators at the start of the step under way
         self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
@@ -126,8 +126,8 @@ class RLModule(L.LightningModule):
         self.clock.end()
 
     def take_groups(self) -> tuple[StepGroups, dict[str, float]]:
-        """The groups of the step to come, and figures of them. Until they are there,
-        `drop_step` can take the step back: nothing but the generators has moved."""
+        """The groups of the next step, and figures about them. Until it returns, `drop_step` can
+        undo the step, because only the generators have moved."""
         learner = self.learner
         learner.begin()
         self.before = rng.state()
@@ -146,25 +146,25 @@ class RLModule(L.LightningModule):
         return groups, figures
 
     def log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        """A metric of one's own: `module.log("mine/share", 0.5)` in any hook of a callback.
+        """Log a metric of your own: `module.log("mine/share", 0.5)` in any hook of a callback.
 
-        The mean of the values logged under a name since the row before, over all ranks, stands in
-        the step's row of metrics.jsonl, in metrics.csv and in every logger. Lightning's further
-        arguments change nothing.
+        The step's row in metrics.jsonl, in metrics.csv and in every logger gets the mean of all
+        values logged under this name since the last row, over all ranks. Lightning's other
+        arguments have no effect.
 
         Raises: PartError if the value is no single number.
         """
         self.logged.setdefault(name, []).append(as_number(name, value))
 
     def drop_step(self) -> None:
-        """Back to the begin of the step under way. Rollouts and their rewards move nothing but the
-        generators."""
+        """Undo the step under way: put the generators back. Sampling and scoring move nothing
+        else."""
         if self.before is not None:
             rng.restore(self.before)
             self.before = None
 
     def step_in_lightning(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of one of the learner's optimizers, seen by Lightning."""
+        """Take a step of one of the learner's optimizers through Lightning."""
         known: Any = self.optimizers()
         for own in known if isinstance(known, list) else [known]:
             if own.optimizer is optimizer:
@@ -187,7 +187,7 @@ class RLModule(L.LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         learner = self.learner
-        # again: the weights may lie in shards by now
+        # made again, because the weights may lie in shards by now
         learner.optimizers.made = make_optimizers(learner.experiment, self.model, self.critic)
         return learner.optimizers.made
 
@@ -210,20 +210,20 @@ class RLModule(L.LightningModule):
             with self.trainer.strategy.precision_plugin.forward_context():
                 probe_memory(self.learner.record(), self.tasks)
         self.droppable = False
-        # resumed for its last files alone; the loop would wait for a batch for ever
+        # a finished run, resumed only to write its last files; the loop would wait for ever
         if self.rl_step >= self.total_steps:
             self.trainer.should_stop = True
-        if ranks.rank() < len(self.generators):  # only now: setting up draws from them
+        if ranks.rank() < len(self.generators):  # not earlier: the setup draws random numbers
             rng.restore(self.generators[ranks.rank()])
-        elif ranks.rank():  # the checkpoint knows no such rank, or there is none
+        elif ranks.rank():  # the checkpoint has no such rank, or there is no checkpoint
             rng.seed(mix(self.experiment.seed, self.rl_step, ranks.rank()))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.fill(checkpoint, ranks.gather(rng.state))
 
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
-        """Adds to a checkpoint everything unknown to Lightning, and takes the frozen base out.
-        `generators`: of the ranks, in order."""
+        """Add all state that Lightning does not know to a checkpoint, and remove the frozen base.
+        `generators`: one state per rank, in order."""
         checkpoint["state_dict"] = trained_state(checkpoint["state_dict"], self.model)
         own = {"generators": generators, "kept": [pack_rollouts(group) for group in self.kept]}
         checkpoint["rlkit"] = self.learner.saved() | self.source.state(self.flight) | own

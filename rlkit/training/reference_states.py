@@ -23,8 +23,9 @@ from rlkit.types import Reference
 class ReferenceStates:
     """The state of every reference and teacher (`rlkit.types.Reference`).
 
-    A phase of a schedule with a reference of its own owns it from its first step on; all others use
-    the run's, with the owner "". A teacher belongs to a part of a mixture, or to all prompts ("").
+    A phase with a reference of its own is the owner of that reference from the phase's first step
+    on. All other phases use the run's reference, whose owner is "". A teacher belongs to a part of
+    a mixture, or to all prompts ("").
 
     Args:
       experiment: of the whole run. model: of the policy.
@@ -33,10 +34,10 @@ class ReferenceStates:
     def __init__(self, experiment: Experiment, model: nn.Module):
         self.experiment = experiment
         self.model = model
-        # name → its whole experiment; one without a name if there are no phases
+        # name of a phase → its whole experiment; "" is the only one if there are no phases
         self.phases = schedules.phases(experiment)
         self.phase = next(iter(self.phases))
-        # makes shards of a model, if the policy lies in shards
+        # shards a model in place; None unless the policy is sharded
         self.lay_out: Callable[[Any], None] | None = None
         self.references: dict[str, Any] = {}
         if any(x.needs_reference for name, x in self.phases.items() if not self.owner_of(name)):
@@ -69,8 +70,8 @@ class ReferenceStates:
         return self.phases[owner].reference if owner else self.experiment.reference
 
     def enter(self, progress: Progress, reference: Reference) -> bool:
-        """The phase named by `progress` begins; whether its reference starts from the policy as
-        it is now. References unused by later phases are let go."""
+        """Begin the phase named by `progress`. Return whether its reference starts from the present
+        policy. References that no later phase uses are dropped."""
         names = list(self.phases)
         self.phase = names[progress.phase]
         fresh = bool(self.owner) or "reference" in schedules.resets(self.experiment, progress)
@@ -96,7 +97,7 @@ class ReferenceStates:
 
     @contextmanager
     def _as_policy(self, given: Any) -> Iterator[Any]:
-        """A model to score with, computed as the policy's updates, also after a resume."""
+        """A model to score with, using the kernel of the policy's updates, also after a resume."""
         with given as model:
             if isinstance(model, nn.Module):
                 trunk, own = (trunk_and_head(one)[0] for one in (model, self.model))
@@ -108,11 +109,11 @@ class ReferenceStates:
         return is_policy(reference, self.references.get(self.owner), self.model)
 
     def move(self, reference: Reference, *, step: int, kl: float) -> dict[str, float]:
-        """After the updates of a step: the reference in use and the teachers follow the policy;
-        the metrics of the reference's update.
+        """Update the reference in use and the teachers after a step's updates. Return the metrics
+        of the reference's update.
 
         Args:
-          step: RL steps done, this one included. kl: to the reference, the step's mean.
+          step: RL steps done, this one included. kl: the step's mean KL to the reference.
         """
         measured: dict[str, float] = {}
         if self.owner in self.references:
@@ -127,8 +128,8 @@ class ReferenceStates:
         return measured
 
     def shard(self, mesh: Any, *, mixed: bool) -> None:
-        """Lays the policy in shards over the ranks of a mesh (FSDP2), and references and teachers
-        as it is. The critic stays whole: one backward, one root.
+        """Shard the policy over the ranks of a mesh (FSDP2), and references and teachers in the
+        same way. The critic stays whole, because a backward pass allows one FSDP root.
 
         Args:
           mixed: whether whole weights are gathered in bfloat16.
@@ -140,11 +141,12 @@ class ReferenceStates:
         self.teachers = {part: self._laid_out(state) for part, state in self.teachers.items()}
 
     def _laid_out(self, state: Any) -> Any:
-        """A state as the policy is: sharded or not."""
+        """The state, sharded if the policy is."""
         return state if self.lay_out is None else shard_state(state, self.model, self.lay_out)
 
     def saved(self) -> dict[str, Any]:
-        """For a checkpoint, as plain types and tensors. A collective if there are shards."""
+        """All states for a checkpoint, as plain types and tensors. With shards, all ranks must call
+        it."""
         return {
             "references": {
                 owner: ranks.full_tensors(self.functions_of(owner).save(state))
@@ -157,7 +159,7 @@ class ReferenceStates:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Puts it back into the states of the entered phase."""
+        """Restore what `saved` returned into the states of the entered phase."""
         self.references = {
             owner: self.functions_of(owner).load(
                 state, self.model, saved["references"].get(owner, {})

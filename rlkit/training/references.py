@@ -1,10 +1,10 @@
 """Reference policies: an (init, update) pair over explicit state, how to score with it, and its
 part of a checkpoint.
 
-`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy, each by a rule of
-its own and all over the same state, `Moving`. Their numbers are keywords of `update`, and a
-schedule reaches them there: `reference.update.decay`. Under LoRA only adapters move, so the
-reference is a second adapter on the one base model; else it is a copy.
+`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy by different rules
+and share the type of their state, `Moving`. Their numbers are keywords of `update`, so a schedule
+finds them as, for example, `reference.update.decay`. Under LoRA only adapters move, so the
+reference is a second adapter on the same base model; else it is a copy.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ADAPTER = "reference"  # name of the second adapter under LoRA
 def moved(
     reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float
 ) -> tuple[Any, dict[str, float]]:
-    """A reference's state after an RL step, and its update's metrics, as reference/NAME.
-    PartError if it gives no state."""
+    """A reference's state after an RL step, and the metrics of its update as reference/NAME.
+    Raises: PartError if the update gives no state."""
     given = reference.update(state, policy, step=step, kl=kl)
     after, metrics = given if isinstance(given, Measured) else (given, {})
     if after is None and state is not None:
@@ -60,13 +60,13 @@ def live() -> Reference:
 def frozen(
     *, path: str | None = None, revision: str | None = None, key: str = "reference.path"
 ) -> Reference:
-    """The policy as it was when this began: at the start of the run, or of the phase that brings
-    it. Or another model: a teacher.
+    """The policy as it was at the start of the run, or of the phase with this reference; or another
+    model, a teacher.
 
-    At the start of the run: under LoRA the state is empty, since the start is the same model with
+    For the start of the run, the state under LoRA is empty, since the start is the same model with
     its adapter off; otherwise it is a copy of the weights, without gradient. Both are made again
-    from model.path on resume and not checkpointed. Later the state is as of a moving reference (a
-    second adapter under LoRA) and is checkpointed.
+    from model.path on resume and not checkpointed. For the start of a later phase, the state is
+    that of a moving reference (a second adapter under LoRA) and is checkpointed.
 
     Args:
       path: another model with the same tokens, in any order: a folder or a hub id; loaded anew on
@@ -87,14 +87,12 @@ def is_start(reference: Reference) -> bool:
 
 
 def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
-    """Whether a reference is known to be the policy as it is now: weights are compared, bit for
-    bit.
+    """Whether a reference is known to equal the present policy, bit for bit.
 
-    True for a shipped reference with the policy's start and equal weights. Under LoRA
-    the base is one and the same, and a reference without an adapter is the policy while every
-    second
-    factor is 0. False for everything else: another model, a reference of the user's own, a policy
-    with dropout. All ranks must call it, and get the same answer.
+    True for a shipped reference that started from the policy and has equal weights. Under LoRA both
+    share the base, and a reference without an adapter equals the policy while every second factor
+    is 0. False for everything else: another model, a reference of the user's own, a policy with
+    dropout. All ranks must call it, and get the same answer.
     """
     ranks.reshard(policy, state.model if isinstance(state, Moving) else state)
     return not ranks.any_rank(not _is_policy(reference, state, policy))
@@ -184,10 +182,10 @@ def on_kl(
     accumulated: Σ of the steps' KL since the last copy > threshold; then the sum starts at 0 again
     distance:    the last step's KL > threshold
 
-    A step's KL is the mean per token of `kl`'s estimator, at the policy before each
-    update of the step. It is a level, the distance from the reference, and not the distance moved
-    in that step. So the accumulated measure adds levels: a policy always 0.05 nats away passes
-    a threshold of 0.5 after 11 steps, and by distance never. A step without a finite KL adds
+    A step's KL is the mean per token of `kl`'s estimator, at the policy before each update of the
+    step. It is the whole distance from the reference, not the distance moved in this step. So the
+    accumulated measure adds up distances: a policy that stays 0.05 nats away passes a threshold of
+    0.5 after 11 steps. With measure=distance it never does. A step without a finite KL adds
     nothing and copies nothing.
 
     Args:
@@ -220,15 +218,15 @@ def _copy_beyond(
 
 
 class Moving(NamedTuple):
-    """The state of a moving reference. Every mapping goes by the policy's own names; `update`
-    writes the tensors in place."""
+    """The state of a moving reference. The keys of every mapping are the policy's own names;
+    `update` writes the tensors in place."""
 
     # averaged in float32 or wider: in bfloat16 a decay of 0.999 moves nothing
     weights: Mapping[str, Tensor]
     # read by scoring: the same tensors, unless the policy is narrower than float32
     scored: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]  # always copies of the policy's
-    # the copy they belong to; None under LoRA: there the policy holds both adapters
+    # the copied model that holds these tensors; None under LoRA: the policy holds both adapters
     model: nn.Module | None
     kl: float = 0.0  # nats since the last copy (on_kl)
 
@@ -236,9 +234,8 @@ class Moving(NamedTuple):
 def shard_state(
     state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]
 ) -> nn.Module | Moving | None:
-    """The state of a reference as shards (rlkit.distributed.ranks.shard): of a model of its own, or
-    of the second adapter of a policy sharded by now. Unchanged if it is so
-    already.
+    """The state of a reference in shards (rlkit.distributed.ranks.shard): of its own model, or of
+    the second adapter in an already sharded policy. A sharded state is returned as it is.
     """
     if isinstance(state, Moving) and state.model is None:
         return _tracked(_twins(policy), {}, None)._replace(kl=state.kl)
@@ -254,15 +251,15 @@ def _moving(name: str, update: Callable[..., Moving]) -> Reference:
 
 
 def _start(policy: nn.Module, **_: Any) -> Moving:
-    """The reference equal to the policy as it is now."""
+    """The state of a reference that equals the present policy."""
     if has_adapters(policy):
         return _tracked(_second_adapter(policy), {}, None)
     return track(ranks.unsharded_copy(policy))
 
 
 def track(model: nn.Module) -> Moving:
-    """The state of a reference in this very model: `follow` writes into it. Only tensors
-    narrower than float32 are copied."""
+    """The state of a reference whose tensors are those of `model`: `follow` writes into them. Only
+    tensors narrower than float32 are copied."""
     return _tracked(dict(model.named_parameters()), dict(model.named_buffers()), model)
 
 
@@ -282,7 +279,7 @@ def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) ->
     decay 0 all is copied, bit for bit."""
     ranks.reshard(
         policy, state.model
-    )  # tensors left gathered by scoring would keep the old weights
+    )  # else weights that scoring has gathered would stay the old ones
     parameters = dict(policy.named_parameters())
     buffers = dict(policy.named_buffers())
     for name, weight in state.weights.items():
@@ -294,7 +291,7 @@ def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) ->
 
 
 def _show(state: Moving) -> None:
-    """The averaged tensors become the scored ones; most often they are the same."""
+    """Copy the averaged tensors to the scored ones, unless they are the same tensors."""
     for name, weight in state.weights.items():
         if weight.data_ptr() != state.scored[name].data_ptr():
             state.scored[name].copy_(weight)
@@ -302,7 +299,7 @@ def _show(state: Moving) -> None:
 
 @contextmanager
 def _model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
-    """The reference's own model; under LoRA the policy with the second adapter, or without any
+    """The reference's own model; under LoRA the policy with the second adapter, or with no adapter
     if the state is None."""
     own = state.model if isinstance(state, Moving) else state
     with torch.no_grad():
@@ -358,7 +355,7 @@ def _second_adapter(policy: Any) -> dict[str, Tensor]:
 
     if ADAPTER not in policy.peft_config:
         on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
-        # its random start is overwritten: nobody else's numbers change
+        # its random start is overwritten, so its draws must not move the generators
         with _gradients_kept(policy), torch.random.fork_rng(devices=on):
             policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[policy.active_adapter]))
             compute_as_base(policy)
@@ -384,8 +381,8 @@ def _twins(policy: Any) -> dict[str, Tensor]:
 
 
 def _activate(policy: Any, adapter: str) -> None:
-    """Switches adapters. PEFT's own switch also decides on training; this stays as it is
-    here."""
+    """Switch adapters. PEFT's own switch also changes which parameters are trained; this one does
+    not."""
     with _gradients_kept(policy):
         policy.set_adapter(adapter)
 
@@ -406,7 +403,7 @@ def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:
 
 
 def _made_again(name: str, init: Callable[..., Any], model: Callable[..., Any]) -> Reference:
-    """One without moves, made again by `init` on resume."""
+    """A reference that never moves; on resume `init` makes it again."""
     return Reference(
         name, init, _keep, model, save=lambda state: {}, load=lambda state, policy, saved: state
     )
@@ -420,7 +417,8 @@ def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
 
 @assumes("same_vocabulary")
 def _load_teacher(policy: Any, *, path: str, revision: str | None, key: str, **_: Any) -> nn.Module:
-    """Another model on the policy's device and in its precision. Its ids become the policy's."""
+    """Another model, on the policy's device and in its precision, with token ids mapped to the
+    policy's."""
     from rlkit.errors import ConfigError
     from rlkit.models import check_vocabulary, pretrained_model
     from rlkit.models.load import check_weights, take_rows

@@ -1,5 +1,5 @@
-"""The choices kept by a resumed run beside its weights: threads, kernels, the size of the engine's
-cache, checkpointing of activations, the correction."""
+"""What a resumed run keeps besides its weights: threads, kernels, the size of the engine's cache,
+checkpointing of activations, the correction."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlkit.types import CachingEngine, Policy
 
 
 def computed_with(x: Experiment, model: nn.Module) -> dict[str, Any]:
-    """The causes of the last bits of a run's numbers: the threads of the CPU, the kernels that
-    decode and update, the size of the engine's cache, and whether updates recompute their
-    activations."""
+    """The settings that affect the last bits of a run's numbers: the threads of the CPU, the
+    kernels of decoding and updates, the size of the engine's cache, and whether updates recompute
+    their activations."""
     engine = x.generation.engine
     kernels = kernels_in_use(engine, model)
     on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU's sums do not depend on them
@@ -42,12 +42,12 @@ def go_on_as_before(
     *,
     exact: bool,
 ) -> None:
-    """Go on with the threads, the kernels, the size of the cache and the checkpointing of
-    activations named by a checkpoint, if the config leaves them open. Print all differences from
-    a new run: these, the correction, trainer.steps.
+    """Keep the threads, the kernels, the size of the cache and the checkpointing of activations
+    named by a checkpoint, if the config leaves them open. Print how the run differs from a new one:
+    in these choices, the correction and trainer.steps.
 
     Args:
-      x: as configured. exact: found by this process of its engine.
+      x: as configured. exact: what this process has found about its own engine.
     """
     state = checkpoint["rlkit"]
     said = []
@@ -55,7 +55,7 @@ def go_on_as_before(
     if x.trainer.threads is None and threads != torch.get_num_threads():
         torch.set_num_threads(threads)  # the same sums in the same order
         said.append(f"computes with {threads} thread(s), as the run did so far")
-    # first, because an update kernel depends on it
+    # activations first, because the update kernel depends on them
     recompute = state["gradient_checkpointing"]
     said.append(keep_activations(x, policy.model, critic, recompute))
     engine = x.generation.engine
@@ -73,8 +73,8 @@ def go_on_as_before(
 
 
 def trained_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state dict of model and critic without a frozen base (it comes from model.path): under
-    LoRA the trained adapters, and the critic."""
+    """A state dict of model and critic without the frozen base, which model.path has: under LoRA
+    the trained adapters, and the critic."""
     trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     frozen = any(not p.requires_grad for p in model.parameters())
     return {

@@ -1,5 +1,5 @@
-"""Groups to learn from again (task.reuse): kept with the versions of their sampling weights,
-bounded in number and in age."""
+"""Groups to learn from again (task.reuse). They are kept with the versions of their sampling
+weights, and bounded in number and age."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Group = tuple[Rollout, ...]
 
 
 class Reused(NamedTuple):
-    """The data of a step, and the groups kept behind it."""
+    """The data of a step, and the groups kept after it."""
 
     trained: list[Rollout]
     kept: tuple[Group, ...]
@@ -29,13 +29,14 @@ class Reused(NamedTuple):
 def with_reused(
     reuse: Reuse, kept: Sequence[Group], trained: Sequence[Rollout], *, step: int, seed: int
 ) -> Reused:
-    """The rollouts of a step, groups of equal rewards replaced by kept ones, and the groups that
-    are kept for the steps to come.
+    """Replace a step's groups of equal rewards by kept groups. Return the step's rollouts, and the
+    groups to keep for later steps.
 
-    A kept group is drawn in proportion to its score, Σ|r - mean| · std of its rewards, at most once
-    a step, if its oldest token was sampled by weights at most `reuse.staleness` RL steps old and it
-    has as many rollouts. It takes the number of the replaced group, and keeps its tokens'
-    log-probs and versions. Then the groups of highest score are kept, new ones before old ones.
+    Kept groups are drawn in proportion to their score, Σ|r - mean| · std of the rewards, each at
+    most once a step. A group qualifies if it has as many rollouts, and if its oldest token was
+    sampled by weights at most `reuse.staleness` RL steps old. It takes the number of the replaced
+    group and keeps its tokens' log-probs and versions. Then the groups of highest score are kept,
+    new ones before old ones.
 
     Args:
       trained: scored rollouts of the step, group by group. step: RL steps done before this one.

@@ -42,25 +42,25 @@ def train_in(
 ) -> tuple[dict[str, Any], RLModule]:
     """Train to the end.
 
-    Returns: the summary, also written to the folder; its `before` and `after` are of test
-      problems, and `validation` is the last evaluation on the way. And the module, which holds the
-      policy.
+    Returns: the summary, also written to the folder, and the module with the policy. `before` and
+      `after` of the summary are of test problems; `validation` is the last evaluation during
+      training.
 
     Args:
       x: the experiment. tasks: the problems of its splits (see
         `rlkit.config.problems.rows.load_tasks`).
-      folder: of all files; of the run to continue if there is a `resume`.
+      folder: for all files; with `resume`, the folder of the run to continue.
       provenance: config, versions and git state of this process, for checkpoints and loggers.
-      resume: a checkpoint, or a folder to take the newest one of; None starts anew.
+      resume: a checkpoint, or a folder, whose newest checkpoint is taken; None starts anew.
       started: time.perf_counter() of the command's start.
       again: builds the experiment again in a second process (`rlkit.config.compose.builder`), for
         asynchrony=overlap.
-    Raises: ConfigError if it is needed and None.
+    Raises: ConfigError if `again` is needed and None.
     """
     from rlkit.training.ahead.modes import group_source
 
     LOST.clear()
-    dogs: list[Watchdog] = []  # one, once there is a trainer
+    dogs: list[Watchdog] = []  # has one watchdog once there is a trainer
     with (
         limit_waiting(
             x.trainer.max_step_time, MAX_STEP_TIME, lambda: dogs[0].place() if dogs else ""
@@ -68,7 +68,7 @@ def train_in(
         group_source(x, tasks.train, again, folder=folder) as source,
     ):
         policy, device, agreement = prepare(x, tasks)
-        # brings Lightning, and this takes as long as all else: after the first lines
+        # imports Lightning, which takes as long as all else: print the first lines before
         from rlkit.episodes.record import failed_rollout_kept
         from rlkit.training.callbacks.faults import Watchdog
         from rlkit.training.module import RLModule
@@ -89,8 +89,8 @@ def train_in(
         dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
         summary = {"ended": "failed", "seed": x.seed, "name": x.name}
         processor = time.process_time()
-        # all present objects stay: full collections pass over half a million objects of the
-        # libraries, a tenth of a small step
+        # all present objects stay alive; without this, garbage collections would visit half a
+        # million objects of the libraries, which takes a tenth of a small step
         gc.freeze()
         try:
             with note_end(summary, module, trainer), failed_rollout_kept(folder):
@@ -106,8 +106,8 @@ def train_in(
 
 
 def begin_folder(folder: Path, prompts: str) -> None:
-    """Writes the policy's first prompts, and puts the rollout aside that made the process before
-    this one fail."""
+    """Write the policy's first prompts, and put aside the rollout on which the previous process
+    failed."""
     from rlkit.episodes.record import FAILED
 
     with lenient(PROMPTS):
@@ -119,7 +119,8 @@ def begin_folder(folder: Path, prompts: str) -> None:
 
 @contextmanager
 def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterator[None]:
-    """A block with its error or signal noted as the end of the run; a signal ends the block alone.
+    """Run a block, and note its error or signal as the end of the run. A signal ends only the
+    block.
 
     Raises: RLKitError if an environment or a reward ended the process.
     """
@@ -131,7 +132,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
         summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}
     except (KeyboardInterrupt, SystemExit) as error:
         summary["ended"] = "interrupted"
-        # a StopOnSignal takes Ctrl-C, then no KeyboardInterrupt
+        # StopOnSignal handles Ctrl-C, so a KeyboardInterrupt is not the user's
         if any(isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks):
             what = raised_at(error)
             summary["ended"] = f"failed: {what}"
@@ -156,9 +157,9 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
 
 
 def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
-    """As `ready`, with everything found by the check; `exact` holds for all ranks."""
+    """Like `ready`, but return everything that the check found; `exact` holds for all ranks."""
     print(first_line(x), flush=True)
-    import rich.style  # noqa: F401  # its import draws from Python's generator: it must not come after the seed
+    import rich.style  # noqa: F401  # imported before seeding: the import draws from Python's generator
 
     from rlkit.system import rng
     from rlkit.training.activations import settle_activations
@@ -187,7 +188,7 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
         print(windows, flush=True)
     for line in agreement.warnings:
         print(f"warning: {line}", flush=True)
-    exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same
+    exact = not ranks.any_rank(not agreement.exact)  # the same answer on all ranks
     line = correction_in_words(x, exact=exact)
     if line:
         print(line, flush=True)
@@ -195,7 +196,7 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
 
 
 def process_in_words(x: Experiment, device: Any) -> str:
-    """A line on the second process, and on whether its sums are rounded as the trainer's are."""
+    """A line on the second process: its threads, and whether it rounds sums as the trainer does."""
     import torch
 
     own = x.asynchrony.sampler.threads
@@ -257,8 +258,8 @@ def conclude(
 
 
 def missing() -> dict[str, Any]:
-    """unsaved: why the run's result is not whole, as a sentence or None. lost: the other unwritten
-    files, each with the reason."""
+    """unsaved: a sentence on why the result of the run is incomplete, or None. lost: other files
+    that could not be written, each with the reason."""
     from rlkit.training.callbacks.checkpoints import RESULT
 
     lost = dict(LOST)
@@ -269,8 +270,8 @@ def missing() -> dict[str, Any]:
 def how_it_ended(
     module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]
 ) -> tuple[str, str]:
-    """(the end, why): finished: all steps done, or the target reached; out of time, so it can be
-    resumed; else interrupted."""
+    """How the run ended, and why: finished (all steps done, or the target reached), out of time (it
+    can be resumed), else interrupted."""
     x = module.experiment
     target = x.evaluation.stop_at
     last = results.get("validation", {}).get(module.rl_step)
@@ -320,7 +321,7 @@ def make_trainer(
         precision=precision(x, device),  # type: ignore[arg-type]
         max_epochs=-1,  # the module stops by RL step or time
         min_epochs=0,
-        default_root_dir=folder,  # else it would be the working directory of this moment
+        default_root_dir=folder,  # else it would be the present working directory
         log_every_n_steps=1,
         logger=loggers or False,
         callbacks=callbacks_of(x, tasks, folder, results),
@@ -348,8 +349,8 @@ def callbacks_of(
     first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog()]
     first += [ChoicesNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
-    # The row is written when every callback has added to it, and a checkpoint says that all that
-    # its step writes is there.
+    # The row is written after every callback has added to it. The checkpoint comes last, because it
+    # says that everything of its step is written.
     callbacks.sort(key=lambda own: (isinstance(own, RLCheckpoint), isinstance(own, MetricsFile)))
     return callbacks
 
@@ -359,7 +360,7 @@ def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, in
     run, is set aside.
 
     Args:
-      identity: of the run in the folder.
+      identity: the identity of the run in the folder.
     Raises: DataError if there is no readable checkpoint, or if it is another run's.
     """
     from rlkit.episodes.completions import cut_completions
@@ -378,7 +379,7 @@ def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, in
     path = None
     step = -1
     rows = None
-    if resume.suffix == SUFFIX or checkpoints(resume):  # else it was killed before its first one
+    if resume.suffix == SUFFIX or checkpoints(resume):  # else killed before its first checkpoint
         path, state = load_checkpoint(resume)
         refuse_foreign(path, state, folder, identity)
         step = state["rlkit"]["rl_step"]
@@ -405,7 +406,7 @@ def first_line(x: Experiment) -> str:
 
 
 def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
-    """The model, on what it runs, the data and the batch arithmetic."""
+    """Lines on the model, the device, the data and the arithmetic of the batch."""
     import torch
 
     from rlkit.sandbox import seen

@@ -1,5 +1,5 @@
-"""Invariants proved on the run's own model, tokenizer and rows before the first step. Each is a
-class of silent bugs."""
+"""Invariants checked on the run's own model, tokenizer and rows before the first step. Each rules
+out a class of silent bugs."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by 
 # All of these are means of |Δ log-prob| in half precision.
 BF16_LIMIT = 0.5  # more than any rounding
 MARGIN = 1.2  # a warning above this many times the difference between the model's own two paths
-TYPICAL = 0.05  # of SmolLM2-135M; the least that counts for paths compared on fewer than FEW tokens
-FEW = 64  # the mean of so many tokens is known to about an eighth of itself
-# The least that counts for any paths: the unit roundoff of bfloat16. Logits from 8 to 16 are
-# rounded to multiples of 1/16, so the mean is this if one token in 16 is rounded up in one path and
-# down in the other.
+TYPICAL = 0.05  # that of SmolLM2-135M; smaller differences on fewer than FEW tokens count as this
+FEW = 64  # the mean over so many tokens is known to about an eighth of its value
+# Smaller differences of any two paths count as this: the unit roundoff of bfloat16. Logits from 8
+# to 16 are rounded to multiples of 1/16, so the mean is as large if one token in 16 is rounded up
+# in one path and down in the other.
 ROUNDOFF = 2**-8
 FORWARD_ROWS = 4  # rows read by the model's own forward for the comparison
-FORWARD_TOKENS = 32  # of such a row, read token by token
+FORWARD_TOKENS = 32  # tokens of each of these rows that are read one by one
 ROWS = 32  # of the data, tried with the verifier
 LONGEST = 4  # longest rows by characters; their prompts are measured in tokens
 
 
 def check_teacher(x: Experiment) -> None:
-    """Another model as reference, here or served, has the policy's vocabulary; before
-    weights are loaded. Raises: ConfigError."""
+    """Check that another model as reference or teacher, in this process or served, has the policy's
+    vocabulary, before weights are loaded. Raises: ConfigError."""
     path = x.model.path
     if path is None:
         return
@@ -83,11 +83,11 @@ def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
 def check_contexts(
     policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
 ) -> tuple[str, str]:
-    """The template carries the rows' tools, and the longest rows leave room for a reply.
+    """Check that the template shows the rows' tools, and that the longest rows leave room for a
+    reply.
 
-    Returns: lines, with their ends, on the tools of these rows and the form of their list; empty
-      without tools. And a first prompt of each part and environment as the policy reads it,
-      template and tools included.
+    Returns: lines (with line ends) on the tools of these rows and how the prompt lists them; empty
+      without tools. And a first prompt of each part and environment as the policy reads it.
     Raises: TemplateError, DataError naming the row.
     """
     tools: dict[str, Tool] = {}
@@ -113,8 +113,8 @@ def check_contexts(
 
 
 class Agreement(NamedTuple):
-    """How well sampler, trainer and the model's own forward agree, if they agree well enough to
-    train."""
+    """How well sampler, trainer and the model's own forward agree. It exists only if they agree
+    well enough to train."""
 
     warnings: list[str]
     exact: bool  # in float32, within FP32_TOLERANCE
@@ -124,11 +124,11 @@ class Agreement(NamedTuple):
 
 
 def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreement:
-    """Token exactness on real rollouts: the template carries tools, and three computations agree on
-    every sampled token.
+    """Check real rollouts: the template shows tools, and three computations agree on every sampled
+    token.
 
-    They are the sampling engine, the trainer's `forward_logprobs`, and the model's own forward,
-    whichever engine it is: an engine with the trainer's own mistake would agree with it.
+    The three are the sampling engine, the trainer's `forward_logprobs`, and the model's own
+    forward. The last is there because an engine with the trainer's mistake would agree with it.
     Float32 allows FP32_TOLERANCE on every token. Half precision warns above MARGIN times the mean
     difference between the model's own two paths, and refuses above BF16_LIMIT.
     Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed if the environment
@@ -191,8 +191,7 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
     """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own
     forward, row by row, without padding.
 
-    Logits are asked for from the first of these tokens on, if the model can leave the others
-    out.
+    It asks for logits only from the first of these tokens on, if the model allows this.
     """
     options = inspect.signature(base_model(model).forward).parameters
     parts = []
@@ -209,8 +208,8 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
 
 def log_probs_by_token(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor | None:
     """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own forward
-    with its own cache: the tokens before a row's first marked one at once, then one after the
-    other.
+    with its own cache. It reads the tokens before a row's first marked token at once, and the
+    others one by one.
 
     Returns: None if the forward takes or gives no `past_key_values`.
     """
@@ -220,7 +219,7 @@ def log_probs_by_token(model: Any, ids: Tensor, mask: Tensor, temperature: float
         return None
     settings = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in options else {})
     parts = []
-    with sampling_mode(causal):  # in training mode a recomputing model gives no cache
+    with sampling_mode(causal):  # with checkpointed activations, training mode gives no cache
         for row, marks in zip(ids, mask, strict=True):
             positions = marks.nonzero()[:, 0].tolist()
             out = model(input_ids=row[None, : positions[0]], **settings)
@@ -248,8 +247,8 @@ class Rounding(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """MARGIN times `own`, counted as ROUNDOFF at least, and as TYPICAL at least if it was
-        measured on few tokens."""
+        """MARGIN times `own`, where `own` counts as at least ROUNDOFF, and as at least TYPICAL if
+        it was measured on few tokens."""
         return MARGIN * max(self.own, TYPICAL if self.tokens < FEW else ROUNDOFF)
 
     def __str__(self) -> str:
@@ -268,7 +267,7 @@ def measure_rounding(
     FORWARD_TOKENS positions a row.
 
     Args:
-      own: [M], of `own_log_probs` for the same rows and mask.
+      own: [M], from `own_log_probs` for the same rows and mask.
     """
     first = mask.int().argmax(1, keepdim=True)
     few = mask & (torch.arange(mask.shape[1], device=mask.device) < first + FORWARD_TOKENS)

@@ -2,8 +2,8 @@
 and their extra prompts.
 
 A teacher's model is a `Reference`: another model, the start, a moving average, or the policy
-itself. With `show` its prompt also holds a hint, and the policy's reply follows it
-token by token: so the policy learns to answer as if it had seen the hint.
+itself. With `show` the teacher's prompt also holds a hint before the policy's reply. So the policy
+learns to answer as if it had seen the hint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Teacher(NamedTuple):
     name: str = "none"
     models: Mapping[str, Reference] = {}  # part of a mixture → model; "" is for all
     show: Show | None = None  # text added to the teacher's prompt; None adds nothing
-    word: str = "+teacher.paths.PART=FOLDER"  # the override with the model of one part
+    word: str = "+teacher.paths.PART=FOLDER"  # the override that names the model of one part
 
 
 def no_teacher() -> Teacher:
@@ -84,14 +84,15 @@ def context_teacher(
     weights: Literal["live", "start", "ema"] = "live",
     decay: float = 0.95,
 ) -> Teacher:
-    """The policy itself, with a text in its prompt hidden from the policy.
+    """The policy itself with an additional text in its prompt, which the trained policy does not
+    see.
 
     Args:
       show: demonstration, the last reply of the row's conversation; answer, the row's gold answer;
         sibling, the first other reply of its group with a score of 1 or more, and the
         `feedback` in the rollout's metadata. A rollout with nothing to show is left out.
-      weights: the policy's own at every moment, the start's, or a moving average.
-      decay: of the average, in [0, 1).
+      weights: live (the policy's present ones), start (those of the start), or ema (a moving
+        average, with `decay` in [0, 1)).
     Source: SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734.
     """
     model = {"live": live, "start": frozen, "ema": lambda: ema(decay=decay)}[weights]()
@@ -125,8 +126,8 @@ def answer(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 
 
 def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-    """Another reply to the same prompt with a score of 1 or more, and feedback on the rollout's
-    own, if there is some."""
+    """Another reply to the same prompt with a score of 1 or more, and feedback on the rollout's own
+    reply; each if there is one."""
     good = [
         r for r in group if r is not rollout and r.total_reward is not None and r.total_reward >= 1
     ]
@@ -142,8 +143,8 @@ def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 def shown_prompts(
     policy: Policy, rollouts: Sequence[Rollout], show: Show, environment: object
 ) -> dict[int, tuple[int, list[int]]]:
-    """Position of a rollout → (tokens of its own first prompt, the ids of the teacher's). Rollouts
-    with nothing to show are left out."""
+    """Position of a rollout → (number of tokens in its own first prompt, ids of the teacher's
+    prompt). Rollouts with nothing to show are left out."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
@@ -168,7 +169,7 @@ def shown_prompts(
 
 
 def with_hint(messages: Sequence[Message], said: str) -> list[Message]:
-    """The messages with a text behind the last one of the user."""
+    """The messages, with a text added to the user's last message."""
     out = [*messages]
     at = max(i for i, message in enumerate(out) if message["role"] == "user")
     out[at] = {**out[at], "content": f"{out[at]['content']}\n\n{said}"}

@@ -14,9 +14,9 @@ from rlkit.types import Policy, Task
 
 
 def window_line(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> str:
-    """`window: …`: up to which length contexts take the fast paths of the engine and the update,
-    and how long they may become; empty if every layer sees the whole of every context, and if
-    `kernels:` says it of all contexts.
+    """`window: …`: up to which length contexts take the fast paths of engine and update, and how
+    long contexts may become. Empty if every layer sees all of every context, or if the line
+    `kernels:` already rules the fast paths out.
     """
     window = cached_context(base_model(policy.model).config)
     if not 0 < window < policy.context_length:

@@ -24,7 +24,7 @@
 #define ROWS 3
 #define CHAINS 2
 #endif
-#define ALONE 8 /* rows that are computed in the time of several starts of a thread */
+#define ALONE 8 /* fewer rows than this are not worth another thread */
 #define TILE 32 /* columns of a packed matrix that lie together */
 #define PARTS (TILE / LANES)
 #define INLINE static inline __attribute__((always_inline))
@@ -189,8 +189,8 @@ INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t hal
     }
 }
 
-/* out[groups, D] of queries [groups, D] that share their keys and values, whose first `length` positions lie in the pages that `table`
-   names. p: 5 numbers for each position, of which the first one is its weight in the end. */
+/* Attention out[groups, D] of queries [groups, D] with shared keys and values; `table` names the pages of the first `length` positions.
+   p: room for 5 numbers a position; in the end the first ones are the weights. */
 INLINE void attend(int64_t D, int64_t groups, const float *q, const number *keys, const number *values, const int64_t *table, int64_t page,
                    int64_t length, float *p, float *out) {
     int64_t filled = (length + LANES - 1) / LANES * LANES;
@@ -199,7 +199,7 @@ INLINE void attend(int64_t D, int64_t groups, const float *q, const number *keys
         for (int64_t from = 0; from < length; from += page) {
             const number *k = keys + table[from / page] * page * D;
             int64_t here = length - from < page ? length - from : page;
-            for (int64_t t = 0; t < here; t++) { /* sums are left in four parts here, and the parts of many positions added together */
+            for (int64_t t = 0; t < here; t++) { /* leave each sum in four parts; a later loop adds the parts of many positions at once */
                 union {
                     vec all;
                     quad four[LANES / 4];
@@ -255,7 +255,7 @@ INLINE float gumbel(uint64_t state, uint64_t token) {
     return -logf(-log1pf(-(u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f)));
 }
 
-/* functional.gumbel_choice of one row; x[V] are its logits, of which exp(x - highest) remains in p. Gives the token's log-prob too. */
+/* functional.gumbel_choice of one row with logits x[V]. Leaves exp(x - highest) in p, and gives the token's log-prob too. */
 static int64_t draw(const float *x, float *p, int64_t V, float temperature, int64_t seed, int64_t count, float *logprob) {
     const uint64_t golden = 0x9E3779B97F4A7C15u;
     uint64_t state = finalised((finalised((uint64_t)seed + golden) ^ (uint64_t)count) + golden);
@@ -357,7 +357,7 @@ static void *decode(void *given) {
     return NULL;
 }
 
-/* Gives 0, or 1 where memory ran out. Rows are cut into equal shares, one for each thread. */
+/* Returns 0, or 1 if memory ran out. Rows are cut into equal shares, one for each thread. */
 int step(const Step *m) {
     int64_t rows[m->slots + 1], n = 0;
     for (int64_t row = 0; row < m->slots; row++)

@@ -17,16 +17,16 @@ from rlkit.models.packing import ATTENTION as PACKED
 from rlkit.models.shape import whole_context
 
 ATTENTION = "rlkit_cached"
-SIDE_BY_SIDE = 8  # slots looked through together for their longest
-CALL = 8192  # positions read in the time of one more call of attention, on a CPU
+SIDE_BY_SIDE = 8  # so many neighbouring slots are measured by their longest
+CALL = 8192  # reading so many positions takes as long as one more call of attention, on a CPU
 
 
 def cached_context(config: Any) -> float:
-    """Tokens of the longest context served by the cache (`whole_context`): every layer then needs
-    the keys and values of all its tokens, and nothing else.
+    """The longest context that the cache can serve, in tokens (`whole_context`): up to there every
+    layer needs the keys and values of all tokens, and nothing else.
 
-    A model with windows must attend as Hugging Face's "sdpa": families with sinks or caps inside
-    their attention have no such form, and most of them have windows.
+    0 for a model with windows unless it attends by Hugging Face's "sdpa". Families with sinks or
+    caps inside their attention have no such form, and most of them have windows.
     """
     context = whole_context(config)
     as_sdpa = config._attn_implementation in ("sdpa", PACKED)
@@ -35,7 +35,7 @@ def cached_context(config: Any) -> float:
 
 @contextmanager
 def attending_by(config: Any, implementation: str) -> Iterator[None]:
-    """The model attends by this implementation inside."""
+    """Within the block, the model attends by this implementation."""
     before = config._attn_implementation
     config._attn_implementation = implementation
     try:
@@ -45,7 +45,7 @@ def attending_by(config: Any, implementation: str) -> Iterator[None]:
 
 
 def grouped_attention(config: Any) -> AbstractContextManager[None]:
-    """The model attends by `attend` inside."""
+    """Within the block, the model attends by `attend`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
@@ -53,7 +53,7 @@ def grouped_attention(config: Any) -> AbstractContextManager[None]:
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """On CUDA all but cuDNN's: it plans each new shape anew, and contexts and replies have any."""
+    """Use any attention kernel of CUDA but cuDNN's, which plans anew for every length."""
     if device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -72,12 +72,12 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the heads of a group side by side as queries of their one key head: no key is
-    copied.
+    """Grouped attention: the heads of a group are queries, side by side, of their one key head, so
+    no key is copied.
 
     Args:
       query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L],
-        True is seen; of any other shape, it is causal, and m = L.
+        True is seen. With any other shape attention is causal, and m = L.
     """
     rows, heads, width, size = query.shape
     groups = heads // key.shape[1]
@@ -135,12 +135,12 @@ def reads_in_place() -> str:
     return ""
 
 
-Part = tuple[int, int, int]  # slots from, to; the positions seen by one of them
+Part = tuple[int, int, int]  # slots from, to; the most positions seen by one of these slots
 
 
 def parts_of(reach: Sequence[int]) -> list[Part]:
-    """Cuts slots seeing so many positions each into parts of nearly one length, if it saves
-    more than further calls cost."""
+    """Cut slots into parts of similar length, if this saves more than the further calls cost.
+    `reach`: positions seen by each slot."""
     parts: list[Part] = []
     for start in range(0, len(reach), SIDE_BY_SIDE):
         stop = min(start + SIDE_BY_SIDE, len(reach))

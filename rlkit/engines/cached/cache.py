@@ -16,17 +16,17 @@ from rlkit.models.shape import model_shape
 from rlkit.system.device import total_memory
 
 PAGE = 16  # tokens of a page
-# tokens of a page for flash attention to read in place: a multiple of this
+# flash attention reads pages in place if their length is a multiple of this
 FLASH_PAGE = 256
-SPARE = 0  # a page of no row; slots without a page write there
+SPARE = 0  # a page that no row holds; slots without a page write there
 SHARE = 0.35  # of the memory beside the weights, for keys and values
 
 
 class Pages:
     """Keys and values of all slots, and the table of their pages.
 
-    keys, values: of each layer [Hk, pages, page, D]. They are made by the first pass, in the
-    precision of its keys, and are never made again. No row holds page 0 (SPARE).
+    keys, values: of each layer [Hk, pages, page, D]. The first pass makes them, in the precision
+    of its keys, and they stay until `clear`. No row holds page 0 (SPARE).
     table: [slots, columns], the page of each `page` positions of a slot; 0 if it has none. The
     host writes `entries`, and `flush` brings the changes to the device. On a CPU both are the
     same memory.
@@ -102,8 +102,7 @@ class Pages:
     # ----------------------------------------------------------------------------------- the device
 
     def places(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """The places of the positions [R, m] of these slots [R] among all positions of all
-        pages."""
+        """Where the positions [R, m] of these slots [R] lie, counted over all pages."""
         pages = self.table[rows].gather(1, positions // self.page)
         return pages * self.page + positions % self.page
 
@@ -122,8 +121,7 @@ class Pages:
             self.values.append(zeros(shape, value))
         at = places.flatten()
         for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
-            # Under mixed precision the norm of the keys, its weight in float32, makes them
-            # float32.
+            # Under mixed precision a norm with float32 weights makes the keys float32.
             own = new.to(kept.dtype).transpose(0, 1).flatten(1, 2)
             kept.flatten(1, 2).index_copy_(1, at, own)
 
@@ -157,8 +155,8 @@ class Pages:
 
 
 def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros of the precision and device of another tensor. On a CPU the system gives the memory
-    only as it is written to, so a cache costs its used part."""
+    """Zeros of the precision and device of another tensor. On a CPU the system gives memory only
+    when it is written to, so the unused part of a cache costs nothing."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
     size = math.prod(shape) * like.element_size()
@@ -174,11 +172,11 @@ def token_bytes(causal: Any) -> int:
 
 
 def default_tokens(causal: Any, device: torch.device) -> int:
-    """Tokens with keys and values fitting into `SHARE` of the memory beside the weights, at least
+    """How many tokens' keys and values fit into `SHARE` of the memory beside the weights; at least
     1.
 
-    The memory is the card's or, on a CPU, the machine's or the container's: always the total, never
-    the memory free now: then a run repeats itself.
+    The memory is the card's or, on a CPU, the machine's or the container's. It is always the total,
+    never the memory free now, so that a run repeats itself.
     """
     weights = sum(p.nbytes for p in causal.parameters())
     return max(1, cache_share(weights, total_memory(device)) // token_bytes(causal))

@@ -25,27 +25,26 @@ from rlkit.types import Policy
 
 
 class Cached(Service):
-    """Continuous batching over a key-value cache at a fixed place, between the turns of an
-    episode too.
+    """Continuous batching over a key-value cache, which an episode keeps from turn to turn.
 
-    A draw is as the reference engine's (rlkit.engines.transformers.draw), from the completion's
-    own seed and position: its slot and its neighbours change nothing but the last
-    bits of the arithmetic. If some layers see a window of the context, a completion able to grow
-    beyond it is decoded by the reference engine; so is every one of a model with layers of other
+    Tokens are drawn as by the reference engine (rlkit.engines.transformers.draw), from the
+    completion's own seed and position: slot and neighbours change only the last bits of the
+    arithmetic. If some layers see only a window of the context, the reference engine decodes the
+    completions that could outgrow it. It decodes every completion of a model with layers of other
     kinds, for example linear attention.
 
     Args:
       max_rows: completions sampled at once, > 0.
-      max_cached_tokens: the tokens with keys and values in the cache, > 0; at least one context
-        of the longest kind, at most max_rows of them. None: 0.35 of the card's or, on a CPU, of the
-        machine's or container's memory beside the weights. On a CPU the memory is taken as it is
-        used. Prompts too large for it wait. If drawing rows need more, the one with the fewest
-        draws gives way and is read again later; it keeps its draws.
-      check_every: tokens drawn by every slot before the host looks for completed ones,
-        > 0. None: 1 on a CPU, 8 elsewhere. Changes no completion: nothing is drawn behind an end.
-      keep_cache: the cache keeps its memory, and its graphs, between calls. False
-        frees it for others, and each call pays for making both.
-      cuda_graphs: the step as CUDA graphs. Without, and for a model beyond capture, its
+      max_cached_tokens: size of the cache in tokens, > 0; at least one longest context, at most
+        max_rows of them. None: as many as fit 0.35 of the memory beside the weights, of the card
+        or, on a CPU, of the machine or container. On a CPU memory is taken as it is used. Prompts
+        wait if they do not fit. If drawing rows need more, the row with the fewest draws gives way;
+        it keeps its draws and is read again later.
+      check_every: tokens drawn by every slot before the host looks for ended completions, > 0.
+        None: 1 on a CPU, 8 elsewhere. It changes no completion: a slot stops at its end.
+      keep_cache: keep the memory of the cache, and the graphs, between calls. False frees the
+        memory, and each call makes cache and graphs again.
+      cuda_graphs: run the step as CUDA graphs. If False, or if the model cannot be captured, its
         kernels are started one by one.
       kernel: computes a step on a CPU. "fused": one call of compiled C (kernel.py). "eager":
         calls of torch. "auto": fused if possible, else eager. Changes the last bits
@@ -84,7 +83,7 @@ class Cached(Service):
         self.keep_cache = keep_cache
         self.kernel = kernel
         self.automatic = kernel == "auto"
-        self.why_eager = ""  # the reason for `auto` being eager
+        self.why_eager = ""  # why `auto` is eager
         self.elsewhere: Literal["eager", "fused"] | None = None
         # of a fused step; any number gives the same bits; None: torch's
         self.threads: int | None = None
@@ -109,7 +108,8 @@ class Cached(Service):
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
         before = self.decoder
         kernel = self.kernel
-        # settled: a model unfit for it is decoded without it, a compiler is not lost
+        # `auto` was settled as fused: an unfit model may decode without it, but a lost compiler
+        # is an error
         if self.automatic and kernel == "fused":
             try:
                 compiled()
@@ -154,13 +154,13 @@ class Cached(Service):
         return decoder
 
     def metrics(self) -> dict[str, float]:
-        """captured_shapes: shapes captured as CUDA graphs so far, again after a change included."""
+        """captured_shapes: how often a shape was captured as a CUDA graph so far."""
         captured = self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
         return {**super().metrics(), "captured_shapes": captured}
 
     def keep_cached_tokens(self, tokens: int) -> None:
-        """A run goes on with a cache of so many tokens, or another process samples with it. A size
-        named by the config stays."""
+        """Take this cache size from a resumed run, or from the process that samples for this one. A
+        size named by the config stays."""
         if self.max_cached_tokens is None:
             self.cached_tokens = tokens
 
@@ -174,8 +174,7 @@ class Cached(Service):
         return "fused" if fused else "eager"
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
-        """`auto` is this kernel from now on, and decides nothing again: neither later nor in
-        another process."""
+        """Fix `auto` to this kernel from now on, in this process and in others."""
         if not self.automatic:
             return
         self.kernel = kernel
@@ -184,8 +183,8 @@ class Cached(Service):
             self.decoder.asked = kernel  # it need not be built again
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
-        """A run with this kernel so far continues: "auto" becomes it. What differs
-        nevertheless, as a sentence."""
+        """Continue a run that decoded with this kernel: "auto" becomes it. Return a sentence if
+        decoding differs nevertheless."""
         if self.automatic and kernel == "eager":
             self.settle(kernel, "as the run did so far")
         try:
@@ -202,7 +201,7 @@ class Cached(Service):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """The model samples inside; cache and graphs stay afterwards, for the next call."""
+        """Within the block, the model samples. Cache and graphs stay for the next call."""
         decoder = self.decoder
         if not isinstance(decoder, Scheduler):
             yield

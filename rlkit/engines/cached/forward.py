@@ -1,9 +1,9 @@
-"""The forward of a Llama-like trunk in as few calls as it takes: the cost of a decoding step of a
-small model costs is calls, not arithmetic.
+"""The forward of a Llama-like trunk in as few calls as possible: a decoding step of a small model
+spends its time on calls, not on arithmetic.
 
-Hugging Face's own starts about a hundred operations a layer, most of them to rotate and to
-normalise. Here it is about thirty: queries and keys are rotated and normalised together, and what
-all layers share is made once. The numbers are the same up to the last bits of sums.
+Hugging Face's forward starts about a hundred operations a layer, most of them to rotate and to
+normalise. This one starts about thirty: it rotates and normalises queries and keys together, and
+computes once what all layers share. The numbers are the same up to the last bits of sums.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Layer(NamedTuple):
 
 
 class Trunk:
-    """The forward of a trunk, without gradient, its weights as they are when this is made or
-    refreshed.
+    """The forward of a trunk, without gradient. It uses the weights as they were when it was made
+    or last refreshed.
 
     Args:
       trunk: the transformer of a causal LM, of a family in `FORWARDS`.
-      half: the type of autocast, to compute as autocast does without it. Autocast converts all
-        weights in each step; here copies in this type are kept (2 bytes a weight), and `refresh`
-        converts them again. Products, keys and values are in `half`. The embedding, norms, angles
-        and the residual stream stay in the precision of their weights, and attention's queries are
-        rounded as autocast rounds them. None: the types of the weights, under whatever autocast is
-        on. A trunk with projections to be called (products.py) ignores it.
+      half: compute in this type as autocast would, without its cost. Autocast converts all weights
+        in each step; this class keeps converted copies (2 bytes a weight) until `refresh`.
+        Products, keys and values are in `half`. The embedding, norms, angles and the residual
+        stream stay in the precision of their weights, and attention's queries are rounded as
+        autocast rounds them. None: the types of the weights, or of the autocast in force. A trunk
+        whose projections must be called as modules (products.py) ignores it.
     """
 
     def __init__(self, trunk: Any, half: torch.dtype | None = None):
@@ -58,13 +58,15 @@ class Trunk:
 
     @torch.no_grad()
     def derive(self, make: Callable[[], Tensor]) -> Tensor:
-        """The tensor `make` gives of the weights, made again in its place by `refresh`."""
+        """Keep the tensor that `make` computes from weights; `refresh` computes it again in
+        place."""
         self.derived.append((make(), make))
         return self.derived[-1][0]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The weights have changed in place: tensors made of them are made again, in place."""
+        """Compute all derived tensors again, in place, because the weights have changed in
+        place."""
         for tensor, make in self.derived:
             tensor.copy_(make())
 
@@ -106,8 +108,8 @@ class Trunk:
 
 
 def logits_of(head: Head, forward: Trunk | None) -> Callable[[Tensor], Tensor]:
-    """The maker of logits [m, V] from last hidden states [m, H]: the head, or if the trunk
-    computes in `half` a copy of it in this type. A head beyond a plain product is called."""
+    """Return the function from last hidden states [m, H] to logits [m, V]: the head, or its copy in
+    `half` if the trunk computes in `half`. A head that does more than multiply is called."""
     if forward is None or forward.half is None or head.logits is not head.module:
         return head
     if plain_part(head.module, forward.half) is None:
@@ -191,7 +193,7 @@ FORWARDS: dict[str, type[Trunk]] = {
 def forward_of(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
     """The forward for this trunk; None if the model's own has to be used.
 
-    A known family counts if its layers are as Hugging Face wrote them, adapters in their
-    projections or not.
+    A model of a known family must have Hugging Face's own layers, with or without adapters in
+    their projections.
     """
     return FORWARDS[trunk.config.model_type](trunk, half) if standard(trunk) else None

@@ -13,11 +13,11 @@ from weakref import WeakSet
 import torch
 
 CAPTURED = ("cuda",)  # kinds of devices with captured steps
-MOST_SHAPES = 48  # shapes captured at once; the rest runs kernel by kernel
+MOST_SHAPES = 48  # captured shapes held; all others run kernel by kernel
 
 
 class Shape(NamedTuple):
-    """The host's numbers in a captured step; each combination is captured once."""
+    """The numbers that a capture fixes; each combination is captured once."""
 
     settings: Any  # of the draw
     slots: int  # in a pass through the model
@@ -35,24 +35,24 @@ class Shape(NamedTuple):
 
 
 class Graphs:
-    """Steps over buffers at fixed places: started kernel by kernel the first time in a
-    shape, captured the second, replayed then.
+    """Runs steps over buffers at fixed places. The first step of a shape runs kernel by kernel, the
+    second is captured, and later ones are replayed.
 
-    They last as long as their buffers and weights. At most `MOST_SHAPES` are held
-    at once. A shape beyond them replays the smallest one covering it, if there is one.
+    A graph lasts as long as its buffers and weights. At most `MOST_SHAPES` are held. A shape beyond
+    them replays the smallest graph that covers it, if there is one.
 
-    A model beyond capture, one with questions to the host for instance, is found by its first step
-    or by the capture. It decodes without from then on, with one warning.
+    If a model cannot be captured, for instance because a step waits for the host, its first step or
+    the capture fails. It then decodes without graphs, after one warning.
     """
 
-    refused: ClassVar[WeakSet[Any]] = WeakSet()  # models beyond capture
+    refused: ClassVar[WeakSet[Any]] = WeakSet()  # models that cannot be captured
 
     def __init__(self, model: Any, device: torch.device):
         self.model = model
         self.device = device
-        # memory shared by all of them: none needs the remains of another
+        # memory shared by all graphs: none needs what another has left there
         self.pool: Any = None
-        self.captured = 0  # shapes so far, forgotten ones among them
+        self.captured = 0  # shapes so far, including forgotten ones
         self.started: set[Shape] = set()
         self.replays: dict[Shape, Callable[[], None]] = {}
 
@@ -96,14 +96,14 @@ def can_capture(device: torch.device) -> bool:
 
 @contextmanager
 def host_looks_refused(device: torch.device) -> Iterator[None]:
-    """A wait of the host for the device, fatal to a capture, raises RuntimeError
-    before anything is captured."""
+    """Within the block, raise RuntimeError if the host waits for the device: such a wait would
+    break a capture."""
     if device.type != "cuda":
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "prototype": it does not find everything
+        warnings.simplefilter("ignore")  # torch calls this mode a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -119,16 +119,16 @@ def memory_pool(device: torch.device) -> Any:
 
 @cache
 def side_stream(device: torch.device) -> Any:
-    """One for all captures: each stream with products of matrices keeps memory of its own
-    for good, so graphs captured again cost none."""
+    """One stream for all captures: every stream that multiplies matrices keeps memory for good, and
+    a new stream for each capture would add up."""
     return torch.cuda.Stream(device)
 
 
 def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
-    """The kernels of a step, not run here, as a function to start them all at once.
+    """Capture the kernels of a step without running them; return a function that starts them all.
 
-    torch.cuda.graph does the same, empties the memory cache before, and leaves the side stream in
-    force if the capture fails.
+    torch.cuda.graph would also empty the memory cache first, and leave the side stream in force
+    after a failed capture.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
@@ -145,14 +145,14 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
 
 
 def abandon(graph: Any, device: torch.device, pool: Any) -> None:
-    """End a broken capture. `capture_end` raises before it tells the allocator; its filter
-    would go on sending this thread's blocks on the side stream to the pool, and would
-    keep its memory for good."""
+    """End a broken capture. `capture_end` raises before it tells the allocator. The allocator's
+    filter would then go on sending this thread's blocks on the side stream to the pool, and the
+    pool would keep its memory for good."""
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    # private names; the filter is also gone if the version has none
+    # private names of torch, absent in a version without this filter
     with contextlib.suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)

@@ -1,8 +1,8 @@
-"""The decoding step of a small model on a CPU as one call of compiled C (_step.c), given a
+"""The decoding step of a small model on a CPU as one call of compiled C (_step.c). It needs a C
 compiler.
 
-Its cost is hardly arithmetic: it is 300 calls of torch. The C file is compiled
-once, by the machine's own compiler in about a second (rlkit.models.compiled).
+In torch such a step costs 300 calls and hardly any arithmetic. The machine's own compiler compiles
+the C file once, in about a second (rlkit.models.compiled).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from rlkit.models.shape import model_shape
 SOURCE = Path(__file__).with_name("_step.c")
 HALF = ("-DHALF",)  # the compiler's flag for bfloat16
 TILE = 32  # neighbouring columns of a packed matrix, as in the C file
-# of a model small enough for `auto` to take the kernel: the weights of larger ones are too much
-# memory to have twice
+# largest model for which `auto` takes the kernel: it keeps the weights a second time
 MOST_WEIGHTS = 1 << 28
 PRODUCTS = ("project", "out", "gates", "down")
 LAYERS = (*PRODUCTS, "bias", "scale", "before", "between")
@@ -129,7 +128,7 @@ class Kernel:
             self._add_adapters(layers)
         self.threads: int | None = None  # None: torch's
         self.reads: Callable[[], Sampler | None] = lambda: None  # whose state `step` points to
-        self.made = 0  # of the pages that `step` points to
+        self.made = 0  # `Pages.made` of the pages that `step` points to
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
 
     def _add_adapters(self, layers: list[Any]) -> None:
@@ -145,7 +144,7 @@ class Kernel:
                     self.arrays[end][place] = made.data_ptr()
 
     def _enter(self, pages: Pages, sampler: Sampler) -> None:
-        """Where the state lies that steps read and write. It stays there from step to step."""
+        """Enter the addresses of the state of all slots; they hold from step to step."""
         step = self.step
         for name, store in (("keys", pages.keys), ("values", pages.values)):
             self.arrays[name][:] = [tensor.data_ptr() for tensor in store]
@@ -161,8 +160,8 @@ class Kernel:
         self.made = pages.made
 
     def serves(self, sampler: Sampler) -> bool:
-        """Whether the kernel draws as this sampler does: not from a cut distribution, nor under a
-        thinking budget or autocast."""
+        """Whether the kernel can draw for this sampler. It knows no top-p, top-k, thinking budget
+        or autocast."""
         return (
             sampler.budget is None
             and sampler.cut == {"top_p": 1.0, "top_k": 0}
@@ -170,8 +169,8 @@ class Kernel:
         )
 
     def __call__(self, pages: Pages, sampler: Sampler, slots: int, capacity: int) -> None:
-        """Draw one more token in the drawing ones of the first slots, as `Scheduler.decode`. No
-        slot sees more than `capacity` positions. Raises: MemoryError."""
+        """Draw one more token in each drawing slot of the first `slots`, as `Scheduler.decode`
+        does. No slot sees more than `capacity` positions. Raises: MemoryError."""
         step = self.step
         if self.angles.shape[1] < capacity:
             self.angles = _angles(self.trunk.trunk, 2 * capacity)
@@ -188,11 +187,11 @@ class Kernel:
 
 
 def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None, str]:
-    """The kernel of `generation.kernel`; or None, for decoding by calls of torch, and why "auto"
-    is None.
+    """The kernel for `generation.kernel`, or None to decode by calls of torch; and why "auto" gave
+    None.
 
-    Raises: EngineError if "fused" is impossible, and if the load of the moment would decide on
-    "auto".
+    Raises: EngineError if "fused" is impossible, or if only the present load of the machine would
+    decide on "auto".
     """
     if kind == "eager":
         return None, ""
@@ -223,7 +222,7 @@ class Group(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Of all adapters of the modules."""
+        """Sum of the ranks of all adapters of the modules."""
         return sum(len(part.factors.down.weight) for part in self.parts if part.factors)
 
 
@@ -286,12 +285,12 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
 
 
 def _inputs(layer: Any) -> list[nn.Linear]:
-    """The projections with or without a bias."""
+    """The projections that may have a bias."""
     return [part.base for part in groups_of(layer)["project"].parts]
 
 
 def tiled(weight: Tensor) -> Tensor:
-    """A matrix [N, H] as the C file reads it, filled up with zeros to whole tiles: [N / TILE, H,
+    """A matrix [N, H] as the C file reads it, padded with zeros to whole tiles: [N / TILE, H,
     TILE], in bfloat16 [N / TILE, H / 2, TILE, 2]."""
     rows = nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE))
     if weight.dtype == torch.bfloat16:
@@ -300,8 +299,8 @@ def tiled(weight: Tensor) -> Tensor:
 
 
 def weights_of(group: Group, half: bool) -> Tensor:
-    """The weights of a group side by side. In float32 they hold adapters and the weight of the norm
-    too."""
+    """The weights of a group side by side; in float32 with adapters added and the norm's weight
+    multiplied in."""
     if half:
         return tiled(torch.cat([part.base.weight for part in group.parts]))
     weight = torch.cat([weight_of(part, torch.float32) for part in group.parts])
@@ -309,8 +308,8 @@ def weights_of(group: Group, half: bool) -> Tensor:
 
 
 def adapters_of(group: Group, rank: int, end: str) -> Tensor:
-    """The factors of a group's adapters as one matrix: the down ones ("low") of so many rows, or
-    the up ones ("high"), times their scaling, of so many columns."""
+    """The factors of a group's adapters as one matrix: the down factors in `rank` rows ("low"), or
+    scaling times the up factors in `rank` columns ("high")."""
     down, up = factors_of(lambda make: make(), group.parts, torch.bfloat16)
     factor = down if end == "low" else up
     padded = nn_functional.pad(factor, (0, 0, 0, rank - len(factor)))

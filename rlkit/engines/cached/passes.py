@@ -52,14 +52,14 @@ class Passes:
         self.half = autocast_type(pages.device)
         self.forward = forward_of(self.trunk, self.half)
         self.logits = logits_of(self.head, self.forward)
-        # whether graphs end with a call: they may read casts of weights, and autocast drops those
-        # then
+        # whether graphs must be dropped after a call: they may read autocast's copies of weights,
+        # which autocast drops then
         self.casts = self.half is not None and casts_weights(self.head, self.forward)
         self.weights = weights_place(causal)
 
     def serves(self, policy: Policy, causal: Any) -> bool:
-        """Whether these weights lie in the place of the ones before: then captured graphs read
-        them. Tensors made of the weights are made again."""
+        """Whether these weights lie where the previous ones lay, so that captured graphs read them.
+        If so, compute the tensors derived from them again."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
         if causal is not self.causal or not all(rest) or weights_place(causal) != self.weights:
             return False
@@ -70,8 +70,8 @@ class Passes:
         return True
 
     def read(self, rows: Sequence[Row]) -> Tensor:
-        """The unread tokens of some rows through the model; the hidden state of each one's last,
-        [R, H]. Either all rows begin, or all know a part of their context."""
+        """Pass the unread tokens of some rows through the model; return the hidden state of each
+        row's last token, [R, H]. Either all rows begin, or all know a part of their context."""
         pages = self.pages
         device = pages.device
         new = [row.context[row.known :] for row in rows]
@@ -96,9 +96,9 @@ class Passes:
         return states[torch.arange(len(rows), device=device), lengths - 1]
 
     def step(self, last: Tensor, positions: Tensor, columns: int, parts: Sequence[Part]) -> Tensor:
-        """The last token [S] of each of the first S slots through the model, at its position [S];
-        logits [S, V]. Rows attend to the pages of the first `columns` columns. Nothing is read on
-        the host, so the step can be captured."""
+        """Pass the last token [S] of each of the first S slots through the model, at its position
+        [S]; return logits [S, V]. Rows attend to the pages of the first `columns` columns. The host
+        reads nothing, so the step can be captured."""
         pages = self.pages
         slots = len(last)
         at = positions[:, None]
@@ -151,7 +151,7 @@ class Passes:
 
 
 class ModelCache:
-    """The pages as a model of transformers takes its cache, for one pass."""
+    """The pages as a cache of Hugging Face's transformers, for one pass."""
 
     def __init__(self, pages: Pages, seen: Seen):
         self.pages = pages
@@ -172,8 +172,8 @@ class ModelCache:
 
 
 def weights_place(causal: Any) -> tuple[Any, ...]:
-    """The places of a model's weights, and its modules: graphs read the former and were made
-    of the latter."""
+    """The addresses of a model's weights, which captured graphs read, and its modules, of which
+    they were captured."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [
         (m.merged, m.disable_adapters, tuple(m.active_adapters), tuple(m.scaling.items()))

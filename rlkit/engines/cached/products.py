@@ -1,12 +1,12 @@
-"""The products of a decoding step with its weights: of the modules with the same input, such
-as queries, keys and values, all at once.
+"""The matrix products of a decoding step: modules with the same input, such as those of queries,
+keys and values, are multiplied together.
 
     y = x Wᵀ + b + (x Aᵀ) B
 
 W holds the modules' weights side by side. A holds the down factors of their adapters, and B is
-block-diagonal: scaling × the up factor of each. So adapters cost two products for a group, where a
-call of PEFT's modules costs six operations for each. In float32 on a CPU they cost none: W is a
-copy there, and adapters are added to it.
+block-diagonal: scaling × the up factor of each. So the adapters of a group cost two products;
+PEFT's modules would take six operations for each adapter. In float32 on a CPU they cost nothing:
+there W is a copy with the adapters added to it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ Derive = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Part(NamedTuple):
-    """A module doing nothing but a product: its factors."""
+    """The weights of a module that only multiplies."""
 
     base: nn.Linear
     factors: LoRAFactors | None = None
 
 
 def plain_part(module: Any, half: torch.dtype | None = None) -> Part | None:
-    """The parts of a linear layer, or of one with a plain adapter; None if its own call may do
-    something else.
+    """The weights of a linear layer, with or without a plain adapter; None if a call of the module
+    may do anything else.
 
-    An adapter must be computed in the precision of its base, as all is under autocast (`half`).
+    An adapter must compute in the precision of its base, as everything does under autocast
+    (`half`).
     """
     if type(module) is nn.Linear:
         return Part(module) if is_plain(module) else None
@@ -53,7 +54,7 @@ def plain_part(module: Any, half: torch.dtype | None = None) -> Part | None:
 
 
 def is_plain(*modules: Any) -> bool:
-    """Whether nothing hangs on the calls of these modules."""
+    """Whether no hook or replaced forward changes the calls of these modules."""
     return not any(
         m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules
     )
@@ -75,15 +76,14 @@ def projection(
 
     Args:
       derive: keeps a tensor made of weights, see `Trunk.derive`.
-      norm: the norm before the modules, its weight not yet multiplied with the tokens; None
-        without one.
-      modules: all read the same tokens. One module beyond a plain product makes all of them be
-        called.
-      half: the type to compute in, with copies kept; None: the type of the weights.
-    One matrix is made of several modules if they are copied to `half` anyway, and on a CPU, as
-    a call costs more than the copy there; elsewhere each has a product of its own. On a CPU the
-    weight of the norm is multiplied into the matrix and adapters are added to it, unless the result
-    were rounded to half precision: an adapter's first steps are smaller than such a rounding.
+      norm: the norm before the modules; the tokens are not yet multiplied by its weight. None: no
+        norm.
+      modules: all read the same tokens. If one of them does more than multiply, all are called.
+      half: the type to compute in, from copies that are kept; None: the type of the weights.
+    Several modules become one matrix if they are copied to `half` anyway, and on a CPU, where a
+    call costs more than the copy. Otherwise each has a product of its own. On a CPU the norm's
+    weight and the adapters go into the matrix too, but not in half precision: its rounding is
+    larger than an adapter's first steps.
     """
     parts = [part for part in (plain_part(m, half) for m in modules) if part is not None]
     if len(parts) < len(modules):
@@ -124,7 +124,7 @@ def projection(
 
 
 def called(norm: Any | None, modules: Sequence[Any]) -> Projection:
-    """The modules as they are."""
+    """The outputs of the modules, called one by one, side by side."""
 
     def call(x: Tensor) -> Tensor:
         x = x if norm is None else x * norm.weight
@@ -148,7 +148,7 @@ def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
     def adapted(x: Tensor) -> Tensor:
         y = base(x)
         low = nn_functional.linear(x, down)
-        # autocast changes nothing in place: y is in its type
+        # autocast leaves operations in place alone, and y has autocast's type already
         y.view(-1, y.shape[-1]).addmm_(low.view(-1, low.shape[-1]), up.to(y.dtype))
         return y
 

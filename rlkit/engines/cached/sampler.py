@@ -37,14 +37,14 @@ class Saved(NamedTuple):
 
 
 class Sampler:
-    """The state of all slots beside their keys and values. Only `taken` and a spelled thinking
-    budget ask the host.
+    """The state of all slots except their keys and values. The host reads it only in `taken`, and
+    in `draw` if the tags of a thinking budget are spelled out.
 
     last, position      the last token, and its place
     count, limit, seed  tokens drawn, the most, and the seed of the completion
     draws, ended        whether a slot draws; whether its completion has ended since the host looked
-    tokens, logprobs, forced   the completion, and behind it one column for the draws of slots that
-                               do not draw
+    tokens, logprobs, forced   the completion, and one more column for the ignored draws of idle
+                               slots
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class Sampler:
 
     @property
     def asks_the_host(self) -> bool:
-        """Whether a draw looks at each token on the host, and so cannot be captured: thinking tags
-        spelled out."""
+        """Whether a draw needs each token on the host, because thinking tags are spelled out. Such
+        a draw cannot be captured."""
         return self.budget is not None and self.policy.renderer.thinking.ids is None
 
     def begin_call(self, params: SamplingParams) -> None:
-        """Completions with these numbers follow; they differ from the ones before at most in the
-        temperature."""
+        """Sample the next completions with these parameters. Only the temperature may differ from
+        the parameters before."""
         self.params = params
         if isinstance(self.temperature, Tensor):
             self.temperature.fill_(params.temperature)
@@ -113,7 +113,7 @@ class Sampler:
             self.budget.begin(at, contexts)
 
     def saved(self, slots: Sequence[int]) -> list[Saved]:
-        """The draws of these slots so far, for them to go on elsewhere."""
+        """The draws of these slots so far, to go on with in other slots."""
         at = torch.tensor(slots, device=self.device)
         counts = self.count[at].tolist()
         tokens = self.tokens[at].tolist()
@@ -130,8 +130,8 @@ class Sampler:
         ]
 
     def go_on(self, at: Tensor, saved: Sequence[Saved]) -> None:
-        """The slots `at`, just begun, go on behind their former draws; all of it
-        has been read."""
+        """Let the slots `at`, just begun, continue after saved draws. The model has read them
+        all."""
         width = self.tokens.shape[1]
 
         def filled(parts: Sequence[Sequence[float]], like: Tensor) -> Tensor:
@@ -150,10 +150,10 @@ class Sampler:
             self.budget.follow(at, torch.tensor(last, device=self.device))
 
     def draw(self, at: Tensor, logits: Tensor, begun: bool = False) -> None:
-        """The next token of the drawing slots `at`, from the logits [n, V] of their last tokens.
+        """Draw the next token of the slots `at`, from the logits [n, V] of their last tokens.
 
-        It has not been read yet. Begun: the token before it belongs to the completion, and has been
-        read.
+        The model has not read the new token yet. begun: the last token belongs to the completion,
+        and the model has read it.
         """
         draws = self.draws[at]
         count = self.count[at]
@@ -176,7 +176,7 @@ class Sampler:
         self.draws[at], self.ended[at] = draws & ~ended, self.ended[at] | ended
 
     def taken(self, slots: int) -> list[tuple[int, Generation]]:
-        """The completions of the first slots ended since the last look, each with its
+        """Completions in the first `slots` that have ended since the last look, each with its
         slot."""
         if not self.ended.any():
             return []
@@ -202,7 +202,7 @@ class Sampler:
             self.budget.move(source, target)
 
     def stop(self, at: Tensor) -> None:
-        """These slots draw nothing any more. Steps go through them all the same."""
+        """Let these slots draw nothing more. Steps still compute them."""
         self.draws[at] = False
         self.ended[at] = False
         self.position[at] = 0

@@ -7,11 +7,10 @@ looks.
                └────── the next prompt of the same episode, its shared beginning kept ◀┘
 
 An episode keeps its pages until it is released, so a turn costs its new tokens only. Equal prompts,
-such as the samples of a task, are read once. A decoding step asks the host nothing: every slot in
-use goes through the model, and slots without a draw are masked. So on CUDA it is captured as a
-graph, one for each of a few numbers of slots and pages, and the host looks for ended completions
-every few steps. Pages and graphs stay in place from call to call, as long as the
-weights do.
+such as the samples of a task, are read once. The host reads nothing in a decoding step: every slot
+in use goes through the model, and slots that do not draw are masked. So on CUDA the step is
+captured as a graph, for a few numbers of slots and pages, and the host looks for ended completions
+every few steps. Pages and graphs stay in place from call to call, as long as the weights do.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from rlkit.engines.cached.slots import Row, Slots
 from rlkit.types import Generation, Policy, SamplingParams
 
 MOST_READ = 1 << 14  # tokens read in one pass, padding included
-# A pass over few contexts costs more than these rows lose by waiting. They are read as soon as they
-# are one of READ_AT rows, or have waited a WAIT-th of the steps the pass would cost all rows.
+# A pass over few contexts costs more than these rows lose by waiting. They are read once they are
+# at least rows / READ_AT, or have waited for rows / WAIT steps in sum.
 READ_AT = 32
 WAIT = 4
 QUARTERS = 4  # parts of a captured step
 SLOTS = 8  # the numbers of slots of captured steps are multiples of this
-SAMPLERS = 8  # kept states of slots, one for each kind of sampling
+SAMPLERS = 8  # slot states that are kept, one for each kind of sampling
 
 
 class Scheduler:
@@ -50,7 +49,7 @@ class Scheduler:
         in_place: whether steps read pages in place.
     """
 
-    sampler: Sampler  # of the present numbers
+    sampler: Sampler  # for the present parameters
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class Scheduler:
         self.params: SamplingParams | None = None  # of the completions under way
         self.rounds = 0
         self.changed = False  # whether slots may have to be filled or closed
-        self.waited = 0  # steps of rows waiting to be read, added up
+        self.waited = 0  # steps for which rows have waited to be read, summed over the rows
         self.parts: list[Part] = []  # of the slots in use, before the next step
 
     # --------------------------------------------------------------------------------- the contract
@@ -105,13 +104,13 @@ class Scheduler:
         return self.kernel is not None and self.kernel.serves(self.sampler)
 
     def accepts(self, params: SamplingParams) -> bool:
-        """Completions with other numbers are sampled when the present ones have ended."""
+        """Completions with other parameters wait until the present ones have ended."""
         return self.params is None or params == self.params or self.idle
 
     def submit(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> None:
-        if params != self.params:  # nothing is sampled now
+        if params != self.params:  # the service asked `accepts`: nothing is being sampled
             self.rest()
             self.params = params
             self.sampler = self.sampler_of(params)
@@ -187,8 +186,8 @@ class Scheduler:
                 self.sampler.move(*self.tensor(order).T)
         enter = self.slots.reading
         if enter:
-            # They draw nothing until they have been read. What steps write there meanwhile is
-            # written again by then.
+            # They draw nothing until they have been read. Reading overwrites all that steps write
+            # there meanwhile.
             at = self.tensor([row.slot for row in enter])
             self.sampler.stop(at)
             self.sampler.position[at] = self.tensor([row.known for row in enter])
@@ -196,8 +195,8 @@ class Scheduler:
         self.parts = []
 
     def sampler_of(self, params: SamplingParams) -> Sampler:
-        """The state of all slots for these numbers: the one of the last call with them, and its
-        graphs know it."""
+        """The state of all slots for these parameters. Equal parameters get the same state again,
+        because captured graphs hold its addresses."""
         key = captured_settings(params)
         if key not in self.samplers and len(self.samplers) == SAMPLERS:
             self.samplers.clear()
@@ -210,8 +209,8 @@ class Scheduler:
         return self.samplers[key]
 
     def make_room(self, steps: int) -> None:
-        """Pages for so many tokens more in every drawing slot. Rows cut for it keep their
-        draws."""
+        """Give every drawing slot pages for `steps` more tokens. Rows that lose their pages for it
+        keep their draws."""
         cut = self.slots.extend(steps)
         drew = [(row, slot) for row, slot in cut if not row.reads]
         if drew:
@@ -231,7 +230,7 @@ class Scheduler:
     def read(self, rows: Sequence[Row]) -> None:
         """Read the new part of these rows' contexts, and draw the next token of each."""
         page = self.pages.page
-        firsts: dict[Any, Row] = {}  # a prompt and its shared pages → its reader
+        firsts: dict[Any, Row] = {}  # a prompt and its shared pages → the row that reads them
         sources = []
         for row in rows:
             alone = row.known or row.saved is not None
@@ -264,7 +263,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- decoding
 
     def draw(self) -> None:
-        """Draw as many tokens as the host looks after, in every drawing slot."""
+        """Draw tokens in every drawing slot until the host looks again."""
         self.make_room(self.check_every)
         longest = self.slots.longest
         for _ in range(self.check_every):
@@ -289,8 +288,8 @@ class Scheduler:
             self.decode(slots, max(columns), parts)
 
     def quarters(self, slots: int) -> Sequence[Part]:
-        """Equal parts of the slots, each with the pages of its longest row, in one of few
-        numbers. Slots are sorted by length, so a part reads little in vain."""
+        """Cut the slots into equal parts. Each reads the pages of its longest row, their number
+        rounded up to one of a few. Slots are sorted by length, so a part reads few in vain."""
         number = QUARTERS if self.in_parts else 1
         edges = sorted({slots * k // number for k in range(number + 1)})
         parts = []
@@ -315,7 +314,7 @@ class Scheduler:
         sampler.draw(self.pages.indices[:slots], logits, begun=True)
 
     def measured(self, slots: int) -> Sequence[Part]:
-        """How far the slots in use reach, on a CPU: in parts of nearly one length."""
+        """On a CPU, cut the slots in use into parts of similar length."""
         if not self.parts:
             reach = self.slots.reach[:slots]
             self.parts = parts_of([max(1, n) for n in reach.tolist()])
@@ -326,8 +325,8 @@ class Scheduler:
 
 
 def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows for one pass through the model: fresh ones or known ones, at most MOST_READ tokens
-    with their padding."""
+    """Yield the rows of one pass: either all begin or all know a part of their context. A pass has
+    at most MOST_READ tokens with padding."""
     part: list[Row] = []
     width = 0
     for row in rows:
@@ -345,15 +344,15 @@ def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def bucket(number: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: few shapes, and at most half more than asked
-    for."""
+    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: few shapes, and at most half more than
+    needed."""
     octave = 1 << (number - 1).bit_length()  # the next power of two
     return octave * 3 // 4 if octave > 2 and number <= octave * 3 // 4 else octave
 
 
 def captured_settings(params: SamplingParams) -> Any:
-    """The numbers with an effect on a captured step: of the temperature only whether it
-    divides."""
+    """The parameters that a captured step depends on. Of the temperature it is only whether logits
+    are divided by it."""
     return params._replace(
         temperature=params.temperature if params.temperature in (0, 1) else -1.0,
         admission="free",

@@ -20,8 +20,8 @@ from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.sampler import Saved
 from rlkit.types import agreement
 
-# A row is given several pages at once, which costs the host less than one at a time, while so many
-# are free for each slot in use.
+# A row gets AHEAD pages at once, which costs the host less than one at a time, as long as PLENTY
+# pages are free for each slot in use.
 AHEAD = 4
 PLENTY = 2 * AHEAD
 FOREVER = 1 << 60  # steps
@@ -31,11 +31,11 @@ FOREVER = 1 << 60  # steps
 class Row:
     """A completion under way, or an episode between two of them.
 
-    prompt: before the completion. need: tokens of prompt and completion at most.
-    known: tokens from the start with keys and values in the pages. pages: in the order of the
-    tokens. saved: the part of the completion drawn before the row was cut. tokens: of an episode
-    between two completions, the ones in its pages. slot: -1 if it has none. reads: whether
-    part of the context has still to be read.
+    prompt: before the completion. need: tokens of prompt and completion at most. known: so many
+    first tokens have keys and values in the pages. pages: in the order of the tokens. saved: the
+    part of the completion drawn before the row was cut (lost its pages). tokens: between two
+    completions, the tokens in the pages. slot: -1 if it has none. reads: whether part of the
+    context has still to be read.
     """
 
     key: int
@@ -56,8 +56,8 @@ class Row:
 
     @property
     def order(self) -> tuple[bool, bool, int, tuple[int, ...], int]:
-        """The queue's order: first rows cut before, then episodes going on, then the shortest
-        prompt. Samples of one prompt are neighbours."""
+        """Sort key of the queue: first rows that were cut, then rows that know a part of their
+        context, then the shortest prompts. Samples of one prompt are neighbours."""
         return self.saved is None, not self.known, len(self.prompt), self.prompt, self.key
 
 
@@ -65,9 +65,9 @@ class Slots:
     """The queue, the rows in slots, and the episodes waiting for their environment.
 
     Slots in use are the first ones; a None among the rows is a hole, closed by `fill`. clock: steps
-    that have been made room for. start: the clock at which each slot would have held no token, had
-    it drawn since. most: its tokens at any time, at most. room: the tokens its pages hold. Both are
-    0 if nothing draws. safe: the clock until which no slot needs a page.
+    that pages were given for. start: the clock minus the tokens of a slot, when it began to draw.
+    most: upper bound of its tokens at any time. room: tokens that its pages can hold. Both are 0 if
+    the slot does not draw. safe: until this clock no slot needs a page.
     """
 
     def __init__(self, pages: Pages):
@@ -76,22 +76,22 @@ class Slots:
         self.ordered = True
         self.rows: list[Row | None] = []
         self.held: dict[int, Row] = {}  # key → an episode waiting for its environment
-        self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot, the prompt read
+        self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot that has read it
         self.stopped: list[int] = []  # slots left by their row before its completion ended
         self.start, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
         self.clock = 0
         self.safe = -1
-        self.oldest = 0  # the lowest start, and the highest `most`, at the last look of `extend`
+        self.oldest = 0  # lowest `start` (and `furthest`: highest `most`) at the last `extend`
         self.furthest = 1
 
     @property
     def reach(self) -> np.ndarray:
-        """The tokens of each slot by the next look, at most; 0 if nothing draws."""
+        """Most tokens each slot may have by the host's next look; 0 if it does not draw."""
         return np.minimum(self.clock - self.start, self.most)
 
     @property
     def longest(self) -> int:
-        """An upper bound of `reach` that costs no arithmetic of arrays."""
+        """An upper bound of `reach` without array arithmetic."""
         return max(1, min(self.clock - self.oldest, self.furthest))
 
     @property
@@ -123,8 +123,8 @@ class Slots:
         self.ordered = False
 
     def _keep(self, row: Row, known: int) -> None:
-        """Give back the pages behind the first `known` tokens. A shared page is not written to, so
-        a part of one is read again."""
+        """Give back the pages after the first `known` tokens. A shared page must not be written to,
+        so the known tokens of a partly filled one are read again."""
         full = known // self.pages.page
         if known % self.pages.page and self.pages.holders[row.pages[full]] == 1:
             full += 1
@@ -148,8 +148,8 @@ class Slots:
                 self.pages.give_back(row.pages)
 
     def finish(self, row: Row, token_ids: Sequence[int]) -> None:
-        """The completion of a row has ended. The last token was drawn and not read; the pages of
-        the others stay with the episode."""
+        """End the completion of a row. Its last token was drawn and not read; the pages of all
+        other tokens stay with the episode."""
         row.tokens = (*row.prompt, *token_ids[:-1])
         self._leave(row)
         kept = self.pages.span(len(row.tokens))
@@ -199,7 +199,7 @@ class Slots:
         return self._close([slot for slot in holes if self.rows[slot] is None])
 
     def _admit(self, slot: int, firsts: dict[tuple[int, ...], Row], margin: int) -> bool:
-        """Give a slot and pages to the next row of the queue, if so many are free afterwards."""
+        """Give a slot and pages to the next row of the queue, if `margin` pages remain free."""
         row = self.queue[-1]
         context = row.context
         fresh = not row.known and row.saved is None
@@ -228,9 +228,9 @@ class Slots:
         return True
 
     def _find(self, wanted: int, row: Row) -> bool:
-        """Whether so many pages are free for a row. Episodes without a slot lose theirs for it:
-        episodes waiting for their environment, with the fewest tokens first, then rows waiting
-        in the queue."""
+        """Whether `wanted` pages can be had for a row. Episodes without a slot lose their pages if
+        need be: first those waiting for their environment, fewest tokens first, then rows in the
+        queue."""
         left = self.pages.left
         while len(left) < wanted and self.held:
             held = min(self.held.values(), key=lambda own: (len(own.tokens), own.tokens, own.seed))
@@ -306,8 +306,8 @@ class Slots:
         self.safe = -1
 
     def extend(self, steps: int) -> list[tuple[Row, int]]:
-        """Give every drawing row pages for so many tokens more. Return the rows cut for it, each
-        with its former slot; they wait in the queue."""
+        """Give every drawing row pages for `steps` more tokens. Return the rows that lost their
+        pages for it, each with its former slot; they wait in the queue."""
         self.clock += steps
         if self.clock <= self.safe:
             return []
@@ -317,7 +317,7 @@ class Slots:
         short = np.nonzero(reach > self.room[:n])[0]
         for slot in short.tolist():
             row = self.rows[slot]
-            if row is None:  # cut for one before it
+            if row is None:  # cut for an earlier row of this loop
                 continue
             wanted = self.pages.span(int(reach[slot])) - len(row.pages)
             if len(self.pages.left) > PLENTY * n:

@@ -15,16 +15,15 @@ from rlkit.types import Generation, Policy, SamplingParams
 
 
 class Windowed(Scheduler):
-    """A decoder taking a completion from the cache if its prompt and all the tokens it may
-    have fit into the window; any other is the reference engine's, later ones of the same episode
-    too if they are as long.
+    """A decoder that uses the cache if the prompt and the longest possible completion fit into the
+    window. The reference engine decodes every other completion, also of the same episode.
 
     Both engines draw the same tokens. The reference engine decodes its completions together, once
     nothing is left to do in the cache.
 
     Args:
-      policy: the whole one. window: tokens seen by every layer, fewer than the policy's context.
-      settings: of `Scheduler`.
+      policy: with its whole context. window: tokens seen by every layer, fewer than that context.
+      settings: for `Scheduler`.
     """
 
     def __init__(self, policy: Policy, causal: Any, *, window: int, max_rows: int, **settings: Any):

@@ -34,24 +34,24 @@ class StepGroups(NamedTuple):
     version: int  # RL steps done by the sampling weights
     sampled: list[Rollout]  # all scored episodes
     trained: list[Rollout]  # the ones to train on
-    before: StreamState  # the prompts before the draws
-    after: StreamState  # the prompts behind them
-    settings: str  # digest of all else with an effect on them (`settings_of`)
+    before: StreamState  # the prompt stream before its prompts were drawn
+    after: StreamState  # the prompt stream after that
+    settings: str  # digest of everything else that affects the groups (`settings_of`)
 
 
 class Request(NamedTuple):
-    """The causes of an RL step's groups, not sampled yet."""
+    """A request to sample the groups of an RL step."""
 
     step: int
     version: int
     progress: Progress  # at the time of the request: the step's experiment follows from it
-    before: StreamState | None  # None: the prompts behind the request before this one
+    before: StreamState | None  # None: the prompt stream after the previous request
     settings: str
-    weights: str = ""  # fingerprint of the weights due to sample them, if a journal needs it
+    weights: str = ""  # fingerprint of the weights to sample with, if a journal needs it
 
     @property
     def after(self) -> None:
-        """The prompts behind the groups are unknown until they are sampled: refills decide them."""
+        """None: the prompt stream is unknown until the groups are sampled, because of refills."""
 
 
 InFlight = StepGroups | Request
@@ -60,7 +60,7 @@ InFlight = StepGroups | Request
 class Flight(NamedTuple):
     """The groups in flight, in the order of their steps: sampled ones first, then requests."""
 
-    consumed: StreamState = StreamState()  # the prompts behind the last done step
+    consumed: StreamState = StreamState()  # the prompt stream after the last finished step
     ahead: tuple[InFlight, ...] = ()
 
     @property
@@ -70,8 +70,8 @@ class Flight(NamedTuple):
 
 
 def version_of(step: int, staleness: int) -> int:
-    """The weights to sample the groups of an RL step, as the number of their steps: decided
-    here alone.
+    """The version of the weights that sample an RL step's groups: the RL steps done by them. Only
+    this function decides it.
 
     If a resumed run no longer has these weights (its staleness is lower, or it has more steps), the
     current weights sample; they are newer.
@@ -83,7 +83,7 @@ def version_of(step: int, staleness: int) -> int:
 
 
 def due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
-    """The steps behind the flight with groups due from the weights of version `now`."""
+    """The steps after those in flight whose groups the weights of version `now` must sample."""
     first = flight.ahead[-1].step + 1 if flight.ahead else now
     steps = range(first, max(x.trainer.steps, now + 1))
     return [*takewhile(lambda step: version_of(step, x.asynchrony.staleness) <= now, steps)]
@@ -123,8 +123,8 @@ def _plain(part: Any) -> Any:
 
 
 def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str, Any]:
-    """The flight as plain values and tensors. Tasks are left out: the prompts before the draws
-    give them again. `weights`: version → bytes of the ones due to answer the requests."""
+    """The flight as plain values and tensors. Tasks are left out, because the prompt stream can
+    draw them again. `weights`: version → bytes of the weights that requests still need."""
     return {
         "stream": list(flight.consumed),
         "flight": [pack_groups(own) for own in flight.ahead if isinstance(own, StepGroups)],
@@ -140,8 +140,8 @@ def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str,
 def unpack_flight(
     saved: Mapping[str, Any], tasks: Sequence[Task], x: Experiment, progress: Progress, kinds: Any
 ) -> Flight:
-    """The inverse of `pack_flight`, cut before the first groups the config would now sample
-    otherwise, and before the first not of these `kinds`. A line names the steps cut off.
+    """The inverse of `pack_flight`. It ends before the first groups that the config would now
+    sample otherwise, or whose kind is not among `kinds`. Prints a line with the steps cut off.
 
     Raises: DataError where the tasks have changed.
     """
@@ -195,8 +195,8 @@ def unpack_groups(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> Tensor:
-    """Rollouts as bytes in a tensor: a save knows its size. Of their tasks only id and
-    part are kept."""
+    """Rollouts as bytes in a tensor, so that a checkpoint's size is known before it is written. Of
+    their tasks only id and part are kept."""
     plain = [r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in rollouts]
     return torch.frombuffer(bytearray(to_bytes(plain)), dtype=torch.uint8)
 

@@ -1,5 +1,5 @@
-"""Groups on disk before the trainer learns from them, for engines unable to sample the same
-ones again (`rlkit.types.SharedEngine`).
+"""Write groups to disk before the trainer learns from them, for engines that cannot sample the same
+groups again (`rlkit.types.SharedEngine`).
 
     groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ requested again ──
     read from the journal
@@ -38,8 +38,8 @@ class Journal:
         self.saved = 0  # the oldest step in flight at the last checkpoint
 
     def keep(self, groups: StepGroups, weights: str) -> None:
-        """Write the groups; they are on disk when this returns. Without room on the disk the run
-        goes on, and says that it could not be repeated."""
+        """Write the groups; they are on disk when this returns. If the disk is full, the run goes
+        on with a warning that it cannot be repeated."""
         with (
             lenient(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
             atomic(self._place(groups.step)) as file,
@@ -61,8 +61,8 @@ class Journal:
         return None
 
     def checkpoint(self, step: int) -> None:
-        """Delete everything no checkpoint needs. `step`: the oldest in flight at the checkpoint
-        being written."""
+        """Delete the records that no checkpoint needs. `step`: the oldest step in flight at the
+        checkpoint that is being written."""
         self._forget(lambda own: own < self.saved)
         self.saved = step
 

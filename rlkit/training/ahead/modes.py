@@ -1,5 +1,4 @@
-"""The choice of a run's `GroupSource`, by asynchrony.mode, in one
-place."""
+"""The only place that chooses a run's `GroupSource`, by asynchrony.mode."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ def group_source(
     again: Callable[[], Experiment] | None = None,
     folder: Path | None = None,
 ) -> AbstractContextManager[GroupSource]:
-    """The sampler of a run's groups. A process started by it ends with the context.
+    """A context with the source of a run's groups. If it starts a process, this ends with the
+    context.
 
     Args:
       x: the whole run. tasks: its prompts.

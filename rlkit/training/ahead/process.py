@@ -47,8 +47,8 @@ class SamplingProcess:
 
     Args:
       x: the whole run. tasks: its prompts.
-      again: builds the experiment in the other process; a function with a name for pickle, with its
-        arguments.
+      again: builds the experiment in the other process; must be picklable, as a partial of a
+        module's function is.
       folder: of the run, for the output of the process and for the journal; None: it prints to the
         trainer's output, and nothing is kept.
     Raises: ConfigError if the process cannot be made.
@@ -64,7 +64,7 @@ class SamplingProcess:
         if again is None:
             raise ConfigError(
                 "asynchrony=overlap: a second process builds the experiment again from its config,"
-                " which Python objects are not part of; name them by their import path (_target_),"
+                " which cannot hold Python objects; name them by their import path (_target_),"
                 " or choose asynchrony=lag"
             )
         self.x = x
@@ -80,7 +80,7 @@ class SamplingProcess:
         self.failure: BaseException | None = None  # why no more answers come
         self.slots: WeightSlots | None = None
         self.weights = ""  # fingerprint of the published ones, for the journal
-        self.publish_s = 0.0  # of publishing since groups were last received
+        self.publish_s = 0.0  # seconds of publishing since groups were last received
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
             data = pickle.dumps((again, tasks))
@@ -147,7 +147,7 @@ class SamplingProcess:
                         raise self.failure
                     self._take()
             answer = self.here[groups.step]
-            self.here.pop(groups.step - 1, None)  # its receiving step is done
+            self.here.pop(groups.step - 1, None)  # the step that used it is done
             groups = answer.groups
             clock.sessions += answer.sessions
             clock.engine = answer.engine
@@ -162,8 +162,8 @@ class SamplingProcess:
         return groups, seconds
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """The groups that are there, whole; the requests without an answer, and the weights due to
-        sample them. Never waits, and takes no answer away."""
+        """The groups that have arrived, the unanswered requests, and the weights that these need.
+        Never waits, and removes no answer."""
         flight = flight._replace(ahead=self.arrived(flight.ahead))
         if self.journal and flight.ahead:
             self.journal.checkpoint(flight.ahead[0].step)
@@ -172,8 +172,7 @@ class SamplingProcess:
         return pack_flight(flight, weights)
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """The groups in flight. Requests are made again, of the weights due to answer
-        them."""
+        """The groups in flight. Requests are sent again, after their weights are restored."""
         kept = unpack_flight(saved, self.tasks, self.x, progress, InFlight)
         flight = kept._replace(ahead=())
         for own in kept.ahead:
@@ -196,8 +195,8 @@ class SamplingProcess:
             self._take()
 
     def slots_of(self, model: Any) -> WeightSlots:
-        """The slots for this model's weights. Before anything else the process is told of them, of
-        the trainer's settled kernel, and of the size of its cache."""
+        """The slots for this model's weights. The first call sends the process a `Handshake` with
+        their layout, the trainer's settled kernel and the size of its cache."""
         if self.slots is None:
             self.slots = WeightSlots(self.memory, self.x.asynchrony.staleness + 1, model)
             engine = self.x.generation.engine
@@ -207,8 +206,8 @@ class SamplingProcess:
         return self.slots
 
     def send(self, message: Any) -> None:
-        """To the process. Raises EngineError if it is gone."""
-        # `Connection.send` would share the memory of tensors, and needs a common key
+        """Send a message to the process. Raises EngineError if it is gone."""
+        # `Connection.send` would share the memory of tensors, which needs a common key
         data = pickle.dumps(message)
         try:
             self.connection.send_bytes(data)
@@ -216,14 +215,14 @@ class SamplingProcess:
             raise self.gone() from None
 
     def _listen(self) -> None:
-        """Takes answers as they come: the process never waits for the trainer to look."""
+        """Take answers as they come, so that the process never waits for the trainer."""
         with self.connection, suppress(EOFError, OSError):
             while True:
                 data = self.connection.recv_bytes()
                 begun = time.perf_counter()
                 answer = pickle.loads(data)
                 if isinstance(answer, str):  # a line of the watcher
-                    if self.log:  # else it has printed it here itself
+                    if self.log:  # else the process has printed the line to this output itself
                         print(answer, file=sys.stderr, flush=True)
                     continue
                 if isinstance(answer, Answer):
@@ -237,7 +236,7 @@ class SamplingProcess:
             answer = self.answers.get()
         if isinstance(answer, Answer):
             say_once(answer.named)
-            # a signal may have come between the request and the note of it
+            # a signal may have come after the request was sent and before it was noted
             request = self.requests.pop(answer.groups.step, None)
             if self.journal and request:
                 self.journal.keep(answer.groups, request.weights)
@@ -260,7 +259,7 @@ class SamplingProcess:
         )
 
     def close(self) -> None:
-        """The process has ended."""
+        """End the process."""
         with suppress(OSError):
             self.connection.send(None)
         if not self.requests:  # it has nothing to do, and ends by itself

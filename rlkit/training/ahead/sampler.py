@@ -5,10 +5,10 @@ updates.
             staleness ──▶ trainer ── request (step, version, progress) ────▶
 
 The process builds the experiment, the model, the engine and the environments again, and takes each
-version's trainable weights from memory mapped by both. It answers requests one by one, in their
-order, with the function of asynchrony=lag in the trainer (`sample_groups`), so its groups
-are the same, bit for bit, whoever is faster. It ends with the trainer, in any case: the
-connection between them is closed then.
+version's trainable weights from memory that both processes map. It answers requests one by one, in
+order, with the function that asynchrony=lag calls in the trainer (`sample_groups`). So its groups
+are the same, bit for bit, whichever process is faster. It exits when the trainer exits, because
+their connection is then closed.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ class Handshake(NamedTuple):
 
     slots: int  # how many versions of the weights there is room for
     layout: Sequence[Any]  # of the weights in a slot (`WeightSlots.layout`)
-    # generation.kernel, as the trainer goes on with it
+    # generation.kernel, as settled in the trainer
     kernel: Literal["auto", "eager", "fused"] | None
     cached_tokens: int | None  # size of the engine's cache; None: the engine decides
 
 
 class Answer(NamedTuple):
-    """A request is done."""
+    """The answer to a request."""
 
     groups: StepGroups
     # idle_s: waiting for the request; handover_s: getting the weights; sampling_s: working on the
     # groups
     seconds: dict[str, float]
-    sessions: list[float]  # of each episode in its session
+    sessions: list[float]  # seconds of each episode in its session
     engine: dict[str, float]  # figures of the engine, for the step's row
-    kernel: Any  # of the draws
-    cached_tokens: int | None  # size of the cache in these draws
-    # changes of functions to the process (rlkit.system.shared_state)
+    kernel: Any  # the kernel that sampled
+    cached_tokens: int | None  # size of the cache that sampled
+    # changes that user functions made to the process (rlkit.system.shared_state)
     named: Mapping[tuple[str, ...], str]
 
 
 def sampling_main() -> None:
-    """The sampling process, with an inherited connection and weights."""
+    """Run the sampling process, with the connection and weights that it inherits."""
     connection, memory = map(int, sys.argv[2:])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
@@ -92,7 +92,7 @@ def sampling_main() -> None:
 
     # the trainer prints lines of the watcher: the output of this process goes into a file
     WATCHER.tell = lambda line: send(pickle.dumps(line))
-    with suppress(Interrupted, OSError):  # told to end, or no one hears
+    with suppress(Interrupted, OSError):  # told to end, or nobody reads the answers
         serve(lambda: pickle.load(sys.stdin.buffer), messages.get, send, memory)
 
 
@@ -101,13 +101,13 @@ def _stop(number: int, _: Any) -> None:
 
 
 def _listen(link: Connection, messages: queue.SimpleQueue[Any], parent: int) -> None:
-    """Takes messages as they come. Ends the process, whatever it does, once the trainer is gone."""
+    """Take messages as they come. Once the trainer is gone, end the process at once."""
     try:
         with suppress(EOFError, OSError):
             while os.getppid() == parent:
                 if link.poll(1.0):
                     messages.put(pickle.loads(link.recv_bytes()))
-    except Exception:  # of an unreadable message: the log says which
+    except Exception:  # an unreadable message; the log shows the error
         traceback.print_exc()
     finally:
         end_process(0)
@@ -119,7 +119,7 @@ def serve(
     send: Callable[[bytes], Any],
     memory: int,
 ) -> None:
-    """Answers requests until there are no more (None). An error is the last answer: the trainer
+    """Answer requests until None comes. If an error occurs, send it as the last answer; the trainer
     raises it.
 
     Args:
@@ -135,7 +135,7 @@ def serve(
             engine.lent = lambda: None  # the trainer waits before it uses the servers
         policy, device = _load_policy(x)
         loaded = None
-        behind = StreamState()  # the prompts behind the last request
+        behind = StreamState()  # the prompt stream after the last request
         while True:
             begun = time.perf_counter()
             message = receive()

@@ -1,4 +1,4 @@
-"""The sampler of every step's groups, and its use by a step."""
+"""The contract for sampling the groups of each step, and its use in a step."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class GroupSource(Protocol):
         state                                   between steps
         restore                                 at most once, before all others
 
-    The flight says how much has been consumed, never the source: after a step interrupted in
-    its sampling, `state` of the flight from before the step is still the one to go on from.
+    The flight, not the source, says how much has been consumed. So if a step is interrupted while
+    it samples, a run can still go on from `state` of the flight before that step.
     """
 
     def publish(self, policy: Policy, version: int) -> None:
-        """The policy's weights, as they are now, are this version: they sample for the requests
-        until the next call."""
+        """Name the policy's present weights as this version. They sample for all requests until the
+        next call."""
 
     def request(self, request: Request, clock: Clock) -> InFlight:
-        """Ask for the groups of a step. Returns the groups if they are there already, else the
-        request, completed by everything a later process needs to make it again."""
+        """Ask for the groups of a step. Returns the groups if they are there already. Otherwise
+        returns the request with all that a later process needs to repeat it."""
 
     def receive(self, groups: InFlight, clock: Clock) -> Received:
-        """Wait for the groups `request` answered with this.
+        """Wait for groups. `groups`: the answer of `request`.
 
         Raises: the errors of sampling them.
         """
@@ -54,8 +54,8 @@ class GroupSource(Protocol):
         """Everything for a later process to go on, as plain values and tensors."""
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """Go on from a `state`. Groups the config would now sample otherwise, and the ones behind
-        them, are left out of the flight.
+        """Go on from a `state`. If the config would now sample some groups otherwise, these and all
+        later ones are left out of the flight.
 
         Raises: DataError if the tasks have changed.
         """
@@ -70,18 +70,17 @@ def next_groups(
     progress: Progress,
     clock: Clock,
 ) -> tuple[StepGroups, Flight, dict[str, float]]:
-    """The groups for the step to come, the flight behind them, and figures for the
-    step's row.
+    """The groups for the next step, the flight after it, and figures for the step's row.
 
-    First it requests all groups due from the current weights, each with the settings
-    of its own step. If it is interrupted, the given flight still holds.
+    First it requests all groups that the current weights must sample, each with the settings of its
+    own step. If it is interrupted, the given flight is still valid.
 
     staleness/in_flight_groups     groups sampled, or being sampled, for later steps
     staleness/wait_s               asynchrony=overlap, seconds: the trainer waited for its
                                    groups; idle_s: the sampling process waited to be asked for them;
                                    sampling_s: it worked on them; handover_s: weights and groups
-                                     were between the processes. Left out, like perf/*, if runs are
-                                     compared for identity
+                                   were in transfer. Like perf/*, not compared when runs are
+                                   checked for identity
 
     Args:
       x: the whole run. progress: of the run, after `Learner.begin`. The experiment of each step

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from rlkit.errors import EngineError
 
-# Bytes copied at a time; the system takes a little less than twice as many.
+# Bytes copied at a time; the system's limit is a little less than twice as many.
 PIECE = 1 << 30
 
 
 class WeightSlots:
-    """Trainable weights of the last versions in a file in memory: slot v mod n holds version
-    v, its number in front.
+    """Trainable weights of the latest versions in a file in memory. Slot v mod n holds the number v
+    and then the weights of version v.
 
-    n = staleness + 1 are enough: when version v is written, the groups of version v - staleness - 1
-    have been consumed.
+    n = staleness + 1 slots are enough: when version v is written, the groups of version
+    v - staleness - 1 have been consumed.
     """
 
     def __init__(self, file: int, count: int, model: Any):
@@ -32,20 +32,20 @@ class WeightSlots:
 
     @property
     def layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, type and shape of each; two models with the same layout understand one another."""
+        """Name, type and shape of each weight. Models with equal layouts can exchange weights."""
         return [(name, str(p.dtype), tuple(p.shape)) for name, p in self.named]
 
     def place(self, version: int) -> int:
-        """The place of a version's number; its weights stand behind."""
+        """Where a version's number is in the file; its weights follow."""
         return version % self.count * (8 + self.size)
 
     def write(self, version: int) -> None:
-        """The current weights, as this version. Raises OSError without memory for
+        """Write the current weights as this version. Raises OSError if there is no memory for
         them."""
         self._fill(version, (p.detach().cpu() for _, p in self.named))
 
     def read(self, version: int) -> None:
-        """The version's weights into the model. Raises EngineError if it is not there."""
+        """Read a version's weights into the model. Raises EngineError if it is not there."""
         at = self._found(version)
         for _, p in self.named:
             own = torch.empty(p.shape, dtype=p.dtype)
@@ -91,7 +91,8 @@ def _read(file: int, data: memoryview, at: int) -> int:
 
 
 def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor, at: int) -> int:
-    """Moves a contiguous tensor between a file and memory; the place in the file behind it."""
+    """Move a contiguous tensor between a file and memory; return the position in the file after
+    it."""
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(data):
@@ -100,8 +101,8 @@ def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor
 
 
 def shared_memory() -> int:
-    """A file in memory without a name, gone with its last process; on other
-    systems than Linux a temporary one."""
+    """A nameless file in memory that exists as long as a process has it open; on other systems than
+    Linux a temporary file."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("rlkit-weights")
     with tempfile.TemporaryFile() as file:

@@ -31,10 +31,9 @@ def checkpoint(
     newest `keep` stay.
 
     Args:
-      best: a column of metrics.jsonl, such as eval/accuracy, which is of validation problems;
-        test/* is refused. The step with the best value so far is saved too and stays:
-        checkpoints/best.ckpt is a link to it, checkpoints/best.json holds its value. None keeps
-        none.
+      best: a column of metrics.jsonl, such as eval/accuracy (on validation problems); test/* is
+        refused. The step with the best value so far is also saved and kept: checkpoints/best.ckpt
+        is a link to it, checkpoints/best.json holds its value. None keeps none.
       mode: whether the greatest or the smallest value is the best.
       model: whether the end of a run writes the policy in Hugging Face's format (adapters in
         PEFT's) to model/, and the best one to model_best/.

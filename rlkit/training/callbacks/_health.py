@@ -1,4 +1,4 @@
-"""Known pathologies on the terminal, each once. The end of the run counts their steps."""
+"""Print each known pathology once on the terminal; `rlkit train` counts their steps at the end."""
 
 from __future__ import annotations
 

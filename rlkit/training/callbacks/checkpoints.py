@@ -47,9 +47,9 @@ SUPERSEDED = ".superseded"
 DAMAGED = ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
 ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
-# lost if a save failed and none has succeeded since
+# the name under which a failed save is reported, until one succeeds
 CHECKPOINT = "the newest checkpoint"
-# without these a run is not whole; all else is to look at
+# without these files a run is incomplete; all others only show what happened
 RESULT = (CHECKPOINT, "model/", "model_best/", "metrics.jsonl")
 # raised by `torch.load` for a damaged file
 UNREADABLE = (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
@@ -57,8 +57,8 @@ SPARE = 1 << 20  # bytes left free by a save for metrics and the summary
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint with its digest beside the target and renames it. Lightning's own goes
-    through the system's temporary folder."""
+    """Writes a checkpoint and its digest to a file beside the target, then renames the file.
+    Lightning's own class goes through the system's temporary folder."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -75,7 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         with as_oserror(), atomic(path) as file:
             seal(file, lambda out: torch.save(checkpoint, out))
-            # writing may have taken long, and this file must not stand beside another process's
+            # writing may take long, and meanwhile another process may have taken over the folder
             owner.check_path(path)
 
 
@@ -94,8 +94,8 @@ class RLCheckpoint(L.Callback):
 
     It runs after every other callback, so everything written by a step is there before the
     checkpoint says the step is done. A failed save is reported, and the run goes on: checkpoints
-    are removed only after a newer one is whole. Of several ranks the first one writes; all of them
-    know whether it could.
+    are removed only after a newer one is whole. The first of several ranks writes, and all ranks
+    learn whether it succeeded.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class RLCheckpoint(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Lists the files written by the run so far: a resume knows its own files. Every other
-        callback has written by now."""
+        """List the files that the run has written, so that a resumed run recognises them. Every
+        other callback has written by now."""
         if trainer.is_global_zero:
             self.measured = measure_files(self.run, self.measured)
             checkpoint["written"] = list_files(self.run, self.measured)
@@ -178,21 +178,21 @@ class RLCheckpoint(L.Callback):
         return True
 
     def path(self, module: Any) -> Path:
-        """Of the checkpoint of the current RL step."""
+        """The path of the current RL step's checkpoint."""
         return self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}"
 
     def save(self, trainer: L.Trainer, module: Any) -> bool:
-        """Writes the checkpoint of the current RL step, then drops the oldest ones; whether there
-        was room for it."""
+        """Write the current RL step's checkpoint, then delete the oldest ones. Return whether it
+        was written."""
         path = self.path(module)
         still_owned(self.run)
 
         def write() -> None:
-            # a checkpoint says all rows up to its step are there
+            # a checkpoint promises that all rows up to its step are written
             if ranks.any_rank(self.run / "metrics.jsonl" in WAITING):
                 raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
             ranks.broadcast(before)
-            # of all ranks; here the flag means "leave the optimiser out"
+            # all ranks call it; the flag means "leave the optimiser out"
             trainer.save_checkpoint(path, weights_only=False)
             ranks.broadcast(self.point)
 
@@ -211,7 +211,7 @@ class RLCheckpoint(L.Callback):
         return done
 
     def point(self) -> None:
-        """Lets best.ckpt name the checkpoint of the best step."""
+        """Make best.ckpt a link to the checkpoint of the best step."""
         path = self.folder / f"{PREFIX}{self.best.get('step', 0):06d}{SUFFIX}"
         if not path.exists():
             return
@@ -219,7 +219,7 @@ class RLCheckpoint(L.Callback):
             best = self.folder / BEST
             if os.path.lexists(best) and not best.is_symlink():
                 kept = set_aside(self.run, best.relative_to(self.run).as_posix())
-                print(f"warning: {BEST} was no link, and is kept as {kept}", flush=True)
+                print(f"warning: {BEST} was not a link; the file is kept as {kept}", flush=True)
             link(best, path)
         if not is_json(self.folder / "best.json", self.best):
             write_json(self.folder / "best.json", self.best)
@@ -232,7 +232,7 @@ class RLCheckpoint(L.Callback):
         return kind not in LOST
 
     def prune(self) -> None:
-        """Removes everything made superfluous by a newer whole checkpoint; never the best one."""
+        """Delete the checkpoints that newer whole ones replace, but never the best one."""
         held = (self.folder / BEST).resolve()
         old = [path for path in checkpoints(self.folder)[: -self.keep] if path.resolve() != held]
         for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
@@ -243,8 +243,8 @@ class RLCheckpoint(L.Callback):
 
 
 def gathered(model: Any) -> dict[str, Any] | None:
-    """The tensors for `save_policy` of a model in shards: all weights, or under LoRA the
-    adapters; None if it is whole."""
+    """The tensors that `save_policy` needs from a sharded model: all weights, or under LoRA the
+    adapters. None if the model is not sharded."""
     if not sharded(model):
         return None
     ranks.reshard(model)
@@ -255,7 +255,7 @@ def gathered(model: Any) -> dict[str, Any] | None:
 
 
 def link(name: Path, target: Path) -> None:
-    """A symbolic link beside its target, put in place in one go."""
+    """Make a symbolic link beside its target, atomically."""
     part = name.with_name(name.name + ".tmp")
     part.unlink(missing_ok=True)
     part.symlink_to(target.name)
@@ -292,9 +292,9 @@ def checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint on the CPU: the named file, or the newest whole one of a folder.
 
-    Damaged ones of a folder are named on standard error, with the one used in their place. A
-    damaged named file is refused, since an older one was not asked for; the
-    message names it. Raises DataError if none can be read.
+    In a folder, damaged checkpoints are skipped and named on standard error, with the one that is
+    used instead. A damaged file given by name is refused, because nobody asked for an older one;
+    the message names the newest whole one before it. Raises DataError if none can be read.
     """
     damaged = []
     named = source.suffix == SUFFIX
@@ -331,8 +331,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: str) -> None:
-    """Raises DataError unless a checkpoint was saved by the run in `folder` under this
-    name.
+    """Raise DataError unless the run in `folder` saved this checkpoint under the name `path`.
 
     Args:
       state: the content of `path`. identity: of the run.
@@ -362,7 +361,7 @@ def set_foreign_aside(run: Path, identity: str) -> None:
     for path in (*checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
         with suppress(*UNREADABLE, AttributeError, TypeError):
             open_regular(path).close()
-            # reads no tensor
+            # loads no tensors
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             own = saved["run"].get("identity", "")
             if own != identity:
@@ -377,9 +376,9 @@ def set_foreign_aside(run: Path, identity: str) -> None:
 def supersede(folder: Path, step: int) -> None:
     """Sets the checkpoints after `step` aside under other names, since the run goes on from `step`.
 
-    Left in place they would be taken for its newest after a kill, though the rows between belong to
-    another past. The next save removes the whole ones. Damaged ones are kept, as evidence of the
-    damage.
+    If they stayed and the run were killed, the next resume would take them for the newest, although
+    the rows up to them have been replaced. The next save deletes the whole ones. Damaged ones are
+    kept as evidence.
     """
     for path in checkpoints(folder):
         if step_of(path) <= step:

@@ -1,5 +1,5 @@
-"""Conversations as files and as text of the loggers: reading them is the standard cure for reward
-hacking."""
+"""Write conversations to files and to the loggers' texts. To read them is the best way to find
+reward hacking."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Samples(L.Callback):
         text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
         with lenient(f"{self.folder.name}/ of step {step}"):
             earlier = path.read_bytes() if path.exists() else b""
-            # of a run resumed from before this step
+            # the file may hold this step already, if the run was resumed from an earlier one
             again = re.search(b"^" + title.encode(), earlier, re.M)
             write_atomic(path, earlier[: again and again.start()] + text)
         for logger in trainer.loggers:
@@ -68,7 +68,7 @@ class Completions(L.Callback):
     """Writes rollouts as rows of Parquet files, and shows loggers the table of a step.
 
     Rows wait for the next checkpoint, so a file is written once and ends where a resumed run goes
-    on; a killed run writes the others again. Their steps are in rollouts/ in any case.
+    on. After a kill, the resumed run writes the waiting rows again; rollouts/ has them anyway.
     """
 
     def __init__(self, folder: Path, *, every: int, tables: int):
@@ -80,7 +80,7 @@ class Completions(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         names = (name for x in module.learner.phases.values() for name in x.reward.terms)
-        # of all phases: all files have the same ones
+        # the columns of all phases, so that all files have the same columns
         self.columns = table_columns(dict.fromkeys(names))
         if not self.every or not trainer.is_global_zero:
             return

@@ -1,6 +1,6 @@
-"""Evaluations of a run. Validation problems on the way, for the curve, `stop_at` and the best
-checkpoint; test problems before the first step and after the last, for the reported figures of a
-run. Nothing in a run depends on a test problem."""
+"""Evaluations of a run: on validation problems during training, for the curve, `stop_at` and the
+best checkpoint; on test problems before the first step and after the last, for the figures that a
+run reports. Nothing in a run depends on a test problem."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from rlkit.training.callbacks.terminal import held_out, how_sampled
 from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
 
-KEPT = 16  # rollouts written by an evaluation, of the same tasks each time: how an answer changes
+KEPT = 16  # rollouts that an evaluation writes; always of the same tasks, to show changes
 # split → the start of its figures' names in a row of metrics.jsonl
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
 
 
 class HeldOut(L.Callback):
-    """Adds `eval/*` (validation) and `test/*` to the rows of steps; the time of an evaluation is
-    not the step's.
+    """Adds `eval/*` (validation) and `test/*` to the rows of steps. The seconds of a step do not
+    include its evaluations.
 
     With `evaluation.every` n > 0 validation problems are played before the first step, after every
     n-th and after the last; with 0 never. Test problems are played before the first step and after
@@ -95,7 +95,7 @@ class HeldOut(L.Callback):
         watch = in_time(
             x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}"
         )
-        # an evaluation moves nobody's random numbers
+        # an evaluation leaves the generators as they were
         with watch, forward(), ranks.whole_weights(module.model), rng.kept():
             result, rollouts = greedy_accuracy(
                 module.policy,
@@ -113,7 +113,7 @@ class HeldOut(L.Callback):
 
 
 def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
-    """The block of playing and scoring an evaluation, or a part of one: at its deadline the
+    """A context for playing and scoring an evaluation, or a part of one. At its deadline the
     process ends and says so."""
     return limit_waiting(
         settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True
@@ -121,9 +121,9 @@ def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
 
 
 def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """A result as metrics with a prefix, for example `eval/`, and each part's of a mixture as
-    `eval/part/NAME/*`. The own figures of the reward's functions are `eval/reward/TERM/METRIC`
-    and `eval/aggregator/METRIC`."""
+    """A result as metrics with a prefix, for example `eval/`. Those of each part of a mixture are
+    `eval/part/NAME/*`. Figures from the reward's functions are `eval/reward/TERM/METRIC` and
+    `eval/aggregator/METRIC`."""
     parts = result.get("parts", {})
     rows = {prefix: result, **{f"{prefix}part/{part}/": own for part, own in parts.items()}}
     out: dict[str, float] = {}

@@ -1,5 +1,4 @@
-"""The remains of a failed run: enough to look at the fault, and to make it happen
-again."""
+"""Write what is needed to inspect the fault of a failed run and to reproduce it."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ class DebugBundle(L.Callback):
     also its minibatch and the state before it: `rlkit replay bundle=FOLDER` then does the
     update again.
 
-    Of several ranks the first one writes; one failing by itself writes debug/step_000007_rank1/.
-    With trainer=ddp each of them holds the state; shards can be gathered only if all ranks fail
+    The first of several ranks writes. A rank that fails alone writes debug/step_000007_rank1/. With
+    trainer=ddp each rank has the whole state. Shards can be gathered only if all ranks fail
     together, as they do when numbers are not finite.
     """
 
@@ -42,12 +41,12 @@ class DebugBundle(L.Callback):
         announce(exception)
         said = not isinstance(exception, Exception) or isinstance(exception, Refusal)
         if said or owner.lost(self.run):
-            # a signal, a sentence to say it all, or another process's folder by now
+            # a signal, an error explained by its message, or the folder of another process by now
             return
         together = ranks.size() == 1 or isinstance(exception, NonFinite)
         echo = isinstance(exception, ranks.RankError)
         failed = module.learner.micro.minibatch is not None and not echo
-        writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 has the same to say
+        writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 writes the same
         name = f"step_{module.rl_step + 1:06d}"
         folder = self.run / "debug" / (f"{name}_rank{ranks.rank()}" if ranks.rank() else name)
         if writes:
@@ -73,8 +72,8 @@ class DebugBundle(L.Callback):
 
 
 def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    """Weights, optimizers and everything RLModule adds to a checkpoint, with this rank's
-    generators; of shards a collective."""
+    """Weights, optimizers and everything that RLModule adds to a checkpoint, with this rank's
+    generators. With shards, all ranks must call it."""
     strategy = trainer.strategy
     state = {
         "state_dict": strategy.lightning_module_state_dict(),
@@ -87,11 +86,11 @@ def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
 
 
 class Watchdog(L.Callback):
-    """Tells the step of a run and the part of the step, for the limit `trainer.max_step_time`
-    (`rlkit.system.waiting.limited`).
+    """Names the step, and the part of the step, in which a run hangs, for the limit
+    `trainer.max_step_time` (`rlkit.system.waiting.limited`).
 
-    The parts of a step are generate, reward and update. Between steps only what is waited for
-    counts: an evaluation waits for rewards and environments too.
+    The parts of a step are generate, reward and update. Between steps the limit only applies to
+    calls that are waited for: evaluations call rewards and environments too.
     """
 
     def __init__(self) -> None:

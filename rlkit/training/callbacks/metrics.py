@@ -1,4 +1,4 @@
-"""What a step's row becomes: a line of metrics.jsonl, and what loggers show of it and beside it."""
+"""Write a step's row to metrics.jsonl, and show it in the loggers with texts and histograms."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FINAL = (  # by which runs are compared
 
 
 class Ownership(L.Callback):
-    """Looks at owner.json where a step begins and where it ends; rows and checkpoints look once
-    more before they are written."""
+    """Checks owner.json at the start and the end of a step. The writers of rows and checkpoints
+    check it again."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -46,8 +46,8 @@ class Ownership(L.Callback):
 
 
 class ChoicesNoted(L.Callback):
-    """Writes what the run has settled (its kernels, checkpointing of activations) to run.json, once
-    a checkpoint that it goes on from has had its say."""
+    """Writes the choices that the run has settled (kernels, checkpointing of activations) to
+    run.json, after a resumed run has taken those of its checkpoint."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -59,15 +59,15 @@ class ChoicesNoted(L.Callback):
 
 
 def still_owned(run: Path) -> None:
-    """Of several ranks the first one looks; all of them end. Raises TakenOver, on the others
-    RankError."""
+    """End the run on all ranks if another process has taken its folder. The first rank looks.
+    Raises TakenOver there, and RankError on the others."""
     ranks.broadcast(lambda: owner.check_owner(run))
 
 
 class MetricsFile(L.Callback):
-    """Appends the module's row to metrics.jsonl after each RL step and shows loggers the row and
-    what is no number. Then the module draws its conclusions from the row, `eval/*` included; where
-    a phase ends, one line says so. Runs after whatever adds to the row.
+    """Appends the module's row to metrics.jsonl after each RL step, and shows the loggers the row,
+    its texts and histograms. Then the learner advances by the row, `eval/*` included; one line is
+    written if a phase ends. Runs after every callback that adds to the row.
     """
 
     def __init__(self, path: Path):
@@ -124,7 +124,7 @@ def _show(logger: Any, module: Any) -> None:
 
 
 def settings(module: Any) -> dict[str, Any]:
-    """Dotted key → value of the run's config, Hydra's own words left out."""
+    """Dotted key → value of the run's config, without Hydra's own keys."""
     return {
         k: v
         for k, v in flat(module.provenance.get("config", {})).items()

@@ -1,4 +1,4 @@
-"""Known pathologies, said in plain words with the key to turn."""
+"""Describe known pathologies in plain words, with the config key to change."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def broken_policy(row: Row) -> str | None:
 
 
 def all_rewards_equal(row: Row) -> str | None:
-    """No group has different rewards, and nothing else makes an advantage of them: nothing
-    learned from rewards."""
-    # with a critic or the batch; groups of one are always equal
+    """All groups have equal rewards, and nothing else gives an advantage, so nothing is learned
+    from rewards."""
+    # a critic or the batch gives advantages; groups of one always have equal rewards
     compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0
-    # nothing is sampled, and all of it is to be learned
+    # demonstrations are not sampled, and all of them are learned
     demonstrated = "reward/demonstration/mean" in row
     followed = any(name.startswith("streams/") for name in row)  # a teacher, or given tokens
     if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed or broken_policy(row):
@@ -59,7 +59,7 @@ def all_rewards_equal(row: Row) -> str | None:
     )
 
 
-REMEDIES = {  # the cut of most episodes → the key to turn
+REMEDIES = {  # why most episodes were truncated → the key to change
     "length": "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
     " generation.max_thinking_tokens)",
     "context": (
@@ -88,8 +88,8 @@ def most_truncated(row: Row) -> str | None:
 
 
 def length_inflation(row: Row) -> str | None:
-    """Replies loop, or many are cut while a teacher is followed: in a loop teacher and policy
-    agree, so nothing pulls out of it."""
+    """Replies loop, or a policy that follows a teacher has many replies cut. In a loop teacher and
+    policy agree, so the teacher does not lead out of it."""
     looping = row["len/loop_frac"]
     cut = row["len/truncated_frac"] if "streams/teacher" in row else 0
     if not (looping > 0.02 or cut > 0.15):
@@ -219,11 +219,11 @@ def update_skipped(row: Row) -> str | None:
 
 
 def waits_for_cores(row: Row) -> str | None:
-    """The update took twice as long as the processor worked on it, and a second more: other
-    processes take its cores.
+    """The update took at least twice as long as the processor worked on it, and at least a second
+    longer: other processes take its cores.
 
-    The update alone tells: it computes in this process and waits for nothing else, where a rollout
-    may wait for tools or a server.
+    Only the update can show this: it computes in this process and waits for nothing else, but a
+    rollout may wait for tools or a server.
     """
     took = row["perf/update_s"]
     worked = row["perf/update_processor_s"]

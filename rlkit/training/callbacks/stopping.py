@@ -1,5 +1,5 @@
-"""SIGTERM, SIGINT, SIGHUP and SIGUSR1: the run ends at a step's boundary, saved. A second signal
-ends it at once."""
+"""On SIGTERM, SIGINT, SIGHUP or SIGUSR1, save the run at the boundary of a step and end it. A
+second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopOnSignal(L.Callback):
-    """Rollouts are dropped at once; an update, an evaluation or a save under way is finished
-    first.
+    """Handles the signals that end a run. Rollouts are dropped at once; an update, an evaluation or
+    a save under way is finished first.
 
-    Lightning's own handlers end the process with status 0, and under SLURM save in the middle of a
-    step; these take their place. It is the first callback: a step's callbacks are whole.
+    These handlers replace Lightning's, which end the process with status 0, and under SLURM save in
+    the middle of a step. This callback runs first, so that either all callbacks of a step run or
+    none.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class StopOnSignal(L.Callback):
         module.droppable = True  # the evaluation before the first step
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
-                # nohup ignores SIGHUP, and means it
+                # leave SIGHUP alone if nohup ignores it
                 if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                     # Lightning puts the former handlers back
                     signal.signal(signum, self.handle)
@@ -58,7 +59,7 @@ class StopOnSignal(L.Callback):
             " second signal ends it now"
         )
         with suppress(OSError):  # after SIGHUP there may be no terminal
-            os.write(2, f"\n{line}\n".encode())  # a print could meet another one half done
+            os.write(2, f"\n{line}\n".encode())  # a handler may interrupt a `print`
         if drop:
             raise Interrupted(signum)
 
@@ -69,7 +70,7 @@ class StopOnSignal(L.Callback):
 
 
 def requeue() -> None:
-    """Asks SLURM to start this job again. It says so, or why it cannot."""
+    """Ask SLURM to queue this job again, and print that it is queued or why not."""
     job = os.environ.get("SLURM_JOB_ID")
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array:

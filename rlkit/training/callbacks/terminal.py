@@ -30,7 +30,7 @@ class ProgressLines(L.Callback):
         self.task: Any = None
         self.last_reward: float | None = None
         self.seconds: deque[float] = deque(maxlen=RECENT)  # of the last steps
-        self.evaluation = 0.0  # seconds of the last one
+        self.evaluation = 0.0  # seconds of the last evaluation
         self.countdown = TimeLeft()
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -100,7 +100,7 @@ class ProgressLines(L.Callback):
 
 
 class TimeLeft:
-    """The time left as a text, a second less a second later; '' if it is not known."""
+    """The time left as a text that counts down; '' if it is not known."""
 
     def __init__(self) -> None:
         self.end: float | None = None
@@ -145,10 +145,10 @@ def step_line(
     """`step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3% | 0.8 + 0.9 s, 0:24 left`: seconds
     of sampling and of the update.
 
-    At most 80 columns: if there is no room, the change of the reward goes first, and the seconds
-    are summed up next. Anything without a meaning, for example a KL without a reference, is left
-    out; without a reward, if nothing was scored, the loss stands in its place. Scoring has seconds
-    of its own from half a second on.
+    At most 80 columns: if there is no room, the change of the reward is left out first, and then
+    the seconds are summed up. Undefined figures, for example a KL without a reference, are left
+    out. If nothing was scored, the loss takes the place of the reward. Scoring gets its own seconds
+    if it takes at least half a second.
     """
     reward = row["reward/mean"]
     kl = row["kl/ref_k3"]

@@ -1,5 +1,5 @@
-"""Numbers led by a run's metrics: functions making a Controller, its state explicit; and
-conditions on a step's metrics: `reward/mean > 0.8 for 5`."""
+"""Numbers that follow a run's metrics: functions that make a Controller with explicit state. And
+conditions on a step's metrics, such as `reward/mean > 0.8 for 5`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Condition(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def condition(text: str) -> Condition:
-    """Reads a condition: METRIC, one of > >= < <=, NUMBER, and perhaps `for N`, the steps in a row
-    for it to hold.
+    """Read a condition: METRIC, one of > >= < <=, NUMBER, and optionally `for N`, the number of
+    steps in a row on which it must hold.
 
     Raises: ValueError with the grammar.
     >>> condition("reward/mean > 0.8 for 5")
@@ -52,10 +52,10 @@ def condition(text: str) -> Condition:
 
 
 def streak(condition: Condition, before: float, metrics: Mapping[str, float]) -> int:
-    """Steps in a row with a condition true, after one more step. nan does not hold.
+    """Number of steps in a row on which a condition holds, after one more step. nan fails it.
 
-    A step without the metric is passed over: `eval/accuracy > 0.9 for 2` asks for two
-    evaluations in a row.
+    Steps without the metric do not count: `eval/accuracy > 0.9 for 2` asks for two evaluations in a
+    row.
     """
     if condition.metric not in metrics:
         return int(before)
@@ -79,20 +79,19 @@ def adaptive(
     """A coefficient to keep a divergence near a target.
 
     After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1 / (horizon ·
-    steps)). Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with the horizon counted in
-    rollouts: H of them, n in a step, are
-    horizon = H / (n · steps). As a share of the run the coefficient can move as far in a short run
-    as in a long one: at the
-    defaults by a factor of about e² either way. A step without a finite KL changes nothing.
+    steps)). Ziegler et al. 2019, arXiv:1909.08593, section 2.2, count the horizon in rollouts:
+    H rollouts, n a step, are horizon = H / (n · steps). Here it is a share of the run, so that the
+    coefficient can move as far in a short run as in a long one: with the defaults by a factor of
+    about e² either way. A step without a finite KL changes nothing.
 
     Args:
       start: coefficient of the first step, greater than 0: it is only ever multiplied.
       target: nats, greater than 0, in the unit of `metric`.
       horizon: share of `steps` over which it may change by the share `limit`, in (0, 1].
       limit: largest relative error counted, in (0, 1).
-      metric: held at the target. kl/ref_k3 is nats per token.
-      steps: RL steps to take the horizon's share of; None: the steps the controller spans, the
-        run's or its phase's.
+      metric: the metric to hold at the target. kl/ref_k3 is in nats per token.
+      steps: RL steps of which the horizon is a share; None: all steps of the run, or of the phase
+        that brings the controller.
     Raises: ValueError where a number is outside its range.
     """
     for name, value in (("start", start), ("target", target)):
@@ -123,7 +122,7 @@ def _adaptive(
 ) -> dict[str, float]:
     if steps is None:
         raise ValueError(
-            "steps=None: outside a schedule, which knows the run's length, give adaptive the number"
+            "steps=None: only a schedule knows the run's length; elsewhere give adaptive the number"
             " of steps"
         )
     divergence = metrics.get(metric, math.nan)
@@ -142,12 +141,12 @@ def adaptive_entropy(
     high: float = 1.0,
     metric: str = "policy/entropy",
 ) -> Controller:
-    """A coefficient to keep the entropy near a target: + step after a step below it, - step
-    above it, within [low, high].
+    """A coefficient to keep the entropy near a target: it grows by `step` after an RL step with a
+    lower entropy, and falls by `step` after one with a higher entropy, within [low, high].
 
-    After He et al. 2025, arXiv:2505.22312, as TRL has it. In the paper the bonus counts only while
-    the entropy is at most the target; here the coefficient always counts, and falls above the
-    target. A step without a finite entropy changes nothing.
+    After He et al. 2025, arXiv:2505.22312, as in TRL. In the paper the bonus counts only while the
+    entropy is at most the target; here the coefficient always counts, and falls above the target. A
+    step without a finite entropy changes nothing.
 
     Args:
       target: nats per sampled token.

@@ -1,7 +1,7 @@
 """Numbers as functions of the step, counted from 0.
 
-The length `steps` may be left out in a schedule: there the function is given the steps it
-spans, the run's or, inside a phase, the phase's (`rlkit.training.schedules.at`).
+In a schedule, `steps` may be left out: it is then the length of the run or, inside a phase, of the
+phase (`rlkit.training.schedules.at`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rlkit.types import ranges
 
 
 def constant(step: int, *, value: float) -> float:
-    """The same at every step: in a phase, a number other than the whole run's.
+    """The same value at every step, for example to give a phase another number than the run has.
 
     >>> constant(7, value=0.5)
     0.5
@@ -40,8 +40,8 @@ def cosine(step: int, *, start: float, end: float, steps: int | None = None) -> 
 
 @ranges(to=(0, None))
 def decay(step: int, value: float, *, to: float, steps: int | None = None) -> float:
-    """The configured value, falling along a line to `to` of itself: value · (1 - (1 - to) · min(1,
-    step / steps)); `steps` > 0.
+    """Linear decay from the configured value to `to` times this value: value · (1 - (1 - to) ·
+    min(1, step / steps)); `steps` > 0.
 
     >>> decay(5, 2.0, to=0.5, steps=10)
     1.5
@@ -52,7 +52,7 @@ def decay(step: int, value: float, *, to: float, steps: int | None = None) -> fl
 def _share(step: int, steps: int | None) -> float:
     if steps is None:
         raise ValueError(
-            "steps=None: outside a schedule, which knows the run's length, give the number of steps"
+            "steps=None: only a schedule knows the run's length; elsewhere give the number of steps"
         )
     if steps < 1:
         raise ValueError(f"steps={steps}: a schedule needs at least one step")

@@ -12,7 +12,7 @@ from rlkit.types import Controller, is_record
 
 
 def flat(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; an empty one within stays."""
+    """Flatten nested mappings to one with dotted keys; empty inner mappings stay."""
     paths: dict[str, Any] = {}
     for key, value in numbers.items():
         paths |= (
@@ -33,7 +33,7 @@ def fields(node: Any) -> Mapping[str, Any]:
 
 
 def settable(node: Any) -> Mapping[str, Any]:
-    """The same, and the unset defaults of a partial function."""
+    """`fields`, and the defaults that a partial function leaves unset."""
     if not isinstance(node, functools.partial):
         return fields(node)
     defaults = {p.name: p.default for p in parameters_of(node).values() if p.default is not p.empty}
@@ -41,11 +41,11 @@ def settable(node: Any) -> Mapping[str, Any]:
 
 
 def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: str) -> Any:
-    """A copy of nested NamedTuples, mappings and partial functions with one number, or the
-    Controller in its place, changed.
+    """Copy nested NamedTuples, mappings and partial functions, and change one number, or the
+    Controller in its place.
 
-    A whole number stays one: it is rounded to the nearest.
-    Raises: KeyError naming the path that binds no number.
+    A whole number stays whole: the new value is rounded.
+    Raises: KeyError with the path if there is no number at it.
     """
     key = keys[0]
     rest = keys[1:]

@@ -1,7 +1,8 @@
 """The course of a run: its phases, how far it is, and the experiment of each step.
 
-start ──▶ at ──▶ one RL step ──▶ advance ──▶ at ──▶ …        Progress is all that a checkpoint has
-to hold of it
+    start ──▶ at ──▶ one RL step ──▶ advance ──▶ at ──▶ …
+
+Of all this a checkpoint only needs the Progress.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Phase(NamedTuple):
                in steps of its own
     text       once a condition holds, "reward/mean > 0.8 for 5"
     function   once it gives True: (metrics) or (metrics, steps in the phase) → bool
-    None       never: for the last phase alone
+    None       never: only for the last phase
 
-    Steps of its `numbers` count from its start. They stand before the schedule's own, and its
-    steps count over the whole run.
+    `numbers` are like those of the schedule but count steps from the start of the phase. They take
+    precedence over the schedule's numbers, which count steps from the start of the run.
     """
 
     algorithm: Any
@@ -41,7 +42,7 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    # to start anew when the phase begins, beside the replaced groups
+    # starts anew when the phase begins, besides the replaced groups
     reset: Sequence[Literal["optimizer", "reference"]] = ()
 
     @property
@@ -56,11 +57,11 @@ class Schedule(NamedTuple):
     """`numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function
     or a Controller.
 
-    A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}, open to
-    overrides of a command line. A function takes the step, counted from 0; if its second positional
-    parameter is `value`, also the configured number. With a keyword `steps` of None it is given the
-    steps it spans: the run's (trainer.steps), or its phase's. `phases` maps names to phases, in
-      order. `name` is for a run with phases, as no algorithm alone describes.
+    A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}; a command line
+    can override the latter. A function takes the step, counted from 0, and also the configured
+    number if it has a second positional parameter `value`. If its keyword `steps` defaults to None,
+    it gets the length of the run (trainer.steps), or of its phase. `phases` maps names to phases,
+    in order. `name` names a run with phases, which no single algorithm describes.
     """
 
     numbers: Mapping[str, Any] = {}
@@ -69,7 +70,7 @@ class Schedule(NamedTuple):
 
     @property
     def paths(self) -> dict[str, Callable[..., float] | Controller]:
-        """Dotted path → function or Controller, of the whole run; a phase's are in
+        """Dotted path → function or Controller, for the whole run. Those of a phase are in
         `phases(experiment)[name].schedule`."""
         return flat(self.numbers)
 
@@ -79,22 +80,22 @@ class Progress(NamedTuple):
 
     step: int = 0  # RL steps done
     phase: int = 0  # position among the phases
-    since: int = 0  # RL step of its begin
-    streak: int = 0  # steps in a row with its end condition true
+    since: int = 0  # RL step at which the phase began
+    streak: int = 0  # steps in a row on which its end condition held
     controllers: Mapping[str, Mapping[str, float]] = {}  # path → state
 
 
 def start(experiment: Any) -> Progress:
-    """The progress of a run before its begin."""
+    """The progress of a run that has not begun."""
     first = next(iter(phases(experiment).values()))
     return Progress(controllers={path: dict(c.init()) for path, c in controllers_of(first).items()})
 
 
 def phases(experiment: Any) -> dict[str, Any]:
-    """Name → the experiment of that phase: its groups in place, its own numbers before the shared
-    ones, no phases.
+    """Name → the experiment of that phase: with its own groups, with its numbers before the shared
+    ones, and without phases.
 
-    A run without phases is one phase of the name "".
+    A run without phases is one phase named "".
     """
     schedule = experiment.schedule
     if not schedule.phases:
@@ -115,8 +116,8 @@ def _current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
 
 
 def controllers_of(experiment: Any) -> dict[str, Controller]:
-    """Path → Controller, of the experiment of one phase: the ones in place of a number, and its
-    schedule's."""
+    """Path → Controller in the experiment of one phase: those in place of a number, and those of
+    the schedule."""
     scheduled = {
         path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)
     }
@@ -124,7 +125,7 @@ def controllers_of(experiment: Any) -> dict[str, Controller]:
 
 
 def inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, Controller]]:
-    """(path, Controller) of each in place of a number."""
+    """(path, Controller) for each Controller in place of a number."""
     for key, value in fields(node).items():
         if isinstance(value, Controller):
             yield f"{prefix}{key}", value
@@ -133,8 +134,8 @@ def inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, Contr
 
 
 def at(experiment: Any, progress: Progress) -> Any:
-    """The experiment of the step to come: the phase's groups in place, and every scheduled number a
-    plain number.
+    """The experiment of the next step, with the phase's groups, and a plain number for every
+    scheduled one.
 
     Raises: KeyError naming the path without a target.
     """
@@ -152,8 +153,8 @@ def at(experiment: Any, progress: Progress) -> Any:
 
 
 def foreseen(experiment: Any, progress: Progress, step: int) -> Any:
-    """The experiment of a step to come, as far as it is known now: phases ending after a number
-    of steps have ended until then, and controllers stay as they are."""
+    """The experiment of a later step, as far as it is known now: phases of known length end when
+    due, and controllers stay as they are."""
     given = list(experiment.schedule.phases.values())
     while progress.step < step:
         progress = progress._replace(step=progress.step + 1)
@@ -172,10 +173,10 @@ def phase_steps(until: Any, steps: int) -> int | None:
 
 
 def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
-    """RL steps spanned by a number without a length of its own: the run's, or the phase's in force
-    if the phase brings it.
+    """RL steps that a schedule without a length of its own spans: those of the run, or those of the
+    present phase if the schedule is the phase's `own`.
 
-    A phase with an end unknown beforehand is taken to last until the end of the run.
+    A phase whose end is not known beforehand is taken to last until the end of the run.
     """
     steps = experiment.trainer.steps
     if not own:
@@ -188,7 +189,7 @@ def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
 def _spanning(
     function: Callable[..., Any], experiment: Any, progress: Progress, *, own: bool
 ) -> Callable[..., Any]:
-    """The function with the `steps` it spans, if it takes them and has none of its own."""
+    """The function with `steps` set to its span, if it has this parameter and does not set it."""
     taken = inspect.signature(function).parameters.get("steps")
     if taken is None or taken.default is not None:
         return function
@@ -196,8 +197,8 @@ def _spanning(
 
 
 def _brought(phase: Phase | None, path: str) -> bool:
-    """Whether the phase brings the number at a path: by its own numbers, or by a replaced
-    group."""
+    """Whether the number at a path comes from the phase: from its numbers, or from a group that it
+    replaces."""
     return phase is not None and (
         path in flat(phase.numbers) or path.partition(".")[0] in phase.groups
     )
@@ -222,8 +223,7 @@ def values(experiment: Any, progress: Progress) -> dict[str, float]:
 
 
 def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
-    """The effect of another trainer.steps on a run going on, as a sentence; "" if it is the
-    same."""
+    """A sentence on how a changed trainer.steps affects a resumed run; "" if it is unchanged."""
     steps = experiment.trainer.steps
     if before == steps:
         return ""
@@ -268,13 +268,13 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
 
 
 def resets(experiment: Any, progress: Progress) -> Sequence[str]:
-    """The resets at the begin of a phase, of "reference" and "optimizer"."""
+    """What a phase resets when it begins: "reference", "optimizer", both or neither."""
     phase, _ = _current(experiment, progress)
     return () if phase is None else phase.reset
 
 
 def transition(experiment: Any, before: Progress, now: Progress, reset: Sequence[str]) -> str:
-    """A line on the begin of a phase; `reset`: of "reference" and "optimizer moments"."""
+    """A line on the start of a phase. `reset`: some of "reference" and "optimizer moments"."""
     named = phases(experiment)
     names = list(named)
     name = names[now.phase]
@@ -295,8 +295,8 @@ def metrics(experiment: Any, progress: Progress) -> dict[str, float]:
 
 
 def watched(experiment: Any, progress: Progress) -> dict[str, str]:
-    """Path → its metric, in the phase in force: controllers, and the condition at the phase's
-    end."""
+    """Path → the metric that it follows, in the present phase: for controllers, and for the
+    condition that ends the phase."""
     phase, x = _current(experiment, progress)
     out = {}
     for path, controller in controllers_of(x).items():
@@ -310,8 +310,8 @@ def watched(experiment: Any, progress: Progress) -> dict[str, str]:
 
 
 def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
-    """Sentences on everything waiting for a metric not measured in a step. Metrics of
-    validation problems (eval/…) are not of every step."""
+    """Sentences on all paths that wait for a metric which a step has not measured. Metrics of
+    validation problems (eval/…) are not measured in every step."""
     return [
         f"{path}: waits for '{metric}', which is not measured.{nearest(metric, metrics)} Every step"
         f" measures: {', '.join(sorted(metrics))}"
@@ -321,12 +321,12 @@ def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]
 
 
 def require_measured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> None:
-    """Raises: ConfigError if something waits for a metric not measured in a step."""
+    """Raise ConfigError if a path waits for a metric that this step has not measured."""
     refuse_problems(unmeasured(experiment, progress, metrics))
 
 
 def _ended(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
-    """Whether the phase is over, and the steps in a row with its condition true."""
+    """Whether the phase is over, and the steps in a row on which its condition held."""
     steps = progress.step - progress.since
     if isinstance(until, str):
         held = streak(condition(until), progress.streak, metrics)

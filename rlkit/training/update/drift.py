@@ -1,17 +1,16 @@
 """How far the policy moves, measured on few rollouts after a step's last update, without a copy of
 any weights.
 
-A KL from an earlier policy to the policy now needs only the earlier one's log-probs of its own
-tokens: so a few rollouts' are kept, and scored again: a sixteenth of a step's,
-for both figures in one forward pass after the last update. Of a step with fewer than 64 rollouts
-four are measured. The log-probs from before the updates are from the trainer's pass for its
-updates or, with one update a step, from this update itself; where neither exists (`algorithm.old`
-is another), the same rollouts are passed once more.
+A KL from an earlier policy to the present one needs only the earlier policy's log-probs of its own
+tokens. So the log-probs of a few rollouts are kept, and one forward pass after the last update
+scores these rollouts again, for both figures. They are a sixteenth of a step's rollouts, or four of
+fewer than 64. The earlier log-probs are from the trainer's pass before its updates or, with one
+update a step, from this update itself. If neither exists (by `algorithm.old`), an additional pass
+reads the same rollouts.
 
     figure     mean of k3, in nats per token     on
     kl/step    KL(before the step‖now)           rollouts of the step with a trained token
-    kl/start   KL(the start of the run‖now)      rollouts of the first step, whatever has been
-               sampled since
+    kl/start   KL(the start of the run‖now)      the same rollouts of the first step, in every step
 
 kl/start is nan if kl/ref says how far the policy is from its start, with an active KL to a
 reference frozen there. Neither figure exists if the episodes were not sampled by the
@@ -36,7 +35,7 @@ from rlkit.training.update.signal import updates_once
 from rlkit.training.update.split import on_device, select
 from rlkit.types import Batch, Rollout, Weighted
 
-# of so many rollouts one is measured, and at least so many
+# one of EVERY rollouts is measured, and at least LEAST
 EVERY = 16
 LEAST = 4
 # the tensors of every batch
@@ -52,8 +51,8 @@ class Few(NamedTuple):
 
 
 def few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
-    """All rows of every 16th rollout with a trained token, of small batches of four, as tensors
-    alone; None if there is none."""
+    """All rows of every 16th rollout with a trained token, or of four rollouts in a small batch.
+    Only the tensors are kept. None if no rollout has a trained token."""
     owners = batch.rollout_ids[batch.response_mask.any(1)].unique()
     if not len(owners):
         return None
@@ -64,15 +63,15 @@ def few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
 
 
 def passed(u: Update, own: Few | None) -> Few | None:
-    """With the log-probs of the policy as it is now, if there are none yet."""
+    """Add the present policy's log-probs, if there are none yet."""
     if own is None or own.logprobs is not None:
         return own
     return own._replace(logprobs=batch_logprobs(u, u.model, own.batch).logprobs)
 
 
 def found(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | None:
-    """With the log-probs found by the only update of a step: per-token terms by name, each
-    rollout's tokens in their order."""
+    """Add the log-probs from the only update of a step. `terms`: per-token terms by name, each
+    rollout's tokens in order."""
     if own is None or own.logprobs is not None:
         return own
     batch = own.batch
@@ -91,10 +90,10 @@ def before_updates(
     """The rollouts to measure a step's drift on: rollouts of the step, and of the first step.
 
     Args:
-      start: of the first step; None in the first step, or if nothing asks for them.
+      start: rollouts of the first step; None in the first step, or if no figure needs them.
       rollouts: all of the step.
-    Returns: each with the log-probs from before the updates; the step's are found later
-      (`found`) if its only update finds them.
+    Returns: both with the log-probs from before the updates. If the step has a single update, this
+      gives those of the step's rollouts later (`found`).
     """
     if u.x.algorithm.episodes is not None:  # the policy has not sampled them
         return None, start
@@ -153,5 +152,5 @@ def as_tensors(own: Few | None) -> dict[str, Any] | None:
 
 
 def from_tensors(saved: Mapping[str, Any] | None) -> Few | None:
-    """The inverse."""
+    """The inverse of `as_tensors`."""
     return None if saved is None else Few(Batch(**saved["batch"]), saved["logprobs"])

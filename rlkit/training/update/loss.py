@@ -24,8 +24,8 @@ from rlkit.types import Minibatch, TokenLogprobs, Weighted, plain
 
 
 def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
-    """The batch with each token's share of the loss, and no other metrics than its own. Once per
-    optimiser step, on all of its rows."""
+    """The batch with each token's share of the loss, and only the metrics of this function. Call it
+    once per optimiser step, on all of its rows."""
     with torch.no_grad():
         weights, metrics = part("aggregation", algorithm.aggregation, batch.quantities)
         return Minibatch(**vars(batch) | {"metrics": metrics}, weights=weights)
@@ -40,7 +40,7 @@ def surrogate(
     Sums over rows, never means.
 
     Args:
-      batch: with advantages, weights, old log-probs and, if `kl` stands in the loss, reference
+      batch: with advantages, weights, old log-probs and, if the KL is in the loss, reference
         log-probs.
       scores: of the policy being trained.
     Returns: the loss, and the terms for the metrics, detached: [B, T] per token, and the parts'

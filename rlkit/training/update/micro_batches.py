@@ -1,5 +1,5 @@
-"""How large the micro-batches of a run are. Where memory runs out, they are halved and the work is
-done again, or the key to lower is named."""
+"""The size of a run's micro-batches. If memory runs out, halve them and do the work again, or
+raise an error with the key to lower."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class MicroBatches:
         return max(1, self.tokens >> self.halvings)
 
     def of(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
-        """The micro-batches of this rank as row numbers, equally many on every rank, and whether
-        each counts."""
+        """The micro-batches of this rank as row numbers, and whether each counts. Every rank has
+        the same number; some may be padding, which does not count."""
         if ranks.size() == 1:
             return ((rows, True) for rows in micro_batches(batch, self.limit))
         lengths = batch.attention_mask.sum(1)
@@ -51,12 +51,12 @@ class MicroBatches:
         )
 
     def retried(self, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None) -> T:
-        """The value of `work`; if memory runs out, done again with micro-batches of half as many
-        tokens, as often as this splits `batch`.
+        """Return the value of `work`. If memory runs out, repeat it with half as many tokens a
+        micro-batch, as long as this splits `batch`.
 
-        The smaller micro-batches stay, in the checkpoint too: they change no gradient but in its
-        last bits. `work` must start from scratch each time; its additions to `terms` are taken
-        out again. Several ranks do not retry: they would no longer do the same work.
+        Micro-batches stay small, also in the checkpoint; this changes only the last bits of
+        gradients. `work` must start from scratch each time; additions of a failed try to `terms`
+        are removed. Several ranks do not retry: they would no longer do the same work.
         Raises: OutOfMemory.
         """
         while True:
@@ -65,20 +65,20 @@ class MicroBatches:
                 return work()
             except torch.OutOfMemoryError as error:
                 message = str(error).splitlines()[0]
-            # outside of the handler: the error holds the frames, and they hold the tensors
+            # not in the handler, because the error's frames keep the tensors alive there
             if terms is not None and before is not None:
                 terms.back_to(before)
             self.halve(batch, message)
 
     def updating(self, minibatch: Minibatch, work: Callable[[], T], terms: UpdateTerms) -> T:
-        """`retried`, of the update of a minibatch."""
+        """`retried` for the update of a minibatch, which is noted for the debug bundle."""
         self.minibatch = minibatch
         done = self.retried(minibatch, work, terms)
         self.minibatch = None
         return done
 
     def halve(self, batch: Batch, message: str) -> None:
-        """Goes on with half as many tokens. Raises: OutOfMemory, if this does not split the
+        """Halve the tokens of a micro-batch. Raises: OutOfMemory if that would not split the
         batch."""
         splits = any(
             len(set(batch.rollout_ids[rows].tolist())) > 1
@@ -106,7 +106,7 @@ class MicroBatches:
 
 @contextmanager
 def named(what: str, remedy: str) -> Iterator[None]:
-    """A block with a message on running out of memory: the key to lower. Raises OutOfMemory."""
+    """Run a block. If memory runs out, raise OutOfMemory with `remedy`, the key to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:

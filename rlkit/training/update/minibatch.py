@@ -29,8 +29,8 @@ from rlkit.types import Minibatch, TokenLogprobs, Weighted
 def step_minibatches(u: Update, batch: Weighted, terms: UpdateTerms) -> Iterator[Minibatch]:
     """Every update's batch in its order, with the weights of its tokens.
 
-    Later epochs have other minibatches. While no update has had a gradient, the reference's
-    log-probs are computed again in those, if an update reads them.
+    Later epochs have other minibatches. As long as no update has had a gradient, the reference's
+    log-probs are computed again in these minibatches, if an update needs them.
     """
     kl = u.x.kl
     for epoch, splits in enumerate(minibatch_rows(batch, u.x.algorithm, u.seed)):

@@ -26,15 +26,15 @@ CRITIC = 1
 
 
 class Optimizers:
-    """The optimizers of the policy and, if there is one, of the critic, in this order; and how many
-    of the last steps of each were skipped since something was not finite."""
+    """The optimizers of the policy and, if there is one, of the critic, in this order. Counts how
+    many steps in a row each has skipped because a number was not finite."""
 
     def __init__(self, made: Sequence[torch.optim.Optimizer]):
         self.made = list(made)
         self.nonfinite: dict[int, int] = {}
 
     def forget(self) -> None:
-        """Takes all moments from them."""
+        """Reset the moments of all optimizers."""
         for optimizer in self.made:
             optimizer.state.clear()
 
@@ -46,17 +46,17 @@ class Optimizers:
         parameters: Iterable[torch.nn.Parameter],
         loss: float,
     ) -> tuple[float, float]:
-        """Clips the gradients and steps one optimizer at the learning rate in force; the norm of
-        its gradient and the rate.
+        """Clip the gradients and step one optimizer at the present learning rate. Return the norm
+        of its gradient and the rate.
 
-        No step if the loss or the norm is not finite: the norm is nan then.
+        If the loss or the norm is not finite, it takes no step, and the norm is nan.
         Raises: NonFinite, after trainer.max_nonfinite such steps in a row.
         """
         optimizer = self.made[index]
         for group in optimizer.param_groups:
             group["lr"] = hyperparameters(configured).get("lr", group["lr"])
         parameters = list(parameters)
-        # shards have been added up on the way
+        # gradients of shards have been summed in the backward pass already
         u.host.all_reduce(p.grad for p in parameters if not is_sharded(p))
         clipped = torch.nn.utils.clip_grad_norm_(parameters, u.x.trainer.max_grad_norm)
         norm = float(ranks.full_tensors(clipped))
@@ -78,12 +78,12 @@ class Optimizers:
 
 
 def critic_of(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
-    """The critic of the first phase with one, or None; it is built at the start of the run,
-    whenever it begins to learn."""
+    """The critic of the first phase that has one, or None. It is built at the start of the run,
+    even if a later phase trains it first."""
     active = first_critic(x)
     if active is None:
         return None
-    with torch.random.fork_rng(devices=[]):  # other draws stay the same
+    with torch.random.fork_rng(devices=[]):  # must not move the generators of other draws
         torch.manual_seed(x.seed)
         return make_critic(model, model=active.model, trunk_gradient=active.trunk_gradient)
 

@@ -16,10 +16,10 @@ from rlkit.types import Batch, Rollout, Step, Task
 
 
 def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
-    """One forward and backward pass of a micro-batch of the longest rollouts there can be, with
-    room for the optimizer's moments.
+    """Run a forward and backward pass on a micro-batch of the longest possible rollouts, with room
+    for the optimizer's moments.
 
-    It is done before the first step on a GPU, so memory runs out in the first minute and not
+    This happens before the first step on a GPU, so that memory runs out in the first minute and not
     in the first hour.
     Raises: OutOfMemory.
     """
@@ -56,8 +56,8 @@ def longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
     def ids(begin: int, end: int, row: int) -> tuple[int, ...]:
         return tuple((column + row) % embedding.num_embeddings for column in range(begin, end))
 
-    # A group shares its prompt, as in a run: attention over packed rows may take other kernels
-    # then.
+    # A group shares its prompt, as in a run, because shared prompts may change the kernels of
+    # attention.
     rollouts = []
     for row in range(max(1, u.micro.limit // width)):
         group = row // x.batch.group_size

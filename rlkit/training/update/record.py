@@ -18,8 +18,8 @@ from rlkit.types import Batch, Policy, Rollout
 
 
 class Host(NamedTuple):
-    """The work a learner leaves to its process. The defaults are plain torch, and the
-    collectives of a process group."""
+    """Hooks: how the host runs forward, backward, optimizer step and all-reduce. The defaults are
+    plain torch and the collectives of a process group."""
 
     # (model, function, *arguments, **settings) → function(model, …), as its forward pass
     forward: Callable[..., Any] = ranks.in_forward
@@ -44,10 +44,10 @@ class Update(NamedTuple):
     host: Host
     clock: Clock
     step: int  # RL steps done
-    # of the order of rollouts, alike on all ranks, and of all other draws in the step
+    # seed of the order of rollouts and of all other draws in the step, equal on all ranks
     seed: int
     warming_up: bool  # whether the critic learns alone
-    trained: Sequence[Rollout]  # the rows of the batch are of them
+    trained: Sequence[Rollout]  # the rollouts of the batch's rows
 
     @property
     def model(self) -> nn.Module:

@@ -29,11 +29,11 @@ def sampled(u: Update) -> Batch:
 
 
 def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
-    """The batch with the trained rollouts, and the rewards seen by the advantage.
+    """The batch with the rollouts to train on, and the rewards for the advantage.
 
-    The group filter reads the raw rewards; then the overlong rule may change rewards (and with them
-    the token rewards, at the last sampled token) and take rollouts out. A rollout taken out leaves
-    `response_mask` and stays in `sampled_mask`; its reward still counts in baselines.
+    The group filter reads the raw rewards. Then the overlong rule may change rewards (and with them
+    the token rewards, at the last sampled token) and take rollouts out. A rollout taken out is no
+    longer in `response_mask` but stays in `sampled_mask`; its reward still counts in baselines.
     """
     with torch.no_grad():
         given = batch.quantities
@@ -57,12 +57,12 @@ def last_tokens(batch: Batch) -> Tensor:
 
 
 def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
-    """The batch without the rollouts of parts the reward's stream leaves to others."""
+    """The batch without rollouts from parts that the reward's stream does not train on."""
     return batch if stream is None else of_parts(batch, rollouts, stream)
 
 
 def of_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
-    """The batch with the rollouts alone from the stream's parts of the mixture."""
+    """The batch with only the rollouts from the stream's parts of the mixture."""
     if stream.parts is None:
         return batch
     parts = [rollouts[i].task.part for i in batch.rollout_ids.tolist()]
@@ -70,7 +70,7 @@ def of_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
 
 
 def among(batch: Rows, rows: Sequence[bool]) -> Rows:
-    """The batch with these rows' tokens alone in its response_mask."""
+    """The batch with only the tokens of these rows in its response_mask."""
     chosen = torch.tensor(rows, device=batch.ids.device)
     return replace(batch, response_mask=batch.response_mask & chosen[:, None])
 
@@ -91,8 +91,8 @@ def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> B
 
 
 def tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
-    """The places of a step's new tool contents in its prompt_ids: the last occurrence
-    of each, from the back."""
+    """Where the contents of a step's new tool messages are in its prompt_ids. The search runs from
+    the end and takes the last occurrence of each."""
     ids = list(step.prompt_ids)
     spans = list[tuple[int, int]]()
     limit = len(step.prompt_ids)

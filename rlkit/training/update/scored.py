@@ -24,12 +24,12 @@ def score(u: Update, batch: Batch) -> Scored:
     """The batch with old log-probs, entropies and values, and reference log-probs, if anything
     before or in the update needs them.
 
-    They are computed in the minibatches and micro-batches of the first epoch. So a policy
-    equal to the reference gives the same bits in its update: there the gradient of the KL is then 0
-      and not rounding, enlarged by an optimizer to steps of full size. With one epoch of one
-    minibatch the old policy is the current one, so "old" is its detached value and costs nothing.
-    Nor does it if algorithm.old takes no pass of the trainer; then there is one only for what
-    else is asked for.
+    They are computed in the minibatches and micro-batches of the first epoch. So a policy equal to
+    the reference gives the same bits in its update, and the gradient of the KL is exactly 0.
+    Otherwise it would be rounding noise, which an optimizer enlarges to full steps. With one epoch
+    of one minibatch the old policy is the current one, so its log-probs are the detached current
+    ones and cost nothing. If algorithm.old needs no pass of the trainer, there is a pass only if
+    something else needs one.
     """
     splits = minibatch_rows(batch, u.x.algorithm, u.seed)[0]
     share = old_share(batch, u.x.algorithm, step=u.step)
@@ -51,12 +51,11 @@ def old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None
     """The place of the ratio's old policy between the sampler (0) and the policy (1) [B, T], if it
     needs no pass before the update (`algorithm.old`).
 
-    trainer      the policy before the update, by a pass of the trainer: None
-    sampler      the sampling policy, in its own log-probs: share 0. The ratio is π / μ, and a clip
-                 sees how old a sample is
-    loglinear    between both, by versions (`rlkit.functional.interpolated_old`): share (d - 1) / d,
-                 where the policy in training makes version step + 1, d versions behind which a
-                 token was sampled
+    trainer      None: a pass of the trainer gives the policy before the update
+    sampler      share 0: the sampling policy, by the sampler's log-probs. The ratio is π / μ, so a
+                 clip depends on the age of a sample
+    loglinear    share (d - 1) / d: between both (`rlkit.functional.interpolated_old`), for a token
+                 sampled d versions before the version in training, step + 1
 
     Args:
       step: RL steps done.
@@ -95,8 +94,8 @@ def with_reference(u: Update, batch: Known, splits: Sequence[Tensor]) -> Known:
 
 
 def read_batch(u: Update, batch: Rows) -> Rows:
-    """The batch with all tokens in need of log-probs: for a KL in the baseline, and for a
-    teacher, also of untrained rollouts."""
+    """The batch with all tokens whose log-probs are needed. A KL in the baseline and a teacher also
+    need those of untrained rollouts."""
     every = u.x.kl.in_baseline or "teacher" in u.x.algorithm.active_streams
     return batch.whole() if every else batch
 
@@ -113,8 +112,8 @@ def batch_logprobs(
     """Log-probs, entropies and values [B, T] of a batch, one micro-batch at a time.
 
     Args:
-      splits: row numbers of the minibatches, cut into micro-batches each on its own; None
-        is one of all rows.
+      splits: row numbers of the minibatches; each is cut into micro-batches separately. None: a
+        single minibatch of all rows.
     """
     out: dict[str, Tensor] = {}
     for split in (

@@ -13,12 +13,11 @@ def has_signal(u: Update, batch: Weighted) -> bool:
     """False if the gradient of the policy's loss is known to be exactly 0. Such an update is
     skipped.
 
-    It is known of a batch without a trained token. Otherwise it is known if each of these terms has
-    none:
+    This holds for a batch without a trained token, or if no term has a gradient:
 
-    policy loss     every advantage is 0, and the loss declares this as enough by `@vanishes`
+    policy loss     every advantage is 0, and the loss declares by `@vanishes` that this is enough
     KL in the loss  the reference is the policy (`references.is_policy`), and the estimator declares
-                    it
+                    the same
     entropy bonus   its coefficient is 0
     value loss      it has no gradient into the policy's trunk
 
@@ -47,7 +46,7 @@ def _declared(part: Any, when: str) -> bool:
 
 
 def updates_once(u: Update, batch: Weighted) -> bool:
-    """Whether one update passes the whole batch before anything moves: then its log-probs are the
-    old policy's."""
+    """Whether a single update reads the whole batch before any weight moves, so that its log-probs
+    are those of the old policy."""
     a = u.x.algorithm
     return a.epochs * a.minibatches == 1 and not u.warming_up and has_signal(u, batch)

@@ -27,8 +27,8 @@ PER_ROLLOUT = (
 
 
 def select(batch: Rows, rows: Tensor) -> Rows:
-    """Some rows of a batch, cut to their longest. Quantities of the rollouts [N], and what is no
-    tensor, stay whole."""
+    """Some rows of a batch, cut to the longest of them. Quantities of rollouts [N], and values that
+    are not tensors, stay whole."""
     width = int(batch.attention_mask[rows].sum(1).max())
     per_row: dict[str, Any] = {
         name: value[rows][:, :width] if value.dim() == 2 else value[rows]
@@ -65,10 +65,10 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
     """Row numbers, as many at a time as fit into `max_tokens` tokens, the rollouts of a group side
     by side.
 
-    Rows of one rollout stay together, since a ratio or a mean of a sequence is one of all its
-    tokens; so a micro-batch is always at least one rollout, even if its rows alone exceed
-    `max_tokens`. A row counts up to its last trained token; what it shares with others
-    (`rlkit.models.packing`) counts each time. Rows without a trained token are left out: they add
+    Rows of one rollout stay together, since a ratio or a mean over a sequence needs all its tokens.
+    So a micro-batch has at least one rollout, even if its rows alone exceed `max_tokens`. A row
+    counts up to its last trained token; tokens that it shares with other rows
+    (`rlkit.models.packing`) count each time. Rows without a trained token are left out: they add
     nothing to any sum.
     """
     lengths = (
@@ -97,7 +97,7 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
 
 
 def on_device(batch: Rows, device: torch.device | str) -> Rows:
-    """The batch on a device, with its mappings' tensors."""
+    """The batch on a device, including the tensors in its mappings."""
 
     def there(value: Any) -> Any:
         if isinstance(value, dict):

@@ -31,7 +31,7 @@ class Updated(NamedTuple):
     batch: Weighted
     terms: UpdateTerms
     drift: dict[str, float]
-    start: drift.Few | None  # rollouts of the first step, by which later ones measure the drift
+    start: drift.Few | None  # rollouts of the first step, to measure the drift of later steps
 
 
 def updated(
@@ -56,7 +56,7 @@ def updated(
 
 
 def weighted(u: Update) -> Weighted:
-    """The batch of the step; all that its loss needs is fixed here."""
+    """The batch of the step, with everything that its loss needs; later code does not change it."""
     batch = sampled(u)
     scored = u.micro.retried(batch, partial(score, u, batch))
     return known_old(u, weigh(scored, u.x.algorithm, u.x.kl))

@@ -1,5 +1,5 @@
-"""The streams beside the reward's: each adds coef · Σ weights · loss per token to an update, in a
-pass of its own over its own tokens.
+"""Streams: training signals besides the reward. Each adds coef · Σ weights · loss per token to an
+update, in a pass of its own over its own tokens.
 
 loss = reward + Σ_c coef_c Σ_t w_ct l_ct, where the weights w_c sum to 1 over the stream's mask,
 before the batch is split. So a stream leaves the gradients of the others as they are, and one
@@ -35,8 +35,7 @@ Prompts = dict[int, tuple[int, list[int]]]
 
 
 class Imitation(NamedTuple):
-    """The tokens a stream learns to say in an update: the ones marked by its batch's
-    response_mask."""
+    """Tokens that a stream imitates in an update: those in the response_mask of `batch`."""
 
     name: str
     stream: Stream
@@ -45,16 +44,16 @@ class Imitation(NamedTuple):
 
 
 class Taught(NamedTuple):
-    """A teacher's question in an update: the tokens its batch's response_mask
-    marks."""
+    """Tokens on which the policy follows a teacher in an update: those in the response_mask of
+    `batch`."""
 
     name: str
     stream: Stream
     batch: Minibatch  # its own weights are the reward's
-    weights: Tensor  # [B, T] share of each token; all teachers' together sum to 1
+    weights: Tensor  # [B, T] share of each token; over all teachers they sum to 1
     factor: Tensor | None  # [B, T] off-policy correction of the sampled tokens; None is 1
     teacher: str  # key of the teacher's model
-    shown: Prompts | None  # the prompts of a teacher with a hint; None: the policy's
+    shown: Prompts | None  # prompts with the teacher's hint; None: the policy's prompts
 
 
 def stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taught]:
@@ -87,15 +86,15 @@ def _imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch | None:
 
 
 def _taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]:
-    """One pass a teacher, each over the rows of its part of the mixture, with the weights of the
-    whole mask."""
+    """Yield one pass for each teacher, over the rows of its part of the mixture. The weights sum to
+    1 over the mask of all parts."""
     teacher = u.x.teacher
     batch = of_parts(minibatch.whole(), u.trained, stream)
     shown = None
     rows = batch.rollout_ids.tolist()
     if teacher.show is not None:
         shown = shown_prompts(u.policy, u.trained, teacher.show, u.x.environment)
-        # a row with a rewritten context has no first prompt to show anything in
+        # a row with a rewritten context does not begin with a first prompt to put the hint in
         first = (batch.step_ids[:, 0] == 0).tolist()
         batch = among(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
     if not batch.response_mask.any():
@@ -133,7 +132,8 @@ def _correction(u: Update, batch: Minibatch) -> Tensor | None:
 
 
 def backward_stream(u: Update, given: Imitation | Taught, terms: UpdateTerms) -> float:
-    """Adds the gradient of a pass, one micro-batch at a time; this rank's part of its loss."""
+    """Add the gradient of a pass, one micro-batch at a time. Return this rank's part of the
+    loss."""
     total = 0.0
     for rows, counts in u.micro.of(given.batch):
         some: Batch = select(given.batch, rows)
@@ -160,13 +160,13 @@ def nll(u: Update, packed: Packed) -> Tensor:
 
 
 def divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) -> Tensor:
-    """The divergence at each token of some rows of a pass [M]: the teacher reads the same reply,
-    behind its own prompt if it has one."""
+    """The divergence at each token of some rows of a pass [M]. The teacher reads the same reply,
+    after its own prompt if it has one."""
     batch = select(given.batch, rows)
     mask = batch.response_mask
     factor = None if given.factor is None else given.factor[rows][:, : mask.shape[1]]
     teacher = teacher_states(u, given, batch, packed)
-    # without a pass of the trainer there is no correction either: the ratio is π / μ
+    # without old log-probs of the trainer there is no correction, and the ratio is π / μ
     before = batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler
     return u.host.forward(
         u.model,
@@ -181,8 +181,8 @@ def divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) -> Tenso
 
 
 def teacher_states(u: Update, given: Taught, batch: Batch, packed: Packed) -> tuple[Tensor, Any]:
-    """The teacher's last states at the pass's tokens [M, H] and its head. A TokenScorer returns
-    both itself."""
+    """The teacher's last hidden states at the tokens of the pass [M, H], and its head. A
+    TokenScorer returns this pair itself."""
     rows = (batch.ids, batch.response_mask) if given.shown is None else as_shown(batch, given.shown)
     with u.kept.teacher(given.teacher) as model, torch.no_grad():
         if isinstance(model, TokenScorer):
@@ -195,7 +195,7 @@ def teacher_states(u: Update, given: Taught, batch: Batch, packed: Packed) -> tu
                 "the teacher does not read the tokens that the policy sampled; this is a bug in"
                 " rlkit.training.update.streams"
             )
-        # without gradient: a live teacher's head is the policy's
+        # detached, because a live teacher is the policy itself
         read = u.host.forward(model, states, theirs)[theirs.inverse]
         return read.detach(), trunk_and_head(model)[1]
 

@@ -21,11 +21,11 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
     """The batch with advantages [B, T], returns if there is a critic, and the factor on each
     token's policy loss; zero outside the response mask.
 
-    advantage → normalisation → minus the KL to come, if the KL stands in the reward. An
-    advantage asking for `token_rewards` gets the KL in them instead, and with `kl.in_baseline`
-    every advantage gets it in its rewards: in all rollouts' rewards, since also the ones that are
-    not trained on count in the baseline. Then the factor: off-policy correction × token filter,
-    and these may ask for advantages. Computed once over the whole update batch, without gradient.
+    advantage → normalisation → minus the KL still to come, if the KL is in the reward. For an
+    advantage that asks for `token_rewards` the KL is deducted from these instead. With
+    `kl.in_baseline` it is deducted from the rewards of every advantage, and of all rollouts, since
+    untrained ones count in the baseline too. The factor is off-policy correction × token filter;
+    both may ask for advantages. Computed once over the whole update batch, without gradient.
     Raises: PartError if the advantage has neither shape [N] nor [B, T], or a critic gets no
     returns.
     """
@@ -94,8 +94,8 @@ def _scored(batch: Batch) -> Tensor:
 def _scale(
     batch: Scored, algorithm: Algorithm, given: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Off-policy correction × token filter [B, T], and the metrics of both. A correction to an
-    old policy moving with the current one is left to `surrogate`."""
+    """Off-policy correction × token filter [B, T], and the metrics of both. If the old policy
+    moves with the current one, `surrogate` applies the correction."""
     factor: Any = 1.0
     corrected: dict[str, Tensor] = {}
     if batch.old_share is None:
@@ -105,8 +105,8 @@ def _scale(
 
 
 def penalize(batch: Scored, kl: KL) -> Tensor:
-    """The KL's deduction from the reward of each token [B, T], at the policy before the update;
-    zeros if it is not in the reward."""
+    """The KL penalty on the reward of each token [B, T], for the policy before the update; zeros if
+    the KL is not in the reward."""
     if not kl.in_reward:
         return torch.zeros_like(batch.token_rewards)
     mask = batch.response_mask
@@ -124,18 +124,18 @@ def penalize(batch: Scored, kl: KL) -> Tensor:
 
 
 def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
-    """Sum over a token and all trained tokens of its rollout after it [B, T]: tools and users are
-    passed over."""
+    """Sum over a token and all later trained tokens of its rollout [B, T]. Tokens of tools and
+    users do not count."""
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     later = F.to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
     return F.from_episodes(later, positions, mask, values)
 
 
 def known_old(u: Update, batch: Weighted) -> Weighted:
-    """The batch with the reference's log-probs as the old policy's, if no update follows to find
-    these.
+    """The batch with the reference's log-probs as those of the old policy, if no update will
+    compute them.
 
-    A batch with its KL in the loss has no update only while the reference is the policy.
+    With the KL in the loss, an update is skipped only while the reference is the policy.
     """
     open_ = u.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
     if not open_ or u.x.algorithm.active_streams or has_signal(u, batch):
