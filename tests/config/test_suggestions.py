@@ -152,6 +152,7 @@ def test_a_model_and_a_task_that_suggest_nothing_get_the_careful_numbers():
     assert composed(*bare)["generation"]["max_new_tokens"] == 1024
 
 
+@pytest.mark.slow
 def test_every_engine_and_entry_takes_the_same_length():
     words = ["task=gsm8k", "model=qwen3_0.6b"]
     for engine in ("cached", "transformers", "vllm"):

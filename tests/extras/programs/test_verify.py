@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from extras.programs.test_gateway import ASK, ASKED, said_by
+from parametrise import cases
 from rlkit.config.compose import compose
 from rlkit.config.schema import build
 from rlkit.episodes import collect
@@ -189,7 +190,7 @@ CONFINED = pytest.param(
 
 
 @pytest.mark.parametrize("confined", [False, CONFINED])
-@pytest.mark.parametrize("attempt", ATTEMPTS)
+@pytest.mark.parametrize("attempt", cases(ATTEMPTS, ["conftest.py", "a pipe"]))
 def test_no_attempt_of_a_program_raises_its_reward(attempt, confined, tiny, tmp_path):
     rollout = judged(
         tiny,
@@ -234,7 +235,7 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("kind", FAILING)
+@pytest.mark.parametrize("kind", cases(FAILING, ["100", "a number and an error"]))
 def test_a_verifier_that_fails_gives_no_reward_and_says_why(kind, tiny, tmp_path):
     judge, words = FAILING[kind]
     rollout = judged(tiny, tmp_path, "", judge=judge, verify_time_limit=2.0)

@@ -324,6 +324,7 @@ def test_the_fork_without_a_remedy_is_the_run(run, monkeypatch):
     assert all(torch.equal(kept[name], value) for name, value in own.items())
 
 
+@pytest.mark.slow
 def test_the_command_names_the_cause_and_proves_it(run, capsys):
     assert main(["why", str(run)]) == 0
     out = capsys.readouterr().out
