@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlkit.errors import ConfigError
-from rlkit.extras.programs._confinement import LIST, RUN
+from rlkit.extras.programs._processes import Limits
 
 # Read and run by a confined program: programs and libraries, and files of the C library and TLS
 SYSTEM = (
@@ -111,17 +111,19 @@ def read_interpreter(program: str) -> str:
 # ------------------------------------------------------------------------------------ what is read
 
 
-def readable_paths(
+def confined_limits(
+    limits: Limits,
     words: Sequence[str],
     more: Sequence[str] = (),
     *,
     path: str | None = None,
     closed: Sequence[str] = (),
-) -> list[tuple[str, int]]:
-    """Files and folders for a confined command beside its working folder, with its rights there.
+) -> Limits:
+    """Add to the limits of a command what it reads when it is confined, beside its own folder.
 
-    These are the system's programs and libraries, this Python, the installations of the command's
-    program and interpreter, the files of the command, the folder of its own code, and `more`.
+    It reads and runs the system's programs and libraries, this Python, the installations of the
+    command's program and interpreter, the files of the command, the folder of its own code, and
+    `more`.
 
     Args:
       words: see `find_files`.
@@ -134,9 +136,10 @@ def readable_paths(
     named = [os.path.realpath(word) for word in (program, *words[1:]) if os.path.isfile(word)]
     paths = [*SYSTEM, sys.prefix, sys.base_prefix, *named, *map(os.path.abspath, more)]
     paths += [*installation(program), *installation(interpreter), *node_packages(script)]
-    rules = [(place, RUN) for place in dict.fromkeys(paths)]
     others = [os.path.realpath(word) for word in closed if os.path.exists(word)]
-    return rules + folder_of_code(os.path.realpath(script), others)
+    code = folder_of_code(os.path.realpath(script), others)
+    listed = [os.path.dirname(inside) for inside in code[:1]]
+    return limits._replace(readable=list(dict.fromkeys([*paths, *code])), listed=listed)
 
 
 def installation(program: str) -> list[str]:
@@ -159,8 +162,8 @@ def node_packages(file: str) -> list[str]:
     return [str(path) for path in paths if path.exists()]
 
 
-def folder_of_code(file: str, closed: Sequence[str]) -> list[tuple[str, int]]:
-    """Rules for the folder of a command's own code.
+def folder_of_code(file: str, closed: Sequence[str]) -> list[str]:
+    """Paths of the open files and folders beside a command's own code.
 
     Closed are links, names that begin with a dot, the records of runs, and `closed`. The home
     folder, a folder above it, and the folder of temporary files stay closed whole, and so does a
@@ -182,7 +185,6 @@ def folder_of_code(file: str, closed: Sequence[str]) -> list[tuple[str, int]]:
             for entry in entries
             if not entry.is_symlink() and not entry.name.startswith(".") and entry.name != RECORDS
         ]
-    opened = [
+    return [
         path for path in inside if not any(Path(other).is_relative_to(path) for other in closed)
     ]
-    return [(folder, LIST), *((path, RUN) for path in opened)]

@@ -99,12 +99,16 @@ def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
     return [*program, allow]
 
 
-def confinement(readable: Sequence[tuple[str, int]], port: int | None) -> dict[str, Any]:
-    """The limits in the form of the guard. The program and its children have these rights at these
-    paths, write their own folder and connect to `port` if there is one, no more."""
+def confinement(
+    readable: Sequence[str], port: int | None, listed: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The limits in the form of the guard. The program and its children read and run `readable`,
+    list the names in `listed`, write their own folder and connect to `port` if there is one, no
+    more."""
+    paths = [*((path, RUN) for path in readable), *((path, LIST) for path in listed), (".", OWN)]
     return {
         "by": str(CHILD),
-        "paths": [*readable, (".", OWN)],
+        "paths": paths,
         "port": port,
         "filter": bpf_of_programs(os.uname().machine),
     }

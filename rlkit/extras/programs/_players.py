@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rlkit.errors import place
-from rlkit.extras.programs._commands import check_command, find_files, readable_paths
+from rlkit.extras.programs._commands import check_command, confined_limits, find_files
 from rlkit.extras.programs._processes import (
     Limits,
     explain_confinement,
@@ -58,7 +58,7 @@ def make_launch(
     if confined:
         folders = [folder for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder]
         more = [*folders, *readable]
-        limits = limits._replace(readable=readable_paths(words, more, path=path, closed=closed))
+        limits = confined_limits(limits, words, more, path=path, closed=closed)
     return Launch(words, awaited, limits, score, variables, answer, fields)
 
 

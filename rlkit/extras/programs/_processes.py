@@ -38,9 +38,9 @@ class Limits(NamedTuple):
 
     output: int  # bytes of its output
     memory_mb: int | None = None  # address space of each process
-    # with rights, if it is confined; None: it has the user's rights
-    readable: Sequence[tuple[str, int]] | None = None
+    readable: Sequence[str] | None = None  # if it is confined; None: it has the user's rights
     port: int | None = None  # a confined one may connect to it
+    listed: Sequence[str] = ()  # folders whose names a confined one may list
 
 
 class Finished(NamedTuple):
@@ -155,7 +155,7 @@ async def _give_job(
         "reward_fd": reward_fd,
     }
     if limits.readable is not None:
-        job["confine"] = confinement(limits.readable, limits.port)
+        job["confine"] = confinement(limits.readable, limits.port, limits.listed)
     guard.stdin.write(json.dumps(job).encode() + b"\n")
     with suppress(ConnectionError):
         await guard.stdin.drain()

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.extras.programs._commands import check_command, find_files, readable_paths
-from rlkit.extras.programs._confinement import RUN
+from rlkit.extras.programs._commands import check_command, confined_limits, find_files
 from rlkit.extras.programs._processes import (
     Limits,
     explain_confinement,
@@ -72,10 +71,12 @@ def make_verifier(
     lost = check_command("verify", words)
     if lost:
         raise ConfigError(f"environment.verify: there is no {lost!r} in {os.getcwd()}")
-    paths = readable_paths(words, [*readable, *filter(os.path.isdir, words)]) if confined else None
+    limits = Limits(OUTPUT, memory_mb)
+    if confined:
+        limits = confined_limits(limits, words, [*readable, *filter(os.path.isdir, words)])
     # a confined program cannot write them
     state = {} if confined else file_states(words)
-    return Verifier(words, Limits(OUTPUT, memory_mb, paths), time_limit, ends[0], ends[1], state)
+    return Verifier(words, limits, time_limit, ends[0], ends[1], state)
 
 
 def file_states(command: Sequence[str]) -> dict[str, State]:
@@ -152,7 +153,7 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
     text = whole_task(task)
     limits = verifier.limits
     if limits.readable is not None:
-        limits = limits._replace(readable=[*limits.readable, (left_in, RUN)])
+        limits = limits._replace(readable=[*limits.readable, left_in])
     ours, theirs = socket.socketpair()
     with folder() as where, ours, theirs:
         variables = fresh_variables(where, text)
