@@ -113,6 +113,7 @@ def test_the_folder_of_code_is_open_without_hidden_files_records_and_the_verifie
 def test_the_home_folder_is_never_open(above, tmp_path, monkeypatch):
     home = tmp_path / "home"
     (home / "code").mkdir(parents=True, exist_ok=True)
+    (home / "code" / "agent.py").write_text("")
     monkeypatch.setenv("HOME", str(home))
     assert folder_of_code(str((home / above / "agent.py").resolve()), []) == []
     assert folder_of_code(str(home / "code" / "agent.py"), []) != []
