@@ -11,15 +11,17 @@ from typing import Any, Literal
 from rlkit.environments._dialogue import dialogue
 from rlkit.environments.games import closed_quietly, rewarded, seed_of, unpack
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, Hung, describe_error
+from rlkit.errors import ConfigError, Hung, describe_error, parameters_of
 from rlkit.system.deadline import call_user
-from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool, safe
+from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool, reaches, safe
 
 
+@reaches(id="import")
 @safe("make", "parse_action", "render", "system_prompt")
 def gymnasium(
     *,
-    make: Callable[[], Any],
+    make: Callable[..., Any],
+    id: str | None = None,
     parse_action: Callable[[str], Any] = str.strip,
     render: Callable[[Any], str] = str,
     max_turns: int = 50,
@@ -39,7 +41,9 @@ def gymnasium(
     Args:
       make: () → an object with `reset(seed=…)` → (observation, info) and `step(action)` →
         (observation, reward, terminated, truncated, info), and perhaps `close()`. It and the
-        methods may be async. Episodes then wait for theirs at the same time.
+        methods may be async. Episodes then wait for theirs at the same time. If there is an `id`:
+        id → such a function, called once, at the start of the run.
+      id: a name for `make`, as of `rlkit.extras.programs.named_game`.
       parse_action: content of a reply, thinking excluded → action. ValueError means that it is no
         action: the policy reads the error, and loses its turn with reward 0.
       render: observation → text.
@@ -50,9 +54,18 @@ def gymnasium(
         reply, without earlier thinking.
       deadline: seconds, > 0, for all waiting of an episode for async methods; then it is truncated.
         None: no limit.
-    Raises: ConfigError for a limit out of range. An episode's start raises it if the environment
-      cannot be made or reset.
+    Raises: ConfigError for a limit out of range, or a `make` that needs an argument. An episode's
+      start raises it if the environment cannot be made or reset.
     """
+    if id is not None:
+        make = make(id)
+    parameters = parameters_of(make).values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    if needed:
+        raise ConfigError(
+            f"environment.make needs a value for {needed[0]!r}; set environment.id=NAME for a game"
+            " of Gymnasium, or environment.make._target_=MODULE.FUNCTION for one of your own"
+        )
 
     @asynccontextmanager
     async def session(task: Task) -> AsyncIterator[Game]:

@@ -238,8 +238,8 @@ REFUSALS = {
     "mapping for a number": (["++seed={a: 1}"], ["seed", "not a whole number"]),
     "missing value": (["task=jsonl"], ["task.path", "set task.path="]),
     "missing target": (
-        ["environment=gymnasium"],
-        ["environment.make: has no default; set environment.make._target_="],
+        ["kl.estimator._target_=???"],
+        ["kl.estimator: has no default; set kl.estimator._target_="],
     ),
     "weight of no part": (
         ["task=mixture", "task.weights.mroe=2"],

@@ -221,6 +221,12 @@ def test_truncation_names_the_key_of_what_cut_most_episodes(why, key):
     assert key in spoken(row)["most_truncated"] and f"by {why}" in spoken(row)["most_truncated"]
 
 
+def test_truncation_of_programs_names_keys_that_they_have():
+    row = HEALTHY | {"len/truncated_frac": 0.95, "program/rows": 1.0, "answer_found_frac": 1.0}
+    assert "environment.time_limit" in spoken(row | {"stop_reason/deadline": 0.8})["most_truncated"]
+    assert "overflow" not in spoken(row | {"stop_reason/context": 0.8})["most_truncated"]
+
+
 def test_equal_groups_name_the_direction():
     """Where all rewards are bad a harder task is no remedy."""
     ill = HEALTHY | ILL["all_rewards_equal"][0]

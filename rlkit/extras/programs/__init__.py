@@ -3,13 +3,14 @@ come from MCP servers, games have two players or many boards.
 
 aiohttp is imported only when it is needed.
 
-Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _two_players,
-contract, slots, tool_servers, wire, _mcp, conversations, server, _processes, _verifier, _players,
-_program, serving, commands.
+Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _named_games,
+_two_players, contract, slots, _processes, _commands, tool_servers, wire, _mcp, conversations,
+server, _verifier, _players, _program, serving, commands.
 """
 
 from rlkit.extras.programs._gymnasium_vector import gymnasium_vector
 from rlkit.extras.programs._mcp import mcp
+from rlkit.extras.programs._named_games import named_game
 from rlkit.extras.programs._players import Client
 from rlkit.extras.programs._program import program
 from rlkit.extras.programs._two_players import two_players

@@ -17,8 +17,9 @@ from typing import Any
 
 from rlkit.sandbox.process import CHILD
 
-# Rights of Landlock: execute and read; everything except the making of devices
+# Rights of Landlock: execute and read; list; everything except the making of devices
 RUN = 0x1 | 0x4 | 0x8
+LIST = 0x8
 OWN = 0x77BF
 FORBIDDEN = {
     "listen": (50, 201),
@@ -98,12 +99,16 @@ def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
     return [*program, allow]
 
 
-def confinement(readable: Sequence[str], port: int | None) -> dict[str, Any]:
+def confinement(
+    readable: Sequence[str], port: int | None, listed: Sequence[str] = ()
+) -> dict[str, Any]:
     """The limits in the form of the guard. The program and its children read and run `readable`,
-    write their own folder and connect to `port` if there is one, no more."""
+    list the names in `listed`, write their own folder and connect to `port` if there is one, no
+    more."""
+    paths = [*((path, RUN) for path in readable), *((path, LIST) for path in listed), (".", OWN)]
     return {
         "by": str(CHILD),
-        "paths": [*((path, RUN) for path in readable), (".", OWN)],
+        "paths": paths,
         "port": port,
         "filter": bpf_of_programs(os.uname().machine),
     }

@@ -2,6 +2,7 @@
 
     python -I -S -B _guard_child.py      standard input: a line of JSON, the arguments of `begin`,
                                          then nothing until its end
+    python -I -S -B _guard_child.py keep PARENT COMMAND …     its standard streams are the command's
 
 It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so it also finds a process that
 left its session. The program prints to this process's standard output and error. Once no process is
@@ -15,6 +16,7 @@ import json
 import os
 import select
 import signal
+import sys
 import tempfile
 
 # of prctl, linux/prctl.h
@@ -153,5 +155,42 @@ def _main() -> None:
     os.write(2, f"\nexit {128 - code if code < 0 else code}\n".encode())
 
 
+def keep(parent: int, command: list[str]) -> None:
+    """Run a command with this process's standard streams. End all its processes when it ends, when
+    the parent does, or on SIGTERM."""
+    prctl(SUBREAPER, 1)
+    prctl(DEATH_SIGNAL, signal.SIGTERM)
+    guard = os.getpid()
+    if os.getppid() != parent:
+        return
+    child = os.fork()
+    if not child:
+        try:
+            os.setsid()
+            prctl(DEATH_SIGNAL, signal.SIGKILL)
+            if os.getppid() == guard:
+                os.execvp(command[0], command)
+        except OSError as error:
+            os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
+        finally:
+            os._exit(127)
+
+    def end(*_: object) -> None:
+        end_all(child)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    # the command alone holds its streams, so its client sees their end
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    while os.waitpid(-1, 0)[0] != child:
+        pass
+    end()
+
+
 if __name__ == "__main__":
-    _main()
+    if sys.argv[1:2] == ["keep"]:
+        keep(int(sys.argv[2]), sys.argv[3:])
+    else:
+        _main()

@@ -69,9 +69,9 @@ def mcp(
 
     The servers are asked for their tools once. If a server is given as a command, each episode that
     calls it has a process of its own. The first call starts the process, and it ends with the
-    episode. It finds the task as JSON (`id`, `metadata`) in its environment, under RLKIT_TASK. With
-    `shared: true`, and over HTTP, all episodes share one connection, so the server must then keep
-    nothing between calls.
+    episode, together with all that it started. It finds the task as JSON (`id`, `metadata`) in its
+    environment, under RLKIT_TASK. With `shared: true`, and over HTTP, all episodes share one
+    connection, so the server must then keep nothing between calls.
 
     The policy reads a tool's own failure, a call that does not fit its schema, and a call that
     takes too long, as results. If a server dies, or cannot be started for an episode, the episode
@@ -81,7 +81,9 @@ def mcp(
     Args:
       servers: name → a command as a list, a URL, or a mapping with `command` or `url` and perhaps
         env, cwd, shared, and `tools`, the names of the tools to use. A process inherits only HOME,
-        LOGNAME, PATH, SHELL, TERM and USER, beside its `env`.
+        LOGNAME, PATH, SHELL, TERM and USER, beside its `env`. With `cwd: episode`, or {folder} in
+        its command or env, each process has a folder of its own, which is removed after it.
+        {sample} is the number of the episode among those of its task.
       timeout: seconds of a call, > 0, its server's start not counted; None: no limit.
       start_timeout: seconds, > 0, for a new server to answer.
       max_servers: processes of servers alive at the same time, at least one for each server that is
@@ -171,6 +173,7 @@ class ServedSession(FunctionSession):
         self.timeout = timeout
         self.episode = next(EPISODES)
         self.failure = ""
+        self.sample = 0
         self.env = {
             "RLKIT_TASK": json.dumps({"id": task.id, "metadata": task.metadata}, default=str)
         }
@@ -196,7 +199,13 @@ class ServedSession(FunctionSession):
             try:
                 return await elsewhere(
                     self.pool.call(
-                        server, self.episode, self.env, tool.name, arguments, self.timeout
+                        server,
+                        self.episode,
+                        self.sample,
+                        self.env,
+                        tool.name,
+                        arguments,
+                        self.timeout,
                     )
                 )
             except ServerFailed as error:
@@ -225,6 +234,7 @@ class ServedSession(FunctionSession):
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
         """Return the results of the calls; or the end of the episode, if a server failed."""
+        self.sample = rollout.sample
         rollout, messages = await super().answer(rollout)
         if not self.failure:
             return rollout, messages

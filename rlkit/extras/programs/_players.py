@@ -14,11 +14,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rlkit.errors import place
+from rlkit.extras.programs._commands import check_command, confined_limits, find_files
 from rlkit.extras.programs._processes import (
     Limits,
-    find_files,
+    explain_confinement,
     fresh_variables,
-    readable_paths,
     run_guarded,
 )
 from rlkit.extras.programs.contract import Ended
@@ -29,6 +29,7 @@ class Launch(NamedTuple):
     """A command that plays an episode."""
 
     command: Sequence[str]
+    awaited: str  # a relative path in it that the files of each task must bring; "" for none
     limits: Limits
     score: bool  # its exit status is the reward
     variables: Mapping[str, str]
@@ -46,14 +47,19 @@ def make_launch(
     fields: Sequence[str],
     confined: bool,
     readable: Sequence[str],
+    closed: Sequence[str],
 ) -> Launch:
-    """Prepare the start of a run's programs. `readable`: if they are confined, further paths for
-    them to read, beside the system, the files of the command and the folders of PYTHONPATH."""
+    """Prepare the start of a run's programs. `readable`, `closed`: if they are confined, further
+    paths for them to read, and files beside their own code that they do not read. They read the
+    folders of PYTHONPATH as well. Raises: ConfigError for a command that cannot be started."""
     words = find_files(command)
+    path = variables.get("PATH")
+    awaited = check_command("command", words, path)
     if confined:
-        folders = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
-        limits = limits._replace(readable=readable_paths(words, [*folders, *readable]))
-    return Launch(words, limits, score, variables, answer, fields)
+        folders = [folder for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder]
+        more = [*folders, *readable]
+        limits = confined_limits(limits, words, more, path=path, closed=closed)
+    return Launch(words, awaited, limits, score, variables, answer, fields)
 
 
 class Client(NamedTuple):
@@ -177,5 +183,6 @@ async def run_program(
         return Ended(metadata=said)
     printed = (done.complained or done.printed)[-500:]
     tail = f"; its last output: {printed}" if printed else ""
-    why = f"the program ended with exit status {done.status}{tail}"
+    hint = explain_confinement(done, limits)
+    why = f"the program ended with exit status {done.status}{hint}{tail}"
     return Ended("error", metadata=said, error=why, crashed=ended_itself)

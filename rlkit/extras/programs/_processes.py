@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import json
 import os
-import shutil
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import ConfigError
 from rlkit.extras.programs._confinement import confinement
@@ -25,22 +26,10 @@ LOST = 137  # status of a program after its guard was killed
 PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")
 LONGEST_VARIABLE = 1 << 16  # characters of RLKIT_TASK; a longer task is on standard input alone
 LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
-# Read and run by a confined program: programs and libraries, and files of the C library and TLS
-SYSTEM = (
-    "/usr",
-    "/lib",
-    "/lib64",
-    "/bin",
-    "/sbin",
-    "/etc/ld.so.cache",
-    "/etc/ssl",
-    "/etc/hosts",
-    "/etc/nsswitch.conf",
-    "/etc/passwd",
-    "/etc/group",
-    "/etc/localtime",
-    "/etc/os-release",
-    "/etc/mime.types",
+# what a program that confinement stopped may print
+STOPPED = re.compile(
+    "Permission denied|Operation not permitted|EACCES|EPERM|No module named|Cannot find module"
+    "|name resolution|EAI_AGAIN"
 )
 
 
@@ -51,6 +40,7 @@ class Limits(NamedTuple):
     memory_mb: int | None = None  # address space of each process
     readable: Sequence[str] | None = None  # if it is confined; None: it has the user's rights
     port: int | None = None  # a confined one may connect to it
+    listed: Sequence[str] = ()  # folders whose names a confined one may list
 
 
 class Finished(NamedTuple):
@@ -70,29 +60,34 @@ def landlock_version() -> int:
     return max(0, ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
 
 
-def check_confinable() -> None:
-    """Raise ConfigError if this machine cannot confine."""
+def settle_confinement(wanted: bool | Literal["auto"]) -> bool:
+    """Decide whether commands are confined. auto: where this machine can do it; elsewhere a line
+    says that they are not. Raises: ConfigError if confinement is wanted and there is none."""
+    if wanted is False:
+        return False
     version = landlock_version()
-    if version < LANDLOCK:
-        raise ConfigError(
-            f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or"
-            f" aarch64, and this machine has {version or 'none'}; set it to false for programs that"
-            " you trust"
-        )
+    if version >= LANDLOCK:
+        return True
+    if wanted == "auto":
+        say_unconfined(version)
+        return False
+    raise ConfigError(
+        f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or"
+        f" aarch64, and this machine has {version or 'none'}; set it to false for programs that"
+        " you trust"
+    )
 
 
-def find_files(command: Sequence[str], found: Callable[[str], bool] = os.path.isfile) -> list[str]:
-    """Make the paths of a command's files absolute; `python` is this process's own. `found`:
-    whether a word is a path."""
-    out = [str(Path(word).absolute()) if found(word) else str(word) for word in command]
-    return [sys.executable if out[0] == "python" else out[0], *out[1:]]
-
-
-def readable_paths(command: Sequence[str], more: Sequence[str]) -> list[str]:
-    """Paths for a confined command to read and run, beside its own folder."""
-    started = [shutil.which(command[0]) or command[0], *command[1:]]
-    named = [os.path.realpath(word) for word in started if os.path.isfile(word)]
-    return [*SYSTEM, sys.prefix, sys.base_prefix, *named, *map(os.path.abspath, more)]
+@functools.cache
+def say_unconfined(version: int) -> None:
+    """Say once that programs have the rights of the user."""
+    has = f"Landlock {version}" if version else "no Landlock"
+    print(
+        "rlkit: environment.confined=auto: programs are not confined and can read one another's"
+        f" keys; confinement needs Landlock {LANDLOCK} (Linux 6.12), and this machine has {has}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def fresh_variables(where: str, task: str) -> dict[str, str]:
@@ -160,7 +155,7 @@ async def _give_job(
         "reward_fd": reward_fd,
     }
     if limits.readable is not None:
-        job["confine"] = confinement(limits.readable, limits.port)
+        job["confine"] = confinement(limits.readable, limits.port, limits.listed)
     guard.stdin.write(json.dumps(job).encode() + b"\n")
     with suppress(ConnectionError):
         await guard.stdin.drain()
@@ -189,6 +184,16 @@ async def _read(guard: asyncio.subprocess.Process, most: int) -> Finished:
     before, _, told = complained.rstrip().rpartition(b"\nexit ")
     status = int(told) if told.isdigit() and not killed else LOST
     return Finished(status, _text(printed), _text(before), room < 0)
+
+
+def explain_confinement(done: Finished, limits: Limits) -> str:
+    """The keys that would open more to a confined command, if it may have been stopped; else ""."""
+    if limits.readable is None or not STOPPED.search(f"{done.complained}{done.printed}"):
+        return ""
+    return (
+        " (it is confined: environment.readable=[PATH] opens files to it,"
+        " environment.confined=false everything)"
+    )
 
 
 def _text(printed: bytes) -> str:

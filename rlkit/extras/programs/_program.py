@@ -18,7 +18,7 @@ from rlkit.environments import hermes
 from rlkit.episodes.episode import cut_off, failed
 from rlkit.errors import ConfigError, DataError
 from rlkit.extras.programs._players import Launch, call_function, make_launch, run_program
-from rlkit.extras.programs._processes import Limits, check_confinable
+from rlkit.extras.programs._processes import Limits, settle_confinement
 from rlkit.extras.programs._verifier import Verifier, make_verifier
 from rlkit.extras.programs._verifier import verify as verify_left
 from rlkit.extras.programs.contract import Ask, Ended
@@ -64,7 +64,7 @@ def program(
     reward_range: Sequence[float] = (0.0, 1.0),
     dropped_thinking: Literal["new_row", "continue"] = "new_row",
     variables: Mapping[str, str] | None = None,
-    confined: bool = False,
+    confined: bool | Literal["auto"] = "auto",
     readable: Sequence[str] = (),
     max_programs: int | None = None,
     parse_calls: ToolParser = hermes,
@@ -76,7 +76,8 @@ def program(
     "metadata"}) in `RLKIT_TASK` and on standard input, and its endpoint in OPENAI_BASE_URL and
     OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It has none of the run's other
     variables except PATH and the language. It ends with its episode, together with all its
-    processes. Unless it is `confined`, it has the rights of the run's user.
+    processes. Unless it is confined, it has the rights of the run's user, and can read the keys of
+    other programs.
 
     Args:
       command: the program and its arguments. Names of files are relative to the folder where the
@@ -110,24 +111,26 @@ def program(
         thinking stays there (continue).
       variables: further variables of the program.
       confined: the program and its children write only its own folder. They read the system's
-        programs and libraries, Python, the files of its command, the folders of PYTHONPATH in
-        `variables` and `readable`. They connect to the port of its endpoint over TCP and have no
-        other network, and signal nothing outside. Needs Landlock in version 6 (Linux 6.12) and
-        seccomp.
+        programs and libraries, Python, the installations of the command's program and of its
+        interpreter, the files of the command, the folders of PYTHONPATH in `variables`, `readable`,
+        and the folder of its code, see `rlkit.extras.programs._commands.folder_of_code`. They
+        connect to the port of its endpoint over TCP and have no other network, and signal nothing
+        outside. Needs Landlock in version 6 (Linux 6.12) and seccomp. `auto` confines where these
+        are there, and says in a line where they are not.
       readable: further files and folders for a confined program to read and run.
       max_programs: programs alive at the same time, at least 1; None: all episodes of a step begin
         together. Waiting for a place spends none of an episode's time. The last bits of its
         log-probs then depend on the end of another episode.
-        log-probs then depend on when another was over.
       parse_calls: reads the calls out of a reply's content.
-    Raises: ConfigError for no or two programs, a missing one, a limit out of range, or a parser
-      that needs the tools' functions.
+    Raises: ConfigError for no or two programs, one that cannot be started, a limit out of range, or
+      a parser that needs the tools' functions.
     """
     _check_choice(command, function, score, answer, metadata, verify, confined)
-    _check_settings(time_limit, confined, readable, parse_calls)
+    _check_settings(time_limit, readable, parse_calls)
     require_positive(
         max_turns=max_turns, output_kb=output_kb, memory_mb=memory_mb, max_programs=max_programs
     )
+    guarded = function is None and settle_confinement(confined)
     player = function or make_launch(
         command,
         Limits(output_kb << 10, memory_mb),
@@ -135,23 +138,25 @@ def program(
         variables=variables or {},
         answer=answer,
         fields=metadata,
-        confined=confined,
+        confined=guarded,
         readable=readable,
+        closed=verify,
     )
     verifier = make_verifier(
         verify,
         time_limit=verify_time_limit,
         reward_range=reward_range,
-        confined=confined,
+        confined=guarded,
         readable=readable,
         memory_mb=memory_mb,
     )
+    awaited = player.awaited if isinstance(player, Launch) else ""
     strict = dropped_thinking == "new_row"
     slots = AtMost(max_programs) if max_programs else None
     return Environment(
         parse_calls=parse_calls,
         max_steps=max_turns,
-        check=partial(check_task, tuple(metadata)),
+        check=partial(_check_row, tuple(metadata), awaited),
         play=partial(_play, player, verifier, time_limit, answer, strict, slots),
     )
 
@@ -163,7 +168,7 @@ def _check_choice(
     answer: str,
     metadata: Sequence[str],
     verify: Sequence[str],
-    confined: bool,
+    confined: bool | Literal["auto"],
 ) -> None:
     """Raise ConfigError for unknown choices, or choices that contradict each other."""
     if bool(command) == (function is not None):
@@ -183,7 +188,7 @@ def _check_choice(
         raise ConfigError(
             f"environment.answer is {answer!r}; it is last_reply, stdout, file or tool:NAME"
         )
-    if function is not None and confined:
+    if function is not None and confined is True:
         raise ConfigError(
             "environment.confined: a function runs in this process and cannot be confined; give"
             " environment.command"
@@ -206,14 +211,10 @@ def _check_choice(
         )
 
 
-def _check_settings(
-    time_limit: float, confined: bool, readable: Sequence[str], parse_calls: ToolParser
-) -> None:
+def _check_settings(time_limit: float, readable: Sequence[str], parse_calls: ToolParser) -> None:
     """Raise ConfigError for a setting that cannot work here."""
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
-    if confined:
-        check_confinable()
     lost = [path for path in readable if not os.path.exists(path)]
     if lost:
         raise ConfigError(f"environment.readable: there is no {lost[0]!r}")
@@ -272,6 +273,21 @@ async def _play(
                 return failed(rollout, f"environment.verify: {reward}")
             last = rollout.steps[-1]._replace(reward=reward)
             return rollout._replace(steps=(*rollout.steps[:-1], last))
+
+
+def _check_row(told: Sequence[str], awaited: str, task: Task, truths: Set[str]) -> str:
+    """As `check_task`; `awaited`: a path in the command that a file of the task must bring."""
+    problem = check_task(told, task, truths)
+    if problem or not awaited:
+        return problem
+    files = task.metadata.get("files") or {}
+    if isinstance(files, str):
+        brought = os.path.exists(os.path.join(files, awaited))
+    else:
+        brought = os.path.normpath(awaited) in map(os.path.normpath, files)
+    where = os.getcwd()
+    missing = f"environment.command: there is no {awaited!r} in {where}, and this task brings none"
+    return "" if brought else missing
 
 
 def check_task(told: Sequence[str], task: Task, truths: Set[str]) -> str:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlkit.errors import ConfigError
+from rlkit.extras.programs._commands import check_command, confined_limits, find_files
 from rlkit.extras.programs._processes import (
     Limits,
-    find_files,
+    explain_confinement,
     fresh_variables,
-    readable_paths,
     run_guarded,
 )
 from rlkit.sandbox.process import folder
@@ -51,7 +51,7 @@ def make_verifier(
     memory_mb: int | None,
 ) -> Verifier | None:
     """Make the verifier of a run; None without a command. Raises: ConfigError for an invalid range
-    or limit, and outside Linux."""
+    or limit, for a command that cannot be started, and outside Linux."""
     if not command:
         return None
     if sys.platform != "linux":
@@ -68,10 +68,15 @@ def make_verifier(
             " smaller one first"
         )
     words = find_files(command, os.path.exists)
-    paths = readable_paths(words, [*readable, *filter(os.path.isdir, words)]) if confined else None
+    lost = check_command("verify", words)
+    if lost:
+        raise ConfigError(f"environment.verify: there is no {lost!r} in {os.getcwd()}")
+    limits = Limits(OUTPUT, memory_mb)
+    if confined:
+        limits = confined_limits(limits, words, [*readable, *filter(os.path.isdir, words)])
     # a confined program cannot write them
     state = {} if confined else file_states(words)
-    return Verifier(words, Limits(OUTPUT, memory_mb, paths), time_limit, ends[0], ends[1], state)
+    return Verifier(words, limits, time_limit, ends[0], ends[1], state)
 
 
 def file_states(command: Sequence[str]) -> dict[str, State]:
@@ -178,7 +183,8 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
         if done.flooded:
             return f"it printed more than {OUTPUT >> 20} MiB"
         if done.status:
-            return f"it ended with exit status {done.status}: {done.complained[-500:]}"
+            hint = explain_confinement(done, limits)
+            return f"it ended with exit status {done.status}{hint}: {done.complained[-500:]}"
         ours.setblocking(False)
         return read_number(ours.recv(LONGEST_NUMBER + 1), verifier.least, verifier.most)
 

@@ -20,11 +20,15 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 from rlkit.errors import ConfigError, RLKitError, install
+from rlkit.extras.programs._commands import find_files
+from rlkit.extras.programs._processes import GUARD
+from rlkit.sandbox.process import folder
 
 T = TypeVar("T")
 # codes of the package's own errors
@@ -34,15 +38,9 @@ GRACE = 2.0  # seconds more than the client's own limit until a call is given up
 ENDING = 10.0  # seconds for a connection to end, and once more after its cancellation
 THREAD = "tool servers"
 KEYS = {"command", "url", "env", "cwd", "shared", "tools"}
-# Runs argv[2:] so that the kernel kills it when the thread that started it ends. If the thread has
-# already ended, it does not run at all.
-WITH_PARENT = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
+EPISODE = "episode"  # as `cwd`: the folder of the process
+OWN = "{folder}"  # the same, in a command or its env
+SAMPLE = "{sample}"  # there: the number of the episode's sample
 
 
 class ServerFailed(RLKitError, RuntimeError):
@@ -56,7 +54,7 @@ class ToolServer(NamedTuple):
     command: tuple[str, ...] = ()
     url: str = ""
     env: Mapping[str, str] = {}
-    cwd: str | None = None
+    cwd: str | None = None  # `episode`: the folder of the process
     shared: bool = False  # one connection for all episodes; else a process for each
     tools: tuple[str, ...] | None = None  # the tools to use; None: all
 
@@ -90,6 +88,8 @@ def read_server(name: str, given: Any) -> ToolServer:
             f"{where}.{min(unknown)} is no key of a server; the keys are {', '.join(sorted(KEYS))}"
         )
     command = tuple(map(str, given.get("command") or ()))
+    if given.get("cwd") == EPISODE and command:
+        command = tuple(find_files(command))
     url = str(given.get("url") or "")
     if url and not url.startswith(("http://", "https://")):
         raise ConfigError(f"{where}.url is {url!r}; it begins with http:// or https://")
@@ -105,12 +105,28 @@ def read_server(name: str, given: Any) -> ToolServer:
             f"{where}.shared=false: the episodes of a server over HTTP share it; give its command"
             " for a process each"
         )
-    tools = given.get("tools")
     env = {str(k): str(v) for k, v in (given.get("env") or {}).items()}
     shared = bool(url or given.get("shared"))
-    return ToolServer(
+    tools = given.get("tools")
+    server = ToolServer(
         name, command, url, env, given.get("cwd"), shared, None if tools is None else tuple(tools)
     )
+    if shared and (needs_folder(server) or SAMPLE in joined_words(server)):
+        raise ConfigError(
+            f"{where}: cwd={EPISODE}, {OWN} and {SAMPLE} belong to one episode, and all episodes"
+            " share this server; leave out shared"
+        )
+    return server
+
+
+def joined_words(server: ToolServer) -> str:
+    """The words of a server that may name its folder and its sample."""
+    return "\n".join([*server.command, *server.env.values()])
+
+
+def needs_folder(server: ToolServer) -> bool:
+    """Whether each process of a server has a folder of its own."""
+    return server.cwd == EPISODE or OWN in joined_words(server)
 
 
 def require_package() -> None:
@@ -126,8 +142,11 @@ class Connection:
     """One client of one server. A task of its own enters it, waits, and leaves it; calls are tasks
     beside it."""
 
-    def __init__(self, server: ToolServer, start_timeout: float, env: Mapping[str, str]):
+    def __init__(
+        self, server: ToolServer, start_timeout: float, env: Mapping[str, str], sample: int = 0
+    ):
         self.server = server
+        self.sample = sample
         self.failure = ""
         self.start_timeout = start_timeout
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  what the server writes to standard error
@@ -137,12 +156,15 @@ class Connection:
 
     async def _own(self, start_timeout: float, env: Mapping[str, str]) -> None:
         reason = f"it did not answer within {start_timeout:g} s"
+        held = folder() if needs_folder(self.server) else nullcontext("")
         try:
-            async with asyncio.timeout(start_timeout) as limit, self._client(env) as client:
-                limit.reschedule(None)
-                reason = "the connection was closed"
-                self.client.set_result(client)
-                await self.over.wait()
+            with held as where:
+                connected = self._client(env, where)
+                async with asyncio.timeout(start_timeout) as limit, connected as client:
+                    limit.reschedule(None)
+                    reason = "the connection was closed"
+                    self.client.set_result(client)
+                    await self.over.wait()
         except (
             BaseException
         ) as error:  # also CancelledError and groups, which is how a dead server shows
@@ -172,7 +194,7 @@ class Connection:
             raise ServerFailed(self.failure)
         return self.client.result()
 
-    def _client(self, env: Mapping[str, str]) -> Any:
+    def _client(self, env: Mapping[str, str], where: str) -> Any:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
@@ -181,12 +203,13 @@ class Connection:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if self.server.url:
             return Client(self.server.url)
-        command = ["-I", "-S", "-c", WITH_PARENT, str(os.getpid()), *self.server.command]
+        filled = partial(fill_words, where=where, sample=self.sample)
+        guard = ["-I", "-S", "-B", str(GUARD), "keep", str(os.getpid())]
         own = StdioServerParameters(
             command=sys.executable,
-            args=command,
-            env={**self.server.env, **env},
-            cwd=self.server.cwd,
+            args=[*guard, *map(filled, self.server.command)],
+            env={name: filled(value) for name, value in self.server.env.items()} | dict(env),
+            cwd=where if self.server.cwd == EPISODE else self.server.cwd,
         )
         return Client(stdio_client(own, errlog=self.log))
 
@@ -241,6 +264,11 @@ class Connection:
         if not self.owner.done():
             self.owner.cancel()
             await asyncio.wait({self.owner}, timeout=ENDING)
+
+
+def fill_words(text: str, *, where: str, sample: int) -> str:
+    """Put the folder of a process and the number of its sample into a word of its command."""
+    return text.replace(OWN, where).replace(SAMPLE, str(sample))
 
 
 def _innermost(error: BaseException) -> str:
@@ -314,6 +342,7 @@ class Pool:
         self,
         name: str,
         episode: int,
+        sample: int,
         env: Mapping[str, str],
         tool: str,
         given: Mapping[str, Any],
@@ -325,7 +354,7 @@ class Pool:
         connection = (
             self._connection(server, None, {})
             if server.shared
-            else self._connection(server, episode, env)
+            else self._connection(server, episode, env, sample)
         )
         client = await connection.ready()
         result = await connection.answer(
@@ -336,12 +365,12 @@ class Pool:
         return _text(result)
 
     def _connection(
-        self, server: ToolServer, episode: int | None, env: Mapping[str, str]
+        self, server: ToolServer, episode: int | None, env: Mapping[str, str], sample: int = 0
     ) -> Connection:
         there = self.connections.get((server.name, episode))
         if there is None or (server.shared and (there.over.is_set() or there.owner.done())):
             there = self.connections[server.name, episode] = Connection(
-                server, self.start_timeout, env
+                server, self.start_timeout, env, sample
             )
         return there
 

@@ -47,10 +47,12 @@ def cut_replies(e: Evidence) -> Finding | None:
             "Allow longer replies, or shorter thinking (model.enable_thinking=false).",
             (f"generation.max_new_tokens={4 * limit:.0f}",),
         )
+    seconds = e.number("environment.time_limit")
+    key = "environment.deadline" if seconds != seconds else "environment.time_limit"
     advice = {
         "steps": "Raise the environment's max_turns.",
         "context": "Lower generation.max_new_tokens, or let the environment drop its oldest turns.",
-        "deadline": "Raise environment.deadline, or make the tools faster.",
+        "deadline": f"Raise {key}, or make the tools faster.",
     }
     return Finding(
         "cut", "Episodes are cut before they end.", evidence, advice.get(why, "Read samples/.")

@@ -74,6 +74,10 @@ REMEDIES = {  # why most episodes were truncated → the key to change
     "environment": "raise the environment's own limit",
     "error": "look at the error in samples/",
 }
+OF_PROGRAMS = {  # where environment=program has other keys
+    "context": "lower generation.max_new_tokens or environment.max_turns",
+    "deadline": "raise environment.time_limit",
+}
 
 
 def most_truncated(row: Row) -> str | None:
@@ -81,9 +85,10 @@ def most_truncated(row: Row) -> str | None:
     if not row["len/truncated_frac"] > 0.5 or broken_policy(row):
         return None
     why = max(REMEDIES, key=lambda why: row.get(f"stop_reason/{why}", 0))
+    remedies = REMEDIES | (OF_PROGRAMS if "program/rows" in row else {})
     return (
         f"{row['len/truncated_frac']:.0%} of the episodes were truncated, most often by {why}:"
-        f" {REMEDIES[why]}"
+        f" {remedies[why]}"
     )
 
 
@@ -122,21 +127,18 @@ def parse_failures(row: Row) -> str | None:
 
 def reward_failures(row: Row) -> str | None:
     """A term raised, hung or returned no reward; reward.max_error_rate let it pass."""
-    names = [
-        key.removeprefix("reward/").removesuffix("/error_frac")
+    rates = {
+        key.removesuffix("/error_frac"): row[key]
+        + row[f"{key.removesuffix('error_frac')}timeout_frac"]
         for key in row
         if key.startswith("reward/") and key.endswith("/error_frac")
-    ]
-    rates = {
-        name: row[f"reward/{name}/error_frac"] + row[f"reward/{name}/timeout_frac"]
-        for name in names
     }
     if not any(rates.values()):
         return None
-    worst = max(rates, key=lambda name: rates[name])
+    worst = max(rates, key=rates.__getitem__)
     return (
-        f"the reward term {worst} failed on {rates[worst]:.1%} of the episodes, which are not"
-        f" trained on; reward/{worst}/error_frac and timeout_frac follow it"
+        f"the reward term {worst.removeprefix('reward/')} failed on {rates[worst]:.1%} of the"
+        f" episodes, which are not trained on; {worst}/error_frac and timeout_frac follow it"
     )
 
 
@@ -207,7 +209,7 @@ def no_gradient(row: Row) -> str | None:
         "the teacher equals the policy; choose another one (teacher), or keep a reward"
         " (algorithm.streams.reward)"
         if taught
-        else ("look at loss/total, adv/abs_mean and the weights of your own parts")
+        else "look at loss/total, adv/abs_mean and the weights of your own parts"
     )
     return f"the gradient is exactly 0, so no weight moves: {why}"
 

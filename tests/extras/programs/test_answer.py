@@ -396,7 +396,9 @@ def test_a_conversation_with_a_broken_call_goes_on_in_its_row(tiny):
 def test_a_program_that_ends_over_a_broken_call_is_scored(
     text, code, truncation, reward, tiny, tmp_path
 ):
-    rollout = run(tiny, tmp_path, code, text, task=Task("t", ASKED, answer="7"))
+    task = Task("t", ASKED, answer="7")
+    confined = "getppid" not in code  # a confined program cannot end its guard
+    rollout = run(tiny, tmp_path, code, text, task=task, confined=confined and "auto")
     assert rollout.truncation == truncation and rollout.error
     (scored,) = score([rollout], Reward("own", {"numeric": Term(1.0, numeric)}))
     assert scored.reward == reward

@@ -785,7 +785,7 @@ def process(tiny, tmp_path, code: str, **settings):
         ("while True: print('x' * 1000)", {"output_kb": 8}, "error", None),
         ("bytearray(1 << 30)", {"memory_mb": 512}, "error", None),
         ("import time; time.sleep(600)", {"time_limit": 0.5}, "deadline", None),
-        ("os.kill(os.getppid(), 9)", {}, "error", None),
+        ("os.kill(os.getppid(), 9)", {"confined": False}, "error", None),
     ],
 )
 def test_a_program_ends_its_own_episode_with_a_reason(
@@ -801,7 +801,7 @@ def test_a_program_ends_its_own_episode_with_a_reason(
 
 
 OUTSIDE = """
-import socket, subprocess
+import beside, socket, subprocess
 def attempt(name, what):
     try:
         what()
@@ -817,6 +817,7 @@ def early():
     with socket.socket() as line:
         line.sendto(b"a", 0x20000000, ("127.0.0.1", port))
 attempt("read", lambda: open(secret).read())
+attempt("hidden", lambda: open(os.path.dirname(sys.argv[0]) + "/.env").read())
 attempt("write", lambda: open(secret, "a"))
 shell = ["/bin/sh", "-c", "cat " + secret]
 attempt("shell", lambda: subprocess.check_output(shell, stderr=-1) or 1)
@@ -837,10 +838,13 @@ sys.exit(f"{through} {said}")
 
 
 @pytest.mark.skipif(landlock_version() < LANDLOCK, reason="needs Linux 6.12")
-@each("confined", [True, False])
+@each("confined", ["auto", False])
 def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path, confined):
     (tmp_path / "secret").write_text("s")
-    (tmp_path / "agent.py").write_text(ASK + OUTSIDE)
+    code = tmp_path / "code"
+    code.mkdir(exist_ok=True)
+    for name, text in {"agent.py": ASK + OUTSIDE, "beside.py": "", ".env": "s"}.items():
+        (code / name).write_text(text)
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(type=socket.SOCK_DGRAM) as udp,
@@ -853,7 +857,7 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
         ports = [str(line.getsockname()[1]) for line in (tcp, udp)]
         command = [
             "python",
-            str(tmp_path / "agent.py"),
+            str(code / "agent.py"),
             *ports,
             str(os.getpid()),
             str(tmp_path),
@@ -862,6 +866,7 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
         (rollout,) = collect(tiny, [Task("t", ASKED)], engine=said_by("a"), environment=environment)
     every = [
         "read",
+        "hidden",
         "write",
         "shell",
         "tcp",
@@ -877,7 +882,7 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
     last = rollout.error.splitlines()[-1]
     assert len(rollout.steps) == 1 and last.endswith("mine"), last
     found = [name for name in every if f"'{name}" in last]
-    assert found == ([] if confined else every), last
+    assert found == ([] if confined == "auto" else every), last
 
 
 @pytest.mark.slow

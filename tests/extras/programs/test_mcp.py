@@ -105,6 +105,28 @@ def test_a_server_finds_its_episodes_task(private):
 
 
 @needs_mcp
+def test_a_process_has_a_folder_of_its_own_for_the_time_of_its_episode():
+    server = {
+        "command": [sys.executable, "-S", os.path.relpath(SCRIPT)],
+        "cwd": "episode",
+        "env": {"OWN": "{folder}/{sample}.db"},
+    }
+    own = mcp(servers={"mine": server})
+    found = [json.loads(results(r)[0]) for r in played(own, reply("where"), reply(), n=2)]
+    folders = [folder for folder, _, _ in found]
+    assert [variable for _, _, variable in found] == [f"{f}/{i}.db" for i, f in enumerate(folders)]
+    assert len({os.getcwd(), *folders}) == 3 and not any(map(os.path.exists, folders))
+
+
+@needs_mcp
+def test_what_a_server_leaves_behind_ends_with_its_episode(private):
+    [rollout] = played(private, reply("leave"), reply())
+    [said] = results(rollout)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said), 0)
+
+
+@needs_mcp
 @each("max_servers", [1, 2])
 def test_no_more_servers_are_alive_than_allowed_and_every_episode_is_played(tiny, max_servers):
     """Under counted rounds, where an episode that waited for a server inside its answer would hold
@@ -267,6 +289,9 @@ def test_without_the_package_a_sentence_says_what_to_install(monkeypatch):
         ({"command": COMMAND, "url": "http://x"}, "give a command as a list"),
         ({"command": COMMAND, "shard": True}, "servers.mine.shard is no key"),
         ({"url": "http://x/mcp", "shared": False}, "share it"),
+        ({"command": COMMAND, "shared": True, "cwd": "episode"}, "belong to one episode"),
+        ({"command": [*COMMAND, "{sample}"], "shared": True}, "belong to one episode"),
+        ({"url": "http://x/mcp", "env": {"A": "{folder}"}}, "belong to one episode"),
     ],
 )
 def test_what_is_no_server_is_refused_where_it_stands(given, said):

@@ -6,6 +6,7 @@ Its tools do what tests need: keep a count, fail, wait, say too much, and die.
 
 import json
 import os
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -27,6 +28,8 @@ TOOLS = {
     "flood": ("Says a lot.", NOTHING),
     "die": ("Ends the server.", NOTHING),
     "task": ("Says which task it serves.", NOTHING),
+    "where": ("Says its folder, its words and its variable OWN, and leaves a file.", NOTHING),
+    "leave": ("Starts a process in a session of its own, and says its number.", NOTHING),
 }
 CALLS = 0
 
@@ -43,6 +46,14 @@ def called(name, arguments):
             with open(os.environ["NOTE"], "w") as note:
                 note.write(str(os.getpid()))
         time.sleep(arguments["seconds"])
+    if name == "where":
+        with open("left", "x"):
+            pass
+        return json.dumps([os.getcwd(), sys.argv[1:], os.environ.get("OWN")]), False
+    if name == "leave":
+        words = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        left = subprocess.Popen(words, start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+        return str(left.pid), False
     said = {
         "count": CALLS,
         "echo": arguments.get("text"),
