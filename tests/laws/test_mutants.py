@@ -1,4 +1,4 @@
-"""The table of mutations fits the code, and `.ci/mutants` tells a fault from a change without one."""
+"""The table of mutations fits the code, and `.ci/mutants` tells a fault from no fault."""
 
 from __future__ import annotations
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlkit.config.compose import compose, experiment
+from rlkit.episodes.stream import StreamState
 from rlkit.rewards import Moments
 from rlkit.system import owner, rng
 from rlkit.system.owner import TakenOver, owned
-from rlkit.training.ahead.flight import Flight
+from rlkit.training.ahead.flight import Flight, StepGroups
 from rlkit.training.ahead.here import Here
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
 from rlkit.training.experiment import Reuse
@@ -157,6 +159,26 @@ def test_a_loaded_module_has_the_groups_to_learn_from_again_and_the_generators(x
     second.on_load_checkpoint(checkpoint)
     assert second.kept == first.kept and second.flight == Flight()
     assert [sorted(own) for own in second.generators] == [sorted(rng.state())]
+
+
+def test_a_step_learns_from_the_groups_used_again_and_its_row_has_the_figures(x, policy):
+    """A group of equal rewards gives way to the kept one."""
+    own = x._replace(task=x.task._replace(reuse=Reuse(9, 9)))
+    module = module_of(own, policy)
+    module._trainer = SimpleNamespace(should_stop=False)
+    module.kept = (tuple(group(1, 0.0, 1.0)),)
+    flat = group(0, 0.0, 0.0)
+    table = torch.tensor([[1.0, 1.0, 0.5, 1.0]])
+    state = StreamState(sampler={"table": table})
+    groups = StepGroups(0, 0, flat, flat, StreamState(), state, "")
+    module.take_groups = lambda: (groups, {"staleness/wait_s": 1.0})
+    trained = []
+    module.learner.step = lambda sampled, own: trained.append((sampled, own))
+    module.training_step(0, 0)
+    ((sampled, learned),) = trained
+    assert sampled == flat and [r.task.id for r in learned] == ["t/1", "t/1"]
+    figures = {"staleness/wait_s": 1.0, "sampler/seen": 1.0, "reuse/groups": 1}
+    assert figures.items() <= module.metrics.items()
 
 
 def test_a_dropped_step_gives_back_the_draws_of_its_rollouts(x, policy):

@@ -1,5 +1,5 @@
-"""The data of a step with refills: which problems are drawn, which groups they are, what the sampler
-learns of them, and that every round has draws of its own."""
+"""The data of a step with refills: its problems and the numbers of its groups, what the sampler
+learns of them, and the draws of each round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One update, in its details: when it ends a step, when it is skipped, and whose tokens it reads."""
+"""An update: when it ends a step, when it is skipped, and whose tokens it reads."""
 
 from __future__ import annotations
 
@@ -99,6 +99,12 @@ def test_no_step_is_taken_if_the_loss_or_the_norm_is_not_finite(grad, loss):
     assert weight.item() == -0.5 and optimizers.nonfinite == {0: 0}
 
 
+def test_a_gradient_is_clipped_to_the_norm_of_the_config():
+    (weight, _), optimizers = pair_of_optimizers()
+    assert stepped(optimizers, weight, 0, grad=100.0, loss=1.0) == pytest.approx(100.0)
+    assert weight.item() == pytest.approx(-0.5 * 10.0)
+
+
 def test_skipped_steps_in_a_row_are_counted_for_each_optimizer_by_itself():
     weights, optimizers = pair_of_optimizers()
     bad = {"grad": 1.0, "loss": math.nan}
@@ -129,7 +135,35 @@ def test_a_phase_that_resets_the_optimizer_forgets_the_critics_moments_too(tiny)
     assert [bool(own.state) for own in learner.optimizers.made] == [False, False]
 
 
-# -------------------------------------------------------------------------------- whose tokens count
+# ------------------------------------------------------------------------------------------- a step
+
+
+def test_a_step_counts_what_it_trained_on_and_where_it_stands(tiny):
+    """The moments are of the rewards trained on, each step draws by a seed of its own, and a
+    reference is moved with the number of steps done, this one included."""
+    learner = learner_of(tiny)
+    rollouts, steps, seeds = rollouts_of(tiny), [], []
+    learner.kept.move = lambda reference, *, step, kl: steps.append(step) or {}
+    for _ in range(2):
+        seeds.append(learner.record().seed)
+        learner.step(rollouts, rollouts[:2])
+    assert learner.moments.n == 4 and steps == [1, 2] and seeds[0] != seeds[1]
+
+
+def test_staleness_counts_the_updates_since_the_oldest_version_that_may_still_be_trained_on(tiny):
+    """With a staleness of 2, step 3 may learn from tokens of version 0."""
+    learner = learner_of(tiny, "asynchrony=lag", "asynchrony.staleness=2")
+    learner.rl_step, learner.updates = 2, {0: 1, 1: 4, 2: 9}
+    learner.progress = learner.progress._replace(step=2)
+    old = [
+        r._replace(steps=tuple(s._replace(versions=((0, 0),)) for s in r.steps))
+        for r in rollouts_of(tiny)
+    ]
+    row = learner.step(old)
+    assert row["staleness/steps_mean"] == 2 and row["staleness/updates_mean"] == 9 - 1
+
+
+# ------------------------------------------------------------------------------- whose tokens count
 
 
 def with_rewritten_row(rollout: Rollout) -> Rollout:
