@@ -11,7 +11,7 @@ and Lightning imported already, fast ones first, until one fails. That test runs
 the mutation, where it has to pass.
 
     .ci/mutants                    # goes on where it was interrupted; tries survivors again
-    .ci/mutants runs/verdicts      # those whose file or function contains this
+    .ci/mutants runs/verdicts      # those of the files or functions with such names
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("mutations.yaml")
 UNUSABLE = 4  # exit status of pytest for a command that it cannot run
 LIMIT = 300  # seconds of a test; one that hangs has noticed the mutation
+MARKED = ("not slow and not gpu", "slow and not gpu")  # fast tests first
 ALLOWED = 0.03  # share of survivors
 KEY = ("file", "function", "before", "after")  # names a mutation
 COLUMNS = ("date", "commit", "machine", "python", "torch", *KEY, "outcome", "test", "seconds")
@@ -105,13 +107,10 @@ def mutate(source: str, mutation: Mutation) -> str:
 
 
 class Watch:
-    """A plugin of pytest: fast tests first, and the name of the one that runs or has failed."""
+    """A plugin of pytest: the name of the test that runs or has failed."""
 
     def __init__(self, note: Path):
         self.note = note
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.note.write_text(nodeid)
@@ -121,16 +120,16 @@ class Watch:
             self.note.write_text(report.nodeid)
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
-    """Runs tests in a copy of the tree, in a fork: passed, failed, timeout, died or unusable; and
-    the test under way when it ended."""
+def run_tests(tree: Path, tests: str, marked: str = "not gpu") -> tuple[str, str]:
+    """Runs the tests of a file, or one of them, in a copy of the tree, in a fork: passed, failed,
+    timeout, died or unusable; and the test under way when it ended."""
     note = tree.with_name("under_way.txt")
     note.write_text("")
     child = os.fork()
     if not child:
         status = UNUSABLE
         try:
-            status = in_child(tree, tests, note)
+            status = in_child(tree, tests, marked, note)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -149,11 +148,13 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
             return "timeout", note.read_text()
         time.sleep(0.05)
     code = os.waitstatus_to_exitcode(status)
-    how = {0: "passed", 1: "failed", 2: "failed"}.get(code, "died" if code < 0 else "unusable")
-    return how, "" if code == 0 else note.read_text()
+    if code in (0, 5):  # 5: no test has these marks
+        return "passed", ""
+    how = "failed" if code in (1, 2) else "unusable"
+    return ("died" if code < 0 else how), note.read_text()
 
 
-def in_child(tree: Path, tests: Sequence[str], note: Path) -> int:
+def in_child(tree: Path, tests: str, marked: str, note: Path) -> int:
     """Runs pytest in the tree, whose rlkit it imports; its exit status."""
     import pytest
     import torch
@@ -168,7 +169,7 @@ def in_child(tree: Path, tests: Sequence[str], note: Path) -> int:
     for stream in (1, 2):
         os.dup2(output, stream)
     rewriting = "-Wignore::pytest.PytestAssertRewriteWarning"  # some plugins are imported already
-    words = ["-x", "-q", "-n0", "-pno:cacheprovider", "-mnot gpu", rewriting, *tests]
+    words = ["-x", "-q", "-n0", "-pno:cacheprovider", f"-m{marked}", rewriting, tests]
     return int(pytest.main(words, plugins=[Watch(note)]))
 
 
@@ -186,7 +187,10 @@ def outcome_of(mutation: Mutation, tree: Path, sound: dict[str, bool]) -> tuple[
     source = file.read_text()
     try:
         rewrite(file, mutate(source, mutation))
-        how, test = run_tests(tree, mutation.tests)
+        for marked, tests in product(MARKED, mutation.tests):
+            how, test = run_tests(tree, tests, marked)
+            if how != "passed":
+                break
     finally:
         rewrite(file, source)
     if how == "passed":
@@ -195,7 +199,7 @@ def outcome_of(mutation: Mutation, tree: Path, sound: dict[str, bool]) -> tuple[
         print(tree.with_name("output.txt").read_text()[-2000:], flush=True)
         return "broken", test
     if test not in sound:
-        sound[test] = run_tests(tree, [test or mutation.tests[0]])[0] == "passed"
+        sound[test] = run_tests(tree, test or tests)[0] == "passed"
     if not sound[test]:
         return "broken", test
     return ("timeout" if how == "timeout" else "killed"), test
@@ -250,10 +254,10 @@ def measured_here() -> list[str]:
     return [date.today().isoformat(), commit, machine, platform.python_version(), version]
 
 
-def main(rows: Path, chosen: str) -> int:
+def main(rows: Path, chosen: Sequence[str]) -> int:
     """Tries the mutations that have no row yet or survived, half of them on each of two cores, and
     prints the survivors; 1 if they are too many."""
-    table = [m for m in read_table() if chosen in f"{m.file} {m.function}"]
+    table = [m for m in read_table() if any(part in f"{m.file} {m.function}" for part in chosen)]
     if not rows.exists():
         rows.write_text(",".join(COLUMNS) + "\n")
     left = [m for m in table if known(rows).get(m.key) in (None, "survived")]
@@ -295,4 +299,4 @@ def known(rows: Path) -> dict[tuple[str, ...], str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or [""]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -163,7 +164,7 @@ def test_a_loaded_module_has_the_groups_to_learn_from_again_and_the_generators(x
 
 def test_a_step_learns_from_the_groups_used_again_and_its_row_has_the_figures(x, policy):
     """A group of equal rewards gives way to the kept one."""
-    own = x._replace(task=x.task._replace(reuse=Reuse(9, 9)))
+    own = x._replace(task=replace(x.task, reuse=Reuse(9, 9)))
     module = module_of(own, policy)
     module._trainer = SimpleNamespace(should_stop=False)
     module.kept = (tuple(group(1, 0.0, 1.0)),)
