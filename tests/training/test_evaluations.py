@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ from rlkit.episodes.record import load_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.statistics import wilson
 from rlkit.system import shards
+from rlkit.training.callbacks import evaluation
 from rlkit.training.callbacks.checkpoints import load_checkpoint
 from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut
 from rlkit.training.experiment import TaskSource
@@ -316,3 +319,22 @@ def test_a_run_that_ends_below_its_start_says_so_first(tmp_path):
         "warning: this run ended below its start: test accuracy 0.750 → 0.250"
     )
     assert "below its start" not in said(46) + said(60)
+
+
+def test_an_evaluation_moves_nobodys_random_numbers(tmp_path, monkeypatch):
+    """Its rewards may draw; the run's rewards draw as if it had not been."""
+
+    def played(policy, tasks, *, reward, **_):
+        random.random()
+        return {"accuracy": 0.5, "interval": [0, 1], "reward": 0.5, "reward_interval": [0, 1]}, []
+
+    monkeypatch.setattr(evaluation, "greedy_accuracy", played)
+    precision = SimpleNamespace(forward_context=nullcontext)
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(precision_plugin=precision), is_global_zero=False
+    )
+    x = experiment(compose(["evaluation.n=1"]))
+    module = SimpleNamespace(experiment=x, policy=None, model=None, rl_step=3)
+    before = random.getstate()
+    row = HeldOut(ALL, tmp_path / "metrics.jsonl", {}).evaluate(trainer, module, "validation")
+    assert row["eval/accuracy"] == 0.5 and random.getstate() == before

@@ -1,0 +1,50 @@
+"""The table of mutations fits the code, and `.ci/mutants` tells a fault from no fault."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mutating import LIMIT, ROOT, Mutation, mutate, read_table
+
+TABLE = read_table()
+
+
+def test_every_mutation_fits_the_code_and_names_its_tests():
+    assert len(TABLE) >= 120 and len({m.key for m in TABLE}) == len(TABLE)
+    for mutation in TABLE:
+        source = (ROOT / mutation.file).read_text()
+        assert mutate(source, mutation) != source
+        ast.parse(mutation.after)
+        assert mutation.tests and all((ROOT / test).is_file() for test in mutation.tests)
+    rooms = {m.file.split("/")[1] for m in TABLE}
+    assert rooms == {"training", "engines", "episodes", "functional", "system", "runs"}
+
+
+def test_a_mutation_is_tied_to_syntax_and_occurs_once():
+    source = "class A:\n    def f(self):\n        x = g(\n            1,  # é\n        ) + h(1)\n"
+    own = Mutation("a.py", "A.f", "g(1)", "2")
+    assert mutate(source, own).endswith("        x = (2) + h(1)\n")
+    assert mutate(source, own._replace(before="x = g(1) + h(1)", after="x = 3")).endswith("x = 3\n")
+    for before, times in (("1", 2), ("g(2)", 0)):
+        with pytest.raises(ValueError, match=f"occurs {times} times"):
+            mutate(source, own._replace(before=before))
+
+
+@pytest.mark.slow
+def test_a_fault_is_noticed_and_a_row_says_by_which_test(tmp_path):
+    if not (ROOT / ".git").exists():
+        pytest.skip("the copy of the tree is made of the files that git knows")
+    rows = tmp_path / "rows.csv"
+    words = [sys.executable, "tests/mutating.py", str(rows), "functional/aggregation"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0 and done.stdout.endswith("1 mutations: 1 killed\n"), done
+    with rows.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["outcome"] == "killed" and "test_functional_aggregation.py::" in row["test"]
+    assert row["machine"].endswith(f"{os.cpu_count()} cores")
