@@ -145,6 +145,18 @@ def drop(overrides: Sequence[str], *keys: str) -> list[str]:
     return [o for o in overrides if o.partition("=")[0].lstrip("+") not in keys]
 
 
+def take_settings(arguments: Arguments, names: Sequence[str], command: str) -> dict[str, str]:
+    """The given ones of a command's own settings. Raises: ConfigError for any other override."""
+    unknown = drop(arguments.overrides, *names)
+    if unknown:
+        raise ConfigError(
+            f"'{unknown[0]}': rlkit {command} takes the settings"
+            f" {', '.join(f'{name}=' for name in names)}"
+        )
+    given = {name: option(arguments.overrides, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def quote(text: str) -> str:
     """Write a value in Hydra's override grammar."""
     return "'" + text.replace("'", "\\'") + "'"

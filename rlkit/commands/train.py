@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
+from rlkit.commands.compare import list_suspicions
 from rlkit.commands.trust import asker
 from rlkit.config.changes import difference, identify, refuse_changes
 from rlkit.distributed import launch, ranks
@@ -60,7 +61,7 @@ def command(arguments: Arguments) -> int:
         return sweep(
             arguments.overrides,
             config_dir=arguments.config_dir,
-            report=draw_page,
+            report=sum_up_sweep,
         )
     from rlkit.config.compose import compose, experiment, length_keys
     from rlkit.training.loggers import check_loggers
@@ -406,6 +407,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     )
     lines += [why] if why else []
     lines += [f"warning: {text}" for text in doubts(folder)]
+    lines += list_suspicions([folder])
     if LOST:
         named = [
             f"{what} ({why})"
@@ -438,6 +440,12 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def sum_up_sweep(folders: Sequence[Path], file: Path) -> None:
+    """Print why a sweep's runs may not learn, and write the page of them."""
+    print("\n".join(list_suspicions(folders)))
+    draw_page(folders, file)
 
 
 def draw_page(folders: Sequence[Path], file: Path) -> None:
