@@ -60,7 +60,7 @@ FAULTS: Mapping[str, Sequence[str]] = {
     "rate_low": ("optimizer.lr=1e-6",),
     "rate_high": ("optimizer.lr=0.03",),
     "kl": ("kl=k3", "kl.coef=10"),
-    "groups": ("batch.group_size=2", "batch.prompts=32"),
+    "groups": ("batch.group_size=2",),
     "temperature": ("generation.temperature=0.05",),
     "cut": ("generation.max_new_tokens=8",),
     "unread": ("reward=faults.unread",),

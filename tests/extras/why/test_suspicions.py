@@ -44,7 +44,8 @@ def test_the_end_of_a_run_names_the_likeliest_cause_and_how_to_prove_it(write_ru
     said = closing_lines(ENDED, folder).splitlines()
     [at] = [i for i, line in enumerate(said) if line.startswith("suspicion: ")]
     assert said[at].startswith("suspicion: The KL penalty is too strong. With kl.coef=10 ")
-    assert said[at + 1] == f"  to prove it: rlkit why {shlex.quote(str(folder))} minutes=7"
+    # five forks of 8 × 2 s and 256 replies of 1/32 s: 2 minutes, and half as much again
+    assert said[at + 1] == f"  to prove it: rlkit why {shlex.quote(str(folder))} minutes=4"
     assert not said[at + 2].startswith(("suspicion", "  to prove"))
 
 
@@ -73,7 +74,7 @@ def test_a_line_is_suspected_if_most_of_its_seeds_are(write_run):
     ]
     said = list_suspicions([*own, *small])
     assert said[0] == "suspicion: grpo, kl.coef=10: The KL penalty is too strong."
-    assert said[1] == f"  to prove it: rlkit why {shlex.quote(str(own[0]))} minutes=7"
+    assert said[1] == f"  to prove it: rlkit why {shlex.quote(str(own[0]))} minutes=4"
     assert len(said) == 2
 
 

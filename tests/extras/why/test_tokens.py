@@ -78,9 +78,7 @@ def test_the_advantage_is_that_of_the_step(run):
     """GRPO's: reward less the group's mean, over its deviation, and no rollout but the group's."""
     x = compose_run(run, str(run), Arguments([]), ()).x
     played = read_step(run, 1)
-    mixed = next(
-        i for i, r in enumerate(played) if len({q.reward for q in group_of(played, r)}) > 1
-    )
+    mixed = next(i for i, r in enumerate(played) if len(rewards_of(played, r.group)) > 1)
     token = find_token(run, 1, mixed, 2)
     *_, learner = repeat_steps(x, load_tasks(x), read_evidence(run), 0, 1)
     effect = read_effect(learner, token)
