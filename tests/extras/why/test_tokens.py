@@ -77,10 +77,15 @@ def test_recorded_log_probs_are_found_again(run):
 def test_the_advantage_is_that_of_the_step(run):
     """GRPO's: reward less the group's mean, over its deviation, and no rollout but the group's."""
     x = compose_run(run, str(run), Arguments([]), ()).x
-    played = read_step(run, 1)
-    mixed = next(i for i, r in enumerate(played) if len(rewards_of(played, r.group)) > 1)
-    token = find_token(run, 1, mixed, 2)
-    *_, learner = repeat_steps(x, load_tasks(x), read_evidence(run), 0, 1)
+    step, mixed = next(
+        (step, i)
+        for step in (1, 2, 3)
+        for i, r in enumerate(read_step(run, step))
+        if len(rewards_of(read_step(run, step), r.group)) > 1
+    )
+    played = read_step(run, step)
+    token = find_token(run, step, mixed, 2)
+    *_, learner = repeat_steps(x, load_tasks(x), read_evidence(run), step - 1, step)
     effect = read_effect(learner, token)
     own = {i: r.reward for i, r in enumerate(played) if r.group == played[mixed].group}
     assert effect.trained and effect.group == own
