@@ -75,10 +75,9 @@ def list_suspicions(folders: Sequence[Path]) -> list[str]:
     if why is None:
         return []
     try:
-        found = why(Arguments(["brief=true"], texts=tuple(map(str, folders))))
+        return why(Arguments(["brief=true"], texts=tuple(map(str, folders)))).text.splitlines()
     except (Refusal, OSError):  # a folder that cannot be read is named elsewhere
         return []
-    return found.text.splitlines() if isinstance(found, Answer) else []
 
 
 def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:

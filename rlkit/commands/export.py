@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, take_settings
+from rlkit.commands.arguments import Arguments, read_flag, take_settings
 from rlkit.commands.trust import model_of
 from rlkit.errors import ConfigError, refuse_problems
 from rlkit.runs import folder as runs
@@ -83,16 +83,15 @@ def command(arguments: Arguments) -> int:
         raise ConfigError(
             "rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints"
         )
-    if merge not in (None, "true", "false"):
-        raise ConfigError(f"merge={merge}: must be true or false")
+    merged = read_flag("merge", merge)
     run = runs.find_run(named, "run")
-    name = "merged" if merge == "true" else "export"
+    name = "merged" if merged else "export"
     out = Path(place).expanduser() if place else run / name
     path, step = export(
         model_of(run, f"run={named}", arguments),
         checkpoint=runs.checkpoint_source(named, run),
         out=out,
-        merge=merge == "true",
+        merge=merged,
         run=run,
     )
     print(

@@ -61,7 +61,7 @@ def command(arguments: Arguments) -> int:
         return sweep(
             arguments.overrides,
             config_dir=arguments.config_dir,
-            report=sum_up_sweep,
+            report=draw_page,
         )
     from rlkit.config.compose import compose, experiment, length_keys
     from rlkit.training.loggers import check_loggers
@@ -442,14 +442,11 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def sum_up_sweep(folders: Sequence[Path], file: Path) -> None:
-    """Print why a sweep's runs may not learn, and write the page of them."""
-    print("\n".join(list_suspicions(folders)))
-    draw_page(folders, file)
-
-
 def draw_page(folders: Sequence[Path], file: Path) -> None:
-    """Have the command `report` write one page of a sweep's runs. The command prints the path."""
+    """Print why a sweep's runs may not learn, and have the command `report` write one page of them.
+    The command prints the path."""
+    for line in list_suspicions(folders):
+        print(line)
     print("report           ", end="", flush=True)
     report = extras.load_command("report")
     if report is None:

@@ -70,9 +70,8 @@ def read_step(folder: Path, step: int) -> list[Rollout]:
     return load_rollouts(parts[step])
 
 
-def find_token(folder: Path, step: int, rollout: int, token: int) -> Token:
-    """Find a token by its numbers, from 0. Raises: ConfigError if there is none."""
-    played = read_step(folder, step)
+def find_token(played: Sequence[Rollout], step: int, rollout: int, token: int) -> Token:
+    """Find a token of a step by its numbers, from 0. Raises: ConfigError if there is none."""
     if rollout >= len(played):
         raise ConfigError(f"rollout={rollout}: step {step} has {len(played)}, counted from 0")
     own = played[rollout]
@@ -171,6 +170,19 @@ def predict(learner: Learner, token: Token) -> Tensor:
 def at_temperature(logprobs: Tensor, temperature: float) -> Tensor:
     """The log-probs of sampling at another temperature."""
     return (logprobs / temperature).log_softmax(-1)
+
+
+def measure_gaps(x: Experiment, tasks: Splits, e: Evidence, tokens: Sequence[Token]) -> list[float]:
+    """|log-prob computed again - recorded| of each token, in nats, version by version."""
+    versions = [token.version for token in tokens]
+    gaps = []
+    for learner in repeat_steps(x, tasks, e, min(versions), max(versions)):
+        temperature = learner.begin().generation.temperature
+        for token in tokens:
+            if token.version == learner.rl_step:
+                found = at_temperature(predict(learner, token), temperature)
+                gaps.append(abs(float(found[token.id]) - token.logprob))
+    return gaps
 
 
 def read_effect(learner: Learner, token: Token) -> Effect:

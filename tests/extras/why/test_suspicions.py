@@ -13,7 +13,7 @@ from extras.why.test_why import FLAT, RISING, ROW, SETTINGS
 from parametrise import each
 from rlkit.commands.cli import main
 from rlkit.commands.compare import list_suspicions
-from rlkit.commands.train import closing_lines, sum_up_sweep
+from rlkit.commands.train import closing_lines, draw_page
 from rlkit.system import extras
 
 ENDED = {"ended": "finished", "steps": 12, "wall_seconds": 1.0, "tokens": 1}
@@ -84,7 +84,7 @@ def test_two_lines_are_named_and_more_are_counted(write_run, capsys):
     out = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("suspicion: ") for line in out) == 2
     assert out[-1] == "  suspicions on 1 more lines: rlkit why RUN"
-    sum_up_sweep(folders, folders[0] / "report.html")
+    draw_page(folders, folders[0] / "report.html")
     assert "suspicion: grpo, kl.coef=10: " in capsys.readouterr().out
 
 

@@ -16,9 +16,8 @@ from rlkit.extras.why.commands.why import compose_run
 from rlkit.extras.why.evidence import read_evidence
 from rlkit.extras.why.tokens import (
     EXACT,
-    at_temperature,
     find_token,
-    predict,
+    measure_gaps,
     read_effect,
     read_step,
     repeat_steps,
@@ -38,22 +37,14 @@ def draw_tokens(folder, last, count):
         played = read_step(folder, step)
         rollout = rng.randrange(len(played))
         length = sum(len(said.sampled) for said in played[rollout].steps)
-        found.append(find_token(folder, step, rollout, rng.randrange(length)))
+        found.append(find_token(played, step, rollout, rng.randrange(length)))
     return found
 
 
 def differences(folder, tokens):
     """|log-prob computed again - recorded|, of each token."""
     x = compose_run(folder, str(folder), Arguments([]), ()).x
-    e = read_evidence(folder)
-    first = min(token.version for token in tokens)
-    found = []
-    for learner in repeat_steps(x, load_tasks(x), e, first, max(t.version for t in tokens)):
-        for token in tokens:
-            if token.version == learner.rl_step:
-                own = at_temperature(predict(learner, token), x.generation.temperature)
-                found.append(abs(float(own[token.id]) - token.logprob))
-    return found
+    return measure_gaps(x, load_tasks(x), read_evidence(folder), tokens)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +75,7 @@ def test_the_advantage_is_that_of_the_step(run):
         if len(rewards_of(read_step(run, step), r.group)) > 1
     )
     played = read_step(run, step)
-    token = find_token(run, step, mixed, 2)
+    token = find_token(played, step, mixed, 2)
     *_, learner = repeat_steps(x, load_tasks(x), read_evidence(run), step - 1, step)
     effect = read_effect(learner, token)
     own = {i: r.reward for i, r in enumerate(played) if r.group == played[mixed].group}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlkit.commands.arguments import Answer, Arguments, take_settings
+from rlkit.commands.arguments import Answer, Arguments, read_flag, take_settings
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs import folder as runs
 from rlkit.runs.reading import find_runs
@@ -47,7 +47,7 @@ def command(arguments: Arguments) -> int | Answer:
     from rlkit.extras.why.suspicions import say_suspicions
 
     given = read_settings(arguments)
-    if given.get("brief") == "true":
+    if read_flag("brief", given.get("brief")):
         said = say_suspicions(find_runs(arguments.texts, "rlkit why"))
         return Answer({"suspicions": said}, "\n".join(said))
     [named] = arguments.texts
@@ -60,7 +60,7 @@ def command(arguments: Arguments) -> int | Answer:
     if "token" in given:
         return explain(e, given, named, arguments)
     print(say_progress(e))
-    findings, notes = diagnose(e, named, arguments, attack=given.get("attack") == "true")
+    findings, notes = diagnose(e, named, arguments, attack=read_flag("attack", given.get("attack")))
     print(
         "\n".join(say_findings(findings) or ["Nothing was found that is known to hold a run back."])
     )
@@ -93,10 +93,10 @@ def read_settings(arguments: Arguments) -> dict[str, str]:
 def explain(e: Evidence, given: Mapping[str, str], named: str, arguments: Arguments) -> int:
     """Print where a token came from, and what its step did to it."""
     from rlkit.config.problems.rows import load_tasks
-    from rlkit.extras.why.tokens import explain_token, find_token
+    from rlkit.extras.why.tokens import explain_token, find_token, read_step
 
-    place = (int(given[key]) for key in ("step", "rollout", "token"))
-    token = find_token(e.run.folder, *place)
+    step, rollout, place = (int(given[key]) for key in ("step", "rollout", "token"))
+    token = find_token(read_step(e.run.folder, step), step, rollout, place)
     x = compose_run(e.run.folder, named, arguments, ()).x
     for line in explain_token(x, load_tasks(x), e, token):
         print(line, flush=True)
