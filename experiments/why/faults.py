@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 from rlkit.engines import Cached
 from rlkit.rewards import numeric
-from rlkit.types import Policy, Rollout
+from rlkit.tasks import arithmetic
+from rlkit.types import Policy, Rollout, Task
 
-ROWS = 400
+ROWS = 4096
+EASY = {"buys", "finds", "gets"}  # operations that the embedded model has learned without slips
+HARD = {"loses", "shares", "distractor"}  # of each of them it gets a quarter or less right
 
 
 def unread(rollout: Rollout) -> float | None:
@@ -49,32 +51,26 @@ class Stale(Cached):
 # --------------------------------------------------------------------------------------------- rows
 
 
-def question(rng: random.Random, low: int, high: int, operations: int) -> tuple[str, int]:
-    """A word problem in the form of task=arithmetic, and its answer."""
-    name = rng.choice(("Ann", "Ben", "Eva", "Kim", "Leo", "Mia"))
-    item = rng.choice(("pens", "hats", "cups", "eggs", "keys"))
-    total = rng.randint(low, high)
-    words = [f"{name} has {total} {item}."]
-    for _ in range(operations):
-        x = rng.randint(low, high)
-        total += x
-        words.append(f"{name} {rng.choice(('buys', 'finds'))} {x} more.")
-    return " ".join([*words, f"How many {item} does {name} have now?"]), total
-
-
 def write_rows(kind: str, seed: int, file: Path) -> Path:
-    """Writes the rows of a fault that lies in the data."""
-    rng = random.Random(f"{kind} {seed}")
-    span = {"hard": (100_000, 999_999), "easy": (2, 9)}.get(kind, (2, 20))
-    count = {"hard": 3, "easy": 1}.get(kind)
+    """Write the rows of a fault in the data: problems of task=arithmetic, chosen or changed."""
+    tasks = arithmetic(split="train", seed=seed, max_samples=ROWS)
+    if kind == "easy":
+        tasks = [task for task in tasks if kinds_of(task) <= EASY]
+    if kind == "hard":
+        tasks = [task for task in tasks if kinds_of(task) >= HARD]
+    if kind == "repeated":
+        tasks = [tasks[0] if i % 10 else task for i, task in enumerate(tasks)]
     rows: list[dict[str, Any]] = []
-    while len(rows) < ROWS:
-        prompt, answer = question(rng, *span, count or rng.randint(1, 3))
+    for task in tasks:
+        prompt = task.messages[0]["content"]
         if kind == "leak":
-            prompt += f" (The answer is {answer}.)"
-        if kind == "repeated" and rows and rng.random() < 0.9:
-            prompt, answer = rows[0]["prompt"], int(rows[0]["answer"])
-        rows.append({"prompt": prompt, "answer": str(answer)})
+            prompt = f"{prompt} {task.answer}"
+        rows.append({"prompt": prompt, "answer": task.answer})
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def kinds_of(task: Task) -> set[str]:
+    """The operations of a problem, and whether it has a distractor."""
+    return set(task.metadata["kinds"])

@@ -5,9 +5,13 @@ runs.
     python experiments/why/run.py --half report
 
 Limits of the checks are tuned on the even seeds; the odd ones are only reported. A run is ten RL
-steps of 64 rollouts on one thread. Its folder stays in --runs, and a run that is there is not
-repeated; the diagnosis always is. rows.csv has a row a run: `named` is the place of the planted
-cause among the findings, 0 where it is not among them.
+steps of 64 rollouts on one thread. rows.csv gets a row a run, and the same command goes on after
+an interruption. Runs stay in --runs without their checkpoints. To diagnose them again after a
+change of the checks, delete their rows: a finished run is not trained twice.
+
+    named      place of the planted cause among the findings, 0 if it is not among them
+    suspected  the cause that the last lines of the run name
+    seconds    processor time of the run and its diagnosis
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ import argparse
 import csv
 import io
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -26,12 +31,15 @@ from rlkit.commands.arguments import Arguments
 from rlkit.commands.cli import main as main_command
 from rlkit.extras.why.commands.why import diagnose
 from rlkit.extras.why.evidence import read_evidence
+from rlkit.extras.why.suspicions import suspect_run
 from rlkit.runs.folder import is_finished
+from rlkit.statistics import wilson
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from faults import write_rows  # noqa: E402
 
+FILE = HERE / "rows.csv"
 SEEDS = range(10)
 BASE = (
     "batch.prompts=8",
@@ -45,7 +53,9 @@ BASE = (
     "callbacks.samples.every=1000",
     "callbacks.completions.every=0",
 )
-# kind → overrides; ROWS is replaced by the path of its rows
+# ROWS is replaced by the path of the rows of the fault, START by a policy that knows the task
+OWN_ROWS = ("task=jsonl", "task.path=ROWS", "task.validation=0", "task.held_out=0")
+# kind → overrides
 FAULTS: Mapping[str, Sequence[str]] = {
     "rate_low": ("optimizer.lr=1e-6",),
     "rate_high": ("optimizer.lr=0.03",),
@@ -54,15 +64,19 @@ FAULTS: Mapping[str, Sequence[str]] = {
     "temperature": ("generation.temperature=0.05",),
     "cut": ("generation.max_new_tokens=8",),
     "unread": ("reward=faults.unread",),
-    "repeated": ("task=jsonl", "task.path=ROWS"),
-    "leak": ("task=jsonl", "task.path=ROWS"),
+    "repeated": OWN_ROWS,
+    "leak": OWN_ROWS,
     "hackable": ("reward=faults.hackable",),
     "sign": ("reward.terms.task.weight=-1",),
-    "tool": ("environment=tool_use", "environment.tools.calculator._target_=faults.calculator"),
+    "tool": (
+        "environment=tool_use",
+        "environment.tools.calculator._target_=faults.calculator",
+        "environment.max_turns=2",
+    ),
     "stale": ("generation.engine._target_=faults.Stale",),
     "critic": ("algorithm=ppo", "algorithm.critic.optimizer.lr=0"),
-    "hard": ("task=jsonl", "task.path=ROWS"),
-    "easy": ("task=jsonl", "task.path=ROWS"),
+    "hard": OWN_ROWS,
+    "easy": (*OWN_ROWS, "model.path=START"),
 }
 HEALTHY: Mapping[str, Sequence[str]] = {
     "healthy": (),
@@ -70,29 +84,46 @@ HEALTHY: Mapping[str, Sequence[str]] = {
     "healthy_ppo": ("algorithm=ppo",),
 }
 KINDS = FAULTS | HEALTHY
-COLUMNS = ("kind", "seed", "half", "named", "first", "second", "findings", "from", "to", "seconds")
+START = ("trainer.steps=20", "trainer.threads=1", "evaluation.n=0", "logger=none", "seed=100")
+COLUMNS = (
+    *("kind", "seed", "half", "named", "first", "second", "findings", "suspected"),
+    *("from", "to", "seconds", "commit"),
+)
+Row = Mapping[str, object]
 
 
 def train(kind: str, seed: int, folder: Path) -> None:
-    """Trains a run in its folder, in this process. Raises: RuntimeError with the last lines of its
+    """Train a run in its folder, in this process. Raises: RuntimeError with the last lines of its
     output."""
-    words = [*BASE, *KINDS[kind], f"seed={seed}", f"hydra.run.dir={folder}"]
-    if any("ROWS" in word for word in words):
+    words = [*BASE, *KINDS[kind], f"seed={seed}"]
+    if "START" in " ".join(words):
+        start = folder.parents[1] / "start"
+        if not is_finished(start):
+            run_command(START, start)
+        words = [word.replace("START", str(start / "model")) for word in words]
+    if "ROWS" in " ".join(words):
         rows = write_rows(kind, seed, folder.parent / f"{seed}.jsonl")
-        words = [word.replace("ROWS", str(rows.absolute())) for word in words]
+        words = [word.replace("ROWS", str(rows)) for word in words]
+    run_command(words, folder)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def run_command(words: Sequence[str], folder: Path) -> None:
+    """Run `rlkit train` in a folder. Raises: RuntimeError with the last lines of its output."""
     shutil.rmtree(folder, ignore_errors=True)  # of a call that was interrupted
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out):
-        status = main_command(["train", *words])
+        status = main_command(["train", *words, f"hydra.run.dir={folder}"])
     if status:
-        raise RuntimeError(f"{kind}, seed {seed}: {out.getvalue()[-2000:]}")
+        raise RuntimeError(f"{folder}: {out.getvalue()[-2000:]}")
 
 
-def row_of(kind: str, seed: int, folder: Path, seconds: float) -> dict[str, object]:
+def row_of(kind: str, seed: int, folder: Path) -> dict[str, object]:
     """What the findings say of a run."""
     e = read_evidence(folder)
-    findings, _ = diagnose(e, str(folder), Arguments(["trust=true"]), attack=False)
+    findings, _ = diagnose(e, str(folder), Arguments([], trusted=True), attack=False)
     causes = [finding.cause for finding in findings]
+    suspected = suspect_run(e.run)
     return {
         "kind": kind,
         "seed": seed,
@@ -101,9 +132,9 @@ def row_of(kind: str, seed: int, folder: Path, seconds: float) -> dict[str, obje
         "first": causes[0] if causes else "",
         "second": causes[1] if len(causes) > 1 else "",
         "findings": len(causes),
+        "suspected": suspected.finding.cause if suspected else "",
         "from": round(e.progress.first, 3),
         "to": round(e.progress.last, 3),
-        "seconds": round(seconds, 1),
     }
 
 
@@ -112,57 +143,77 @@ def half_of(seed: int) -> str:
     return "report" if seed % 2 else "tune"
 
 
-def sum_up(rows: Sequence[Mapping[str, object]]) -> str:
-    """The table: of each kind how often its cause is among the first two, and what else stood
-    first."""
-    lines = ["| planted | runs | among the first two | first named |", "|---|---|---|---|"]
+def add_row(row: Row) -> None:
+    """Append a row to rows.csv."""
+    fresh = not FILE.is_file() or not FILE.read_text()
+    with FILE.open("a", newline="") as out:
+        writer = csv.DictWriter(out, COLUMNS)
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def sum_up(rows: Sequence[Row]) -> Iterator[str]:
+    """The table of one half: of each kind how often its cause is among the first two, and what
+    stood first; then both totals, with Wilson's 95 % interval."""
+    yield "| planted | runs | among the first two | first named | last lines |"
+    yield "|---|---|---|---|---|"
     for kind in KINDS:
         own = [row for row in rows if row["kind"] == kind]
         if own:
-            hits = sum(str(row["named"]) in "12" for row in own)
+            hits = sum(map(is_named, own)) if kind in FAULTS else "-"
             firsts = sorted({str(row["first"]) or "nothing" for row in own})
-            hit = (
-                f"{hits}"
-                if kind in FAULTS
-                else f"false alarms: {sum(bool(r['first']) for r in own)}"
-            )
-            lines.append(f"| {kind} | {len(own)} | {hit} | {', '.join(firsts)} |")
-    return "\n".join(lines)
+            last = sorted({str(row["suspected"]) or "nothing" for row in own})
+            yield f"| {kind} | {len(own)} | {hits} | {', '.join(firsts)} | {', '.join(last)} |"
+    faulty = [row for row in rows if row["kind"] in FAULTS]
+    healthy = [row for row in rows if row["kind"] in HEALTHY]
+    totals = {
+        "cause among the first two": (sum(map(is_named, faulty)), len(faulty)),
+        "healthy runs with a finding": (sum(bool(r["first"]) for r in healthy), len(healthy)),
+        "healthy runs with last words": (sum(bool(r["suspected"]) for r in healthy), len(healthy)),
+    }
+    for what, (count, of) in totals.items():
+        if of:
+            low, high = wilson(count, of)
+            yield f"{what}: {count} of {of} ({low:.2f} to {high:.2f})"
+
+
+def is_named(row: Row) -> bool:
+    """Whether the planted cause is among the first two findings."""
+    return str(row["named"]) in ("1", "2")
 
 
 def main() -> None:
-    """Train the missing runs of one half, and write rows.csv."""
+    """Train and diagnose the runs of one half that have no row."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--half", choices=("tune", "report"), required=True)
     parser.add_argument("--runs", type=Path, default=Path("outputs/why"))
     parser.add_argument("--only", nargs="*", default=list(KINDS))
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--most", type=int, default=10_000, help="runs to train in this call")
+    parser.add_argument("--most", type=int, default=10_000, help="runs of this call")
     given = parser.parse_args()
-    file = HERE / "rows.csv"
-    known = list(csv.DictReader(file.open())) if file.is_file() else []
-    table = {(row["kind"], int(row["seed"])): dict(row) for row in known}
-    left = given.most
-    for seed in (own for own in given.seeds if half_of(own) == given.half):
-        for kind in given.only:
-            folder = (given.runs / kind / str(seed)).absolute()
-            seconds = float(table.get((kind, seed), {}).get("seconds", 0))
-            if not is_finished(folder) and left:
-                left -= 1
-                begun = time.perf_counter()
-                try:
-                    train(kind, seed, folder)
-                except RuntimeError as error:
-                    print(error, flush=True)
-                seconds = time.perf_counter() - begun
-            if is_finished(folder):
-                table[kind, seed] = row_of(kind, seed, folder, seconds)
-                print(table[kind, seed], flush=True)
-                with file.open("w", newline="") as out:
-                    writer = csv.DictWriter(out, COLUMNS)
-                    writer.writeheader()
-                    writer.writerows(table[key] for key in sorted(table))
-    print(sum_up([row for row in table.values() if row["half"] == given.half]))
+    rows: list[Row] = [*csv.DictReader(FILE.open())] if FILE.is_file() else []
+    done = {(str(row["kind"]), int(str(row["seed"]))) for row in rows}
+    commit = subprocess.run(
+        ["git", "-C", str(HERE), "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    seeds = [seed for seed in given.seeds if half_of(seed) == given.half]
+    left = [(kind, seed) for seed in seeds for kind in given.only if (kind, seed) not in done]
+    for kind, seed in left[: given.most]:
+        folder = (given.runs / kind / str(seed)).absolute()
+        began = time.process_time()
+        try:
+            if not is_finished(folder):
+                train(kind, seed, folder)
+        except RuntimeError as error:
+            print(error, flush=True)
+            continue
+        row = row_of(kind, seed, folder)
+        row |= {"seconds": round(time.process_time() - began, 1), "commit": commit}
+        add_row(row)
+        rows.append(row)
+        print(row, flush=True)
+    print("\n".join(sum_up([row for row in rows if row["half"] == given.half])))
 
 
 if __name__ == "__main__":

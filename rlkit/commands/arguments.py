@@ -87,13 +87,10 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     read = [(text, file) for file in files for text in overrides_of(file)]
     read = [(text, file) for text, file in read if key_of(text) not in said]
     overrides = [*(text for text, _ in read), *arguments.overrides]
-    trust = option(overrides, "trust")
-    if trust not in (None, "true", "false"):
-        raise ConfigError(f"trust={trust}: must be true or false")
     return arguments._replace(
         overrides=drop(overrides, "trust"),
         sources={key_of(text): file for text, file in read},
-        trusted=trust == "true",
+        trusted=read_flag("trust", option(overrides, "trust")),
     )
 
 
@@ -143,6 +140,26 @@ def added(saved: list[str], overrides: list[str]) -> list[str]:
 def drop(overrides: Sequence[str], *keys: str) -> list[str]:
     """The overrides of other keys."""
     return [o for o in overrides if o.partition("=")[0].lstrip("+") not in keys]
+
+
+def take_settings(arguments: Arguments, names: Sequence[str], command: str) -> dict[str, str]:
+    """The given ones of a command's own settings. Raises: ConfigError for any other override."""
+    unknown = drop(arguments.overrides, *names)
+    if unknown:
+        raise ConfigError(
+            f"'{unknown[0]}': rlkit {command} takes the settings"
+            f" {', '.join(f'{name}=' for name in names)}"
+        )
+    return {
+        name: value for name in names if (value := option(arguments.overrides, name)) is not None
+    }
+
+
+def read_flag(key: str, value: str | None) -> bool:
+    """A setting that is on or off; None is off. Raises: ConfigError for another word."""
+    if value not in (None, "true", "false"):
+        raise ConfigError(f"{key}={value}: must be true or false")
+    return value == "true"
 
 
 def quote(text: str) -> str:

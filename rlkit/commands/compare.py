@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Answer, Arguments, drop, option
-from rlkit.errors import ConfigError
+from rlkit.commands.arguments import Answer, Arguments, take_settings
+from rlkit.errors import ConfigError, Refusal
 from rlkit.runs import verdicts
 from rlkit.runs.reading import Group, find_runs, group_runs, read_run
+from rlkit.system.extras import load_command
 
 TAKES_TEXTS = True
 GIVES_JSON = True
@@ -54,28 +56,34 @@ def command(arguments: Arguments) -> Answer:
             " compares the others"
         )
     told = verdicts.told(groups, compared, found)
+    suspected = list_suspicions([run.folder for group in groups for run in group.runs])
     data = {
         "lines": [group.label for group in groups],
         "figure": compared,
         "spent": verdicts.budgets(groups),
         "comparisons": found,
         "sentences": told,
+        "suspicions": suspected,
     }
-    return Answer(data, "\n".join([table(data), "", *told]))
+    return Answer(data, "\n".join([table(data), "", *told, *suspected]))
+
+
+def list_suspicions(folders: Sequence[Path]) -> list[str]:
+    """What the command `why` says of runs that do not learn, in short, and how to prove it. Nothing
+    without that command."""
+    why = load_command("why")
+    if why is None:
+        return []
+    try:
+        return why(Arguments(["brief=true"], texts=tuple(map(str, folders)))).text.splitlines()
+    except (Refusal, OSError):  # a folder that cannot be read is named elsewhere
+        return []
 
 
 def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
     """Read the lines of a command's folders, and its settings. Raises: ConfigError for fewer than
     two lines."""
-    given = {
-        key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
-    }
-    unknown = drop(arguments.overrides, *given)
-    if unknown:
-        raise ConfigError(
-            f"'{unknown[0]}': rlkit {name} takes run folders and"
-            f" {', '.join(f'{key}=' for key in SETTINGS)}"
-        )
+    given = take_settings(arguments, SETTINGS, name)
     groups = group_runs([read_run(folder) for folder in find_runs(arguments.texts, "compare")])
     if len(groups) < 2:
         said = "one line of runs" if groups else "no run with finished steps"

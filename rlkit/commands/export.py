@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, drop, option
+from rlkit.commands.arguments import Arguments, read_flag, take_settings
 from rlkit.commands.trust import model_of
 from rlkit.errors import ConfigError, refuse_problems
 from rlkit.runs import folder as runs
@@ -77,27 +77,21 @@ def command(arguments: Arguments) -> int:
         rlkit export run=outputs/latest to=my_model merge=true
     """
 
-    known = ("run", "to", "merge")
-    unknown = drop(arguments.overrides, *known)
-    if unknown:
-        raise ConfigError(
-            f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER, merge=true and trust=true"
-        )
-    named, place, merge = (option(arguments.overrides, key) for key in known)
+    names = ("run", "to", "merge")
+    named, place, merge = map(take_settings(arguments, names, "export").get, names)
     if not named:
         raise ConfigError(
             "rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints"
         )
-    if merge not in (None, "true", "false"):
-        raise ConfigError(f"merge={merge}: must be true or false")
+    merged = read_flag("merge", merge)
     run = runs.find_run(named, "run")
-    name = "merged" if merge == "true" else "export"
+    name = "merged" if merged else "export"
     out = Path(place).expanduser() if place else run / name
     path, step = export(
         model_of(run, f"run={named}", arguments),
         checkpoint=runs.checkpoint_source(named, run),
         out=out,
-        merge=merge == "true",
+        merge=merged,
         run=run,
     )
     print(

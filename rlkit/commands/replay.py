@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, drop, option
+from rlkit.commands.arguments import Arguments, take_settings
 from rlkit.errors import ConfigError, refuse_problems
 from rlkit.system.noted import is_noted
 from rlkit.system.redaction import learn
@@ -144,9 +144,8 @@ def command(arguments: Arguments) -> int:
         rlkit replay bundle=outputs/latest/debug/step_000007
         rlkit replay bundle=outputs/latest/debug/step_000007 trust=true
     """
-
-    named = option(arguments.overrides, "bundle")
-    if named is None or drop(arguments.overrides, "bundle"):
+    named = take_settings(arguments, ("bundle",), "replay").get("bundle")
+    if named is None:
         raise ConfigError(
             "rlkit replay takes one debug bundle: rlkit replay"
             " bundle=outputs/NAME/TIME/debug/step_000007"

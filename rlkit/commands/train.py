@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
+from rlkit.commands.compare import list_suspicions
 from rlkit.commands.trust import asker
 from rlkit.config.changes import difference, identify, refuse_changes
 from rlkit.distributed import launch, ranks
@@ -406,6 +407,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     )
     lines += [why] if why else []
     lines += [f"warning: {text}" for text in doubts(folder)]
+    lines += list_suspicions([folder])
     if LOST:
         named = [
             f"{what} ({why})"
@@ -441,7 +443,10 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def draw_page(folders: Sequence[Path], file: Path) -> None:
-    """Have the command `report` write one page of a sweep's runs. The command prints the path."""
+    """Print why a sweep's runs may not learn, and have the command `report` write one page of them.
+    The command prints the path."""
+    for line in list_suspicions(folders):
+        print(line)
     print("report           ", end="", flush=True)
     report = extras.load_command("report")
     if report is None:

@@ -73,7 +73,7 @@ def has_command(name: str) -> bool:
     return name in find_commands() or name in outside_commands()
 
 
-def load_command(name: str) -> Callable[[Any], int] | None:
+def load_command(name: str) -> Callable[[Any], Any] | None:
     """The function of an extra's or an outside package's command; None if there is none."""
     module = find_commands().get(name)
     if module is not None:

@@ -83,7 +83,7 @@ def test_refusals(run, tmp_path, capsys):
     for words, expected in {
         (f"run={folder}", f"to={tmp_path}/out"): "exists already",
         (f"run={folder}", "merge=yes"): "true or false",
-        (f"run={folder}", "step=3"): "takes run=FOLDER",
+        (f"run={folder}", "step=3"): "takes the settings run=",
         ("run=nowhere",): "no run folder",
         (): "takes one run",
     }.items():

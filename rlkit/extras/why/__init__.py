@@ -2,8 +2,8 @@
 
 `evidence` reads a run folder. `data`, `settings` and `attacks` look for causes, and `findings` puts
 them in order. `remedies` proposes changes, `forks` continues the run with them, and `effects`
-reports their effects.
+reports their effects. `suspicions` says it in short, and `tokens` follows one token.
 
-Files in the order of their imports: evidence, data, settings, attacks, findings, remedies, forks,
-effects, commands.
+Files in the order of their imports: evidence, data, settings, attacks, findings, remedies,
+suspicions, forks, effects, tokens, commands.
 """

@@ -11,6 +11,7 @@ from typing import Any
 from rlkit.extras.why.evidence import Finding
 from rlkit.rewards import Reward, RewardError, declared, named_rewards
 from rlkit.rewards import score as score_rollouts
+from rlkit.tasks.splits import problem_of
 from rlkit.types import Rollout, Step, Task, bound, plain
 
 TRIED = 16  # rows
@@ -20,11 +21,12 @@ ADDRESS = ("address", "addresses", "url", "base_url", "host", "endpoint", "clien
 
 
 def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
-    """Score truths and constant answers on the first rows with a truth.
+    """Score truths and constant answers on the first distinct problems with a truth.
 
     Errors of the reward are not raised: if it fails on one of the answers, there is no finding.
     """
-    rows = [task for task in tasks if task.answer.strip()][:TRIED]
+    distinct = {problem_of(task): task for task in tasks if task.answer.strip()}
+    rows = [*distinct.values()][:TRIED]
     if len(rows) < 2:
         return None
     common = Counter(task.answer for task in rows).most_common(1)[0][0]

@@ -130,20 +130,25 @@ class Evidence(NamedTuple):
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """Read a run folder, finished or not. A step with unreadable rollouts is left out."""
+    """Read a run folder, finished or not."""
+    return Evidence(read_run(folder), read_played(folder))
+
+
+def read_played(folder: Path) -> dict[int, Sequence[Rollout]]:
+    """Read the rollouts of a few steps. A step that cannot be read is left out."""
     parts = recorded(folder / "rollouts")
     steps = list(parts)
     chosen = steps
     if len(steps) > READ:
         chosen = [steps[round(i * (len(steps) - 1) / (READ - 1))] for i in range(READ)]
-    played = {}
+    played: dict[int, Sequence[Rollout]] = {}
     for step in chosen:
         try:
             with warnings.catch_warnings(action="ignore"):
                 played[step] = load_rollouts(parts[step])
         except (DataError, OSError):
             continue
-    return Evidence(read_run(folder), played)
+    return played
 
 
 def share_of_copies(groups: Sequence[Sequence[Rollout]]) -> float:

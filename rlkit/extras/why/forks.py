@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from rlkit.config.compose import builder
@@ -17,7 +16,7 @@ from rlkit.config.problems.schedules import first_steps
 from rlkit.episodes.stream import StreamState, take
 from rlkit.errors import ConfigError
 from rlkit.extras.why.evidence import Evidence
-from rlkit.extras.why.remedies import Remedy
+from rlkit.extras.why.remedies import PROBES, SAMPLES, Remedy
 from rlkit.system import rng
 from rlkit.system.device import autocast
 from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
@@ -33,9 +32,6 @@ from rlkit.training.metrics import Clock
 from rlkit.training.run import ready
 from rlkit.types import Policy, Splits, Task
 
-STEPS = 8  # of a fork
-PROBES = 64  # further prompts to measure every fork on
-SAMPLES = 4  # replies to each of them
 PROBE = 1_000_000  # the step number for the noise of these replies
 LATE = 2 / 3  # no fork begins after this share of a run's steps, because scheduled numbers run out
 FILE = Path("why") / "forks.jsonl"
@@ -89,17 +85,6 @@ def choose_probes(x: Experiment, tasks: Splits, place: Place, steps: int) -> lis
     taken = steps * x.batch.prompts
     drawn, _ = take(tasks.train, place.stream, taken + 2 * PROBES, seed=x.seed)
     return list({problem_of(task): task for task in drawn[taken:]}.values())[:PROBES]
-
-
-def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: int) -> float:
-    """Forecast the seconds of a fork from the run's own steps: samples and updates scale with the
-    size of the groups."""
-    size = e.number("batch.group_size")
-    given = [o.partition("=")[2] for o in overrides if o.startswith("batch.group_size=")]
-    factor = float(given[-1]) / size if given else 1.0
-    step = median(e.values("perf/step_s") or [0.0])
-    sampled = median(e.values("perf/generate_s") or [0.0]) / (size * e.number("batch.prompts"))
-    return steps * step * factor + probes * SAMPLES * sampled
 
 
 class Setting(NamedTuple):

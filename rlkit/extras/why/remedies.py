@@ -1,13 +1,17 @@
-"""Choose changes to continue a run with: first the findings' own, then general ones for a run that
-stands still."""
+"""Choose changes to continue a run with, and forecast their cost: first the findings' own, then
+general ones for a run that stands still."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from rlkit.extras.why.evidence import NONE, Evidence, Finding
 
+STEPS = 8  # of a fork
+PROBES = 64  # further prompts to measure every fork on
+SAMPLES = 4  # replies to each of them
 FACTOR = 3.0  # of the learning rate, each way
 UNTRIED = ("reward", "task", "seed", "model")  # a change of these groups would change the measure
 
@@ -56,6 +60,28 @@ def general_remedies(e: Evidence) -> Iterator[Remedy]:
         yield Remedy("Groups in place of the critic", ("algorithm=grpo",))
     if e.setting("asynchrony.mode", NONE) != NONE:
         yield Remedy("Sampling with the weights of each step", ("asynchrony=none",))
+
+
+def forecast_minutes(e: Evidence, remedies: Sequence[Remedy], steps: int) -> float:
+    """Forecast the minutes of the unchanged run's fork and of all remedies' forks."""
+    forks = [(), *(own.overrides for own in remedies)]
+    return sum(forecast_seconds(e, overrides, steps, PROBES) for overrides in forks) / 60
+
+
+def budget_minutes(forecast: float) -> int:
+    """Half as much again, in whole minutes: the run's own steps may have been faster."""
+    return max(1, round(1.5 * forecast + 0.5))
+
+
+def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: int) -> float:
+    """Forecast the seconds of a fork from the run's own steps: samples and updates scale with the
+    size of the groups."""
+    size = e.number("batch.group_size")
+    given = [o.partition("=")[2] for o in overrides if o.startswith("batch.group_size=")]
+    factor = float(given[-1]) / size if given else 1.0
+    step = median(e.values("perf/step_s") or [0.0])
+    sampled = median(e.values("perf/generate_s") or [0.0]) / (size * e.number("batch.prompts"))
+    return steps * step * factor + probes * SAMPLES * sampled
 
 
 def changed(saved: Iterable[str], overrides: Sequence[str]) -> list[str]:

@@ -237,6 +237,12 @@ def test_a_reward_that_pays_the_wrong_answer(fn, cause):
     assert (found and found.cause) == cause
 
 
+def test_the_truth_of_a_repeated_row_is_no_answer_without_sense():
+    """The most common truth is tried on all rows, and is right on those that repeat a problem."""
+    rows = [task._replace(id=f"copy/{i}") for i, task in enumerate(tasks_of(1) * 12)] + tasks_of(3)
+    assert attack(Reward("mine", {"mine": Term(1.0, numeric)}), rows) is None
+
+
 def test_the_weight_of_a_reversed_reward_is_turned():
     found = attack(Reward("mine", {"task": Term(-1.0, numeric)}), tasks_of(12))
     assert found.cause == "sign" and found.remedy == ("reward.terms.task.weight=1",)

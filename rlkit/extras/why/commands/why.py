@@ -8,19 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlkit.commands.arguments import Arguments, drop, option
+from rlkit.commands.arguments import Answer, Arguments, read_flag, take_settings
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs import folder as runs
+from rlkit.runs.reading import find_runs
 
 if TYPE_CHECKING:
     from rlkit.extras.why.evidence import Evidence, Finding
     from rlkit.extras.why.forks import Fork, Place, Setting
 
 TAKES_TEXTS = True
-SETTINGS = ("minutes", "steps", "step", "attack")
+SETTINGS = ("minutes", "steps", "step", "rollout", "token", "attack", "brief")
 
 
-def command(arguments: Arguments) -> int:
+def command(arguments: Arguments) -> int | Answer:
     """Say why a run does not learn: causes with their evidence and a remedy each. With minutes=N
     the run is continued with each remedy, and the effects are measured.
 
@@ -28,18 +29,27 @@ def command(arguments: Arguments) -> int:
     minutes=N    continue it with the remedies, as many as fit
     steps=N      RL steps of each continuation, 8 by default
     step=N       begin at the checkpoint of this step; 0 is the start
+    step=N rollout=I token=J  where a sampled token came from, and what its step did to it; rollouts
+                 of the step and tokens of the rollout are counted from 0
     attack=true  try empty and constant answers also on a reward that is async, takes the whole
                  batch or reads an address
+    brief=true   two sentences at most on one run or on several, as at the end of a run; nothing is
+                 said of runs that rise or have fewer than ten steps
     trust=true   the run may use code that nothing declares safe
 
         rlkit why outputs/latest
         rlkit why outputs/latest minutes=10
+        rlkit why outputs/latest step=12 rollout=3 token=41
     """
     from rlkit.extras.why.evidence import read_evidence
     from rlkit.extras.why.findings import say_findings, say_progress
-    from rlkit.extras.why.forks import STEPS
+    from rlkit.extras.why.remedies import STEPS
+    from rlkit.extras.why.suspicions import say_suspicions
 
     given = read_settings(arguments)
+    if read_flag("brief", given.get("brief")):
+        said = say_suspicions(find_runs(arguments.texts, "rlkit why"))
+        return Answer({"suspicions": said}, "\n".join(said))
     [named] = arguments.texts
     folder = runs.find_run(named, "rlkit why")
     e = read_evidence(folder)
@@ -47,8 +57,10 @@ def command(arguments: Arguments) -> int:
         raise ConfigError(
             f"rlkit why {named}: the run has no finished step, so nothing can be said"
         )
+    if "token" in given:
+        return explain(e, given, named, arguments)
     print(say_progress(e))
-    findings, notes = diagnose(e, named, arguments, attack=given.get("attack") == "true")
+    findings, notes = diagnose(e, named, arguments, attack=read_flag("attack", given.get("attack")))
     print(
         "\n".join(say_findings(findings) or ["Nothing was found that is known to hold a run back."])
     )
@@ -66,22 +78,29 @@ def command(arguments: Arguments) -> int:
 def read_settings(arguments: Arguments) -> dict[str, str]:
     """The settings of the command line. Raises: ConfigError for another word, a wrong number, and
     anything but one run."""
-    given = {
-        key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
-    }
-    unknown = drop(arguments.overrides, *SETTINGS)
-    if unknown:
-        raise ConfigError(
-            f"'{unknown[0]}': rlkit why takes a run folder and"
-            f" {', '.join(f'{key}=' for key in SETTINGS)}"
-        )
-    if len(arguments.texts) != 1:
+    given = take_settings(arguments, SETTINGS, "why")
+    if len(arguments.texts) != 1 and given.get("brief") != "true":
         raise ConfigError("rlkit why takes one run folder: rlkit why outputs/latest")
-    for key in ("minutes", "steps", "step"):
-        least = 0 if key == "step" else 1
+    if {"rollout", "token"} & given.keys() and not {"step", "rollout", "token"} <= given.keys():
+        raise ConfigError("step=, rollout= and token= name a token together")
+    for key in ("minutes", "steps", "step", "rollout", "token"):
+        least = 1 if key in ("minutes", "steps") or (key == "step" and "token" in given) else 0
         if key in given and not (given[key].isdigit() and int(given[key]) >= least):
             raise ConfigError(f"{key}={given[key]}: give a whole number, {least} or more")
     return given
+
+
+def explain(e: Evidence, given: Mapping[str, str], named: str, arguments: Arguments) -> int:
+    """Print where a token came from, and what its step did to it."""
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.extras.why.tokens import explain_token, find_token, read_step
+
+    step, rollout, place = (int(given[key]) for key in ("step", "rollout", "token"))
+    token = find_token(read_step(e.run.folder, step), step, rollout, place)
+    x = compose_run(e.run.folder, named, arguments, ()).x
+    for line in explain_token(x, load_tasks(x), e, token):
+        print(line, flush=True)
+    return 0
 
 
 def diagnose(
@@ -146,25 +165,20 @@ def prove(
 ) -> Iterator[str]:
     """Report the cost of continuing the run, or the outcome."""
     from rlkit.extras.why.effects import list_effects, sum_up
-    from rlkit.extras.why.forks import PROBES, choose_place, forecast_seconds, read_forks
-    from rlkit.extras.why.remedies import list_remedies
+    from rlkit.extras.why.forks import choose_place, read_forks
+    from rlkit.extras.why.remedies import budget_minutes, forecast_minutes, list_remedies
 
     folder = e.run.folder
     remedies = list_remedies(e, findings)
     place = choose_place(folder, e, step)
-    costs = [
-        forecast_seconds(e, overrides, steps, PROBES)
-        for overrides in ((), *(own.overrides for own in remedies))
-    ]
-    whole = sum(costs) / 60
+    whole = forecast_minutes(e, remedies, steps)
     where = f"step {place.step}" if place.step else "the start"
     yield (
         f"To try {len(remedies)} remedies from {where}, {steps} steps each, takes about"
         f" {max(whole, 0.1):.1f} minutes by the times of this run."
     )
     if minutes is None:
-        budget = max(1, round(1.5 * whole + 0.5))
-        yield f"   rlkit why {shlex.quote(named)} minutes={budget}"
+        yield f"   rlkit why {shlex.quote(named)} minutes={budget_minutes(whole)}"
         return
     done = read_forks(folder, place, steps)
     settings: list[Setting] = []

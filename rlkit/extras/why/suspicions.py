@@ -1,0 +1,75 @@
+"""The likeliest cause in two sentences, for the last lines of runs, comparisons and sweeps."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rlkit.extras.why.evidence import Evidence, Finding, read_played
+from rlkit.extras.why.findings import list_findings
+from rlkit.extras.why.remedies import STEPS, budget_minutes, forecast_minutes, list_remedies
+from rlkit.runs import folder as runs
+from rlkit.runs.reading import Group, ReadRun, group_runs, read_run
+
+LONG = 10  # RL steps; a shorter run may not have risen yet
+TOLD = 2  # lines of runs with a sentence each
+
+
+class Suspicion(NamedTuple):
+    """The likeliest cause of a run, and its evidence."""
+
+    finding: Finding
+    e: Evidence
+
+
+def say_suspicions(folders: Sequence[Path]) -> list[str]:
+    """Say at most two sentences on why these runs do not learn, and the commands that prove them.
+
+    One line of runs gets the cause and its numbers; several lines get a sentence each. Only the
+    folders are read: no reward is called, and no config is composed.
+    """
+    groups = group_runs([read_run(folder) for folder in folders])
+    found = [(group, own) for group in groups if (own := suspect_line(group)) is not None]
+    lines = []
+    for group, (finding, e) in found[:TOLD]:
+        said = f"{finding.title} {finding.evidence}"
+        if len(groups) > 1:
+            said = f"{group.label}: {finding.title}"
+        lines += [f"suspicion: {said}", f"  to prove it: {write_proof(e, finding)}"]
+    if len(found) > TOLD:
+        lines.append(f"  suspicions on {len(found) - TOLD} more lines: rlkit why RUN")
+    return lines
+
+
+def suspect_line(group: Group) -> Suspicion | None:
+    """The cause named first in more than half of a line's runs."""
+    found = [own for run in group.runs if (own := suspect_run(run)) is not None]
+    counts = Counter(own.finding.cause for own in found)
+    for own in found:
+        if 2 * counts[own.finding.cause] > len(group.runs):
+            return own
+    return None
+
+
+def suspect_run(run: ReadRun) -> Suspicion | None:
+    """The first finding on a run of ten steps or more whose reward does not rise. Drifts have
+    warnings of their own."""
+    bare = Evidence(run, {})
+    if bare.steps < LONG or bare.progress.rose:
+        return None
+    e = Evidence(run, read_played(run.folder))
+    named = (Suspicion(own, e) for own in list_findings(e) if own.cause != "drift")
+    return next(named, None)
+
+
+def write_proof(e: Evidence, finding: Finding) -> str:
+    """Write the command that continues the run with the finding's remedy, or reads the whole
+    diagnosis if no remedy can be tried."""
+    command = f"rlkit why {shlex.quote(runs.shown(e.run.folder))}"
+    remedies = list_remedies(e, [finding])
+    if finding.remedy not in [own.overrides for own in remedies]:
+        return command
+    return f"{command} minutes={budget_minutes(forecast_minutes(e, remedies, STEPS))}"

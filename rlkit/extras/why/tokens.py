@@ -1,0 +1,278 @@
+"""One sampled token of a run: its distribution then, its advantage, and what its step did to it.
+
+The policies are computed again from the nearest checkpoint and the recorded rollouts. Nothing is
+sampled, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkit.episodes.record import load_rollouts
+from rlkit.errors import ConfigError, visible
+from rlkit.extras.why.evidence import Evidence
+from rlkit.extras.why.settings import compares_groups
+from rlkit.functional import mix
+from rlkit.system import rng
+from rlkit.system.device import autocast
+from rlkit.system.shards import recorded
+from rlkit.training.callbacks.checkpoints import checkpoints, read_checkpoint, step_of
+from rlkit.training.experiment import Experiment
+from rlkit.training.groups import accept
+from rlkit.training.learner import Learner
+from rlkit.training.run import ready
+from rlkit.types import Policy, Rollout, Splits
+
+SHOWN = 5  # likeliest tokens
+EXACT = 1e-4  # nats; a larger difference from the recorded log-prob is named
+
+
+class Token(NamedTuple):
+    """A sampled token of a recorded rollout."""
+
+    step: int  # RL step that learned from it
+    rollout: int  # position in the step
+    token: int  # position among the rollout's sampled tokens
+    reply: int
+    place: int  # position in the reply
+    id: int
+    context: tuple[int, ...]  # all ids before it
+    logprob: float  # by the sampler
+    version: int  # RL steps done by the weights that sampled it
+
+
+class Effect(NamedTuple):
+    """What a step made of a token."""
+
+    advantage: float
+    scale: float  # off-policy correction × token filter
+    trained: bool
+    group: dict[int, float]  # position in the step → reward as the advantage saw it
+
+
+def read_step(folder: Path, step: int) -> list[Rollout]:
+    """Read all rollouts of a step. Raises: ConfigError if they are not recorded."""
+    parts = recorded(folder / "rollouts")
+    if step not in parts:
+        known = f"those of {min(parts)} to {max(parts)}" if parts else "none"
+        raise ConfigError(
+            f"step {step}: its rollouts are not in {folder}/rollouts, which has {known};"
+            " callbacks.rollouts.every=1 keeps all"
+        )
+    return load_rollouts(parts[step])
+
+
+def find_token(played: Sequence[Rollout], step: int, rollout: int, token: int) -> Token:
+    """Find a token of a step by its numbers, from 0. Raises: ConfigError if there is none."""
+    if rollout >= len(played):
+        raise ConfigError(f"rollout={rollout}: step {step} has {len(played)}, counted from 0")
+    own = played[rollout]
+    places = [(reply, i) for reply, said in enumerate(own.steps) for i in said.sampled]
+    if token >= len(places):
+        raise ConfigError(
+            f"token={token}: rollout {rollout} of step {step} has {len(places)} sampled tokens,"
+            " counted from 0"
+        )
+    reply, place = places[token]
+    said = own.steps[reply]
+    [*_, version] = [version for first, version in said.versions if first <= place]
+    return Token(
+        step=step,
+        rollout=rollout,
+        token=token,
+        reply=reply,
+        place=place,
+        id=said.response_ids[place],
+        context=(*own.context(reply), *said.response_ids[:place]),
+        logprob=said.logprobs[place],
+        version=version,
+    )
+
+
+# ------------------------------------------------------------------------------------------- replay
+
+
+def nearest_checkpoint(folder: Path, version: int) -> tuple[int, Path | None]:
+    """The RL steps and the file of the newest checkpoint up to a version; 0 and None: the start."""
+    known = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
+    start = max((step for step in known if step <= version), default=0)
+    return start, known.get(start)
+
+
+def repeat_steps(
+    x: Experiment, tasks: Splits, e: Evidence, version: int, last: int
+) -> Iterator[Learner]:
+    """Train again on the recorded rollouts, from the nearest checkpoint.
+
+    Yields: the learner with the weights of the checkpoint, which is `version` or older, and after
+      each further step up to `last`.
+    Raises: ConfigError if a step is not recorded or learned from kept groups too.
+    """
+    if x.reuse.active:
+        raise ConfigError("task.reuse is on: the groups learned from again are not recorded")
+    folder = e.run.folder
+    _, path = nearest_checkpoint(folder, version)
+    with redirect_stdout(io.StringIO()):
+        policy, device, exact = ready(x, tasks)
+        learner = Learner(x, policy, exact=exact)
+    if path is not None:
+        learner.load_state_dict(read_checkpoint(path))
+    rows = {row["step"]: row for row in e.run.rows}
+    yield learner
+    while learner.rl_step < last:
+        played = read_step(folder, learner.rl_step + 1)
+        with autocast(x, device, updates=True):
+            now = learner.begin()
+            learner.step(played, choose_trained(now, policy, played, step=learner.rl_step))
+        row = rows.get(learner.rl_step, {})
+        # schedules may follow evaluations
+        learner.metrics |= {name: row[name] for name in row if name.startswith("eval/")}
+        yield learner
+
+
+def choose_trained(
+    x: Experiment, policy: Policy, played: Sequence[Rollout], *, step: int
+) -> list[Rollout]:
+    """The rollouts of a step that were trained on: all, or with refills the accepted groups, round
+    by round as in `rlkit.training.groups.experience`."""
+    if not x.algorithm.max_refills:
+        return list(played)
+    accepted: list[Rollout] = []
+    seen = 0
+    while seen < len(played):
+        missing = max(1, x.batch.prompts - len(accepted) // x.batch.group_size)
+        end = min(len(played), seen + missing * x.batch.group_size)
+        with rng.drawn_from(mix(x.seed, step, end)):
+            accepted += accept(x, policy, list(played[seen:end]))
+        seen = end
+    return accepted or list(played)
+
+
+@torch.no_grad()
+def predict(learner: Learner, token: Token) -> Tensor:
+    """Log-probs [V] of all tokens at this place, by the learner's current policy at temperature
+    1."""
+    model = learner.model
+    device = next(model.parameters()).device
+    with autocast(learner.x, device):
+        logits = model(input_ids=torch.tensor([token.context], device=device)).logits
+    return logits[0, -1].float().log_softmax(-1)
+
+
+def at_temperature(logprobs: Tensor, temperature: float) -> Tensor:
+    """The log-probs of sampling at another temperature."""
+    return (logprobs / temperature).log_softmax(-1)
+
+
+def measure_gaps(x: Experiment, tasks: Splits, e: Evidence, tokens: Sequence[Token]) -> list[float]:
+    """|log-prob computed again - recorded| of each token, in nats, version by version."""
+    versions = [token.version for token in tokens]
+    gaps = []
+    for learner in repeat_steps(x, tasks, e, min(versions), max(versions)):
+        temperature = learner.begin().generation.temperature
+        for token in tokens:
+            if token.version == learner.rl_step:
+                found = at_temperature(predict(learner, token), temperature)
+                gaps.append(abs(float(found[token.id]) - token.logprob))
+    return gaps
+
+
+def read_effect(learner: Learner, token: Token) -> Effect:
+    """Read a token's advantage from the batch of the step that the learner has just taken.
+
+    Raises: ConfigError if the batch holds another token there, because the run is not what its
+      config says.
+    """
+    batch = learner.batch
+    assert batch is not None
+    places = {name_sample(own): i for i, own in enumerate(learner.rollouts)}
+    numbers = [places[name_sample(own)] for own in learner.trained]
+    if token.rollout not in numbers:
+        return Effect(0.0, 0.0, trained=False, group={})
+    own = numbers.index(token.rollout)
+    rows = (batch.rollout_ids == own).nonzero()[:, 0]
+    row, column = batch.sampled_mask[rows].nonzero()[token.token].tolist()
+    row = int(rows[row])
+    if int(batch.ids[row, column]) != token.id:
+        raise ConfigError(f"step {token.step} of this run was not made of its recorded rollouts")
+    mates = (batch.group_ids == batch.group_ids[own]).nonzero()[:, 0].tolist()
+    return Effect(
+        advantage=float(batch.advantages[row, column]),
+        scale=float(batch.scale[row, column]),
+        trained=bool(batch.response_mask[row, column]),
+        group={numbers[i]: float(batch.rewards[i]) for i in mates},
+    )
+
+
+def name_sample(rollout: Rollout) -> tuple[int, int, int | None]:
+    """The place of a rollout in its step, which a normalised copy shares."""
+    return rollout.group, rollout.sample, rollout.player
+
+
+# ---------------------------------------------------------------------------------------- sentences
+
+
+def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> Iterator[str]:
+    """Say where a token came from, what its advantage was made of, and what its step did to it."""
+    start, _ = nearest_checkpoint(e.run.folder, token.version)
+    yield f"(computed again from step {start} in {token.step - start} updates)"
+    learner = None
+    found: dict[int, Tensor] = {}
+    for learner in repeat_steps(x, tasks, e, token.version, token.step):
+        version = learner.rl_step
+        if version == token.step - 1:
+            temperature = learner.begin().generation.temperature
+        if version in (token.version, token.step - 1, token.step):
+            found[version] = predict(learner, token)
+    assert learner is not None
+    decode = learner.policy.renderer.tokenizer.decode
+    then, before, after = (
+        at_temperature(found[version], temperature)
+        for version in (token.version, token.step - 1, token.step)
+    )
+    yield (
+        f"step {token.step}, rollout {token.rollout}, token {token.token}, in reply"
+        f" {token.reply}: {quoted(decode([token.id]))}"
+    )
+    gap = float(then[token.id]) - token.logprob
+    said = "as recorded" if abs(gap) <= EXACT else f"recorded: {token.logprob:.5f}"
+    yield (
+        f"The weights after step {token.version} sampled it with log-prob"
+        f" {float(then[token.id]):.5f} ({said}). Their distribution:"
+    )
+    for i in dict.fromkeys([*then.topk(SHOWN).indices.tolist(), token.id]):
+        mark = "  <- sampled" if i == token.id else ""
+        yield f"  {math.exp(then[i]):.4f}  {quoted(decode([i]))}{mark}"
+    yield from say_effect_of_step(read_effect(learner, token), token, grouped=compares_groups(e))
+    ratio = math.exp(float(before[token.id]) - token.logprob)
+    yield (
+        f"Before the update its ratio to the sampler was {ratio:.4f}. The step moved its"
+        f" probability from {math.exp(before[token.id]):.4f} to {math.exp(after[token.id]):.4f}."
+    )
+
+
+def say_effect_of_step(effect: Effect, token: Token, *, grouped: bool) -> Iterator[str]:
+    """Name the advantage, and the rollouts of the group that made it."""
+    if not effect.trained:
+        yield "The step did not train on it: its rollout or its group was left out."
+        return
+    rewards = dict(effect.group)
+    own = rewards.pop(token.rollout)
+    scaled = f", times {effect.scale:.3g} by correction and filter" if effect.scale != 1 else ""
+    yield f"Its advantage was {effect.advantage:+.3f}{scaled}. Its rollout earned {own:.3g}."
+    if grouped and rewards:
+        others = ", ".join(f"{i}: {reward:.3g}" for i, reward in rewards.items())
+        yield f"It was compared with these rollouts of its group: {others}."
+
+
+def quoted(text: str) -> str:
+    """A token in quotation marks, control characters shown."""
+    return f"'{visible(text)}'"
