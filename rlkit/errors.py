@@ -127,6 +127,23 @@ def written(function: Callable[..., Any]) -> str:
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
+def require_arguments(function: Callable[..., Any], where: str, *given: Any, **named: Any) -> None:
+    """Raise a ConfigError where a user's function cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        asked = ", ".join(
+            [*(type(one).__name__ for one in given), *(f"{name}=…" for name in named)]
+        )
+        raise ConfigError(
+            f"{where}: {written(function)} is called with ({asked}): {error}"
+        ) from None
+
+
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function; none for a builtin without a signature, like `int`."""
     try:

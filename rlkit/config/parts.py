@@ -21,7 +21,7 @@ from rlkit.config.schema import (
     signature_hints,
 )
 from rlkit.environments.tools import tool_name
-from rlkit.errors import ConfigError, nearest, written
+from rlkit.errors import ConfigError, nearest, require_arguments, written
 from rlkit.rewards import Reward, Term
 from rlkit.tasks import tasks_of_rows
 from rlkit.training.experiment import Experiment, ModelSpec
@@ -114,9 +114,12 @@ def lifted(part: Any, hint: Any, where: str) -> Any:
         part = (as_reward if hint is Reward else as_term)(part, where)
     elif where == "task":
         part = part if callable(part) else task_function(part)
+        require_arguments(part, "task", split="train")
         hint = Callable[..., Any]
     elif where == "model":
         part = the_policy(part) if isinstance(part, Policy) else part
+        if callable(part):
+            require_arguments(part, "model", device="cpu")
         hint = Callable[..., Any] | Policy
     is_scalar = isinstance(part, str | int | float | NoneType)
     fitting = [one for one in alternatives(hint) if (fits if is_scalar else stands)(part, one)]

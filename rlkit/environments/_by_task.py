@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, require_arguments, written
 from rlkit.system.copies import copied
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Task, safe
@@ -68,5 +68,17 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
 def environment_of(
     environment: Environment | Callable[[Task], Environment], task: Task
 ) -> Environment:
-    """The environment of a task, whether the config gave one for all tasks or a lookup."""
-    return environment if isinstance(environment, Environment) else environment(copied(task))
+    """The environment of a task, whether the config gave one for all tasks or a lookup.
+
+    Raises: ConfigError where the lookup takes no task, or gives something else.
+    """
+    if isinstance(environment, Environment):
+        return environment
+    require_arguments(environment, "environment", task)
+    found = environment(copied(task))
+    if not isinstance(found, Environment):
+        raise ConfigError(
+            f"environment: {written(environment)} gives {found!r:.100} for a task; let it return"
+            " a value of the type Environment"
+        )
+    return found

@@ -11,6 +11,7 @@ from typing import Any
 from rlkit.distributed import ranks
 from rlkit.episodes._collect import collect
 from rlkit.episodes.summary import by_part, failures, measured_by_reward
+from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, score, score_spread
 from rlkit.statistics import independent, mean_interval, pass_at_k, share_interval
 from rlkit.tasks.splits import problem_of
@@ -50,6 +51,9 @@ def greedy_accuracy(
     Returns: the figures of `accuracy`, and the temperature; for a mixture, the same under `parts`;
       and the rollouts.
     """
+
+    if not tasks:
+        raise ConfigError("an accuracy needs tasks: there is none")
 
     def play(own: Sequence[Task], begin: int) -> list[Rollout]:
         return collect(policy, own, environment, temperature=temperature, first=begin, **collecting)

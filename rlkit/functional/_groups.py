@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlkit.functional._arguments import require
 from rlkit.functional.filters import mixed_groups
 
 
@@ -14,6 +15,9 @@ def centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
     In float64; exactly 0 for nan rewards and in groups without spread.
     """
+    require(rewards.is_floating_point(), "rewards.dtype", rewards.dtype, "floating-point numbers")
+    shapes = tuple(rewards.shape), tuple(group_ids.shape)
+    require(shapes[0] == shapes[1], "rewards.shape", shapes[0], f"that of group_ids, {shapes[1]}")
     groups, group = group_ids.unique(return_inverse=True)
     scored = ~rewards.isnan()
     scores = rewards.double().where(scored, 0.0)

@@ -289,6 +289,8 @@ def full(full_kl: Tensor) -> Tensor:
 
 def _log_ratio(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     """q = log ref - log π, clamped to ±20; the reference is a constant."""
+    shapes = tuple(logprobs_ref.shape), tuple(logprobs.shape)
+    require(shapes[0] == shapes[1], "the other policy's shape", shapes[0], f"{shapes[1]}")
     difference = full_precision(logprobs_ref.detach()) - full_precision(logprobs)
     return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 

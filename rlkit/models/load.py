@@ -122,6 +122,8 @@ def load_policy(
     half = dtype == "bfloat16" or (
         dtype == "auto" and lora.rank > 0 and torch.device(device).type == "cuda"
     )
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"rlkit.load_policy: device={device}: torch finds no CUDA device here")
     hub = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = pretrained_tokenizer(path, **hub)
     if chat_template is not None:

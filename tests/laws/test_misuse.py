@@ -9,6 +9,7 @@ import pytest
 
 import rlkit
 from rlkit.config.parts import lifted
+from rlkit.environments import environment_of
 
 TASK = rlkit.Task("t/0", ({"role": "user", "content": "What is 1 + 1?"},), answer="2")
 ROLLOUT = rlkit.Rollout(TASK, ())
@@ -118,6 +119,17 @@ MISUSES = {
     "load_policy by position": lambda: rlkit.load_policy("tiny"),
     "load_policy of a type": lambda: rlkit.load_policy(path="tiny", dtype="half"),
     "load_policy with a rank": lambda: rlkit.load_policy(path="tiny", lora=8),
+    "task that takes no split": of(task=lambda: [TASK]),
+    "model that takes no device": of(model=lambda: None),
+    "environment that is not called": lambda: environment_of(rlkit.environments.single_turn, TASK),
+    "lookup of no environment": lambda: environment_of(lambda task: None, TASK),
+    "load_policy on a card that is not there": lambda: rlkit.load_policy(
+        path="tiny", device="cuda"
+    ),
+    "greedy accuracy of no task": lambda: rlkit.greedy_accuracy(
+        PLAYED[0], [], PLAYED[2], reward=rlkit.Reward("m", {})
+    ),
+    "phases in a list": of(schedule__phases=[1, 2]),
     "greedy accuracy without a reward": lambda: rlkit.greedy_accuracy(None, [TASK], None),
     "autocast of a text": lambda: rlkit.autocast("algorithm=grpo", "cpu"),
 }

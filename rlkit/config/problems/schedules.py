@@ -159,6 +159,8 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
     """Overrides of a group of the whole run, without effect because every phase replaces the
     group."""
     phases = (config.get("schedule") or {}).get("phases") or {}
+    if not isinstance(phases, Mapping):
+        return [f"schedule.phases: maps the names of phases to phases, not {phases!r:.100}"]
     out = []
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
