@@ -23,7 +23,7 @@ class Words(NamedTuple):
     describe: Callable[[Any, Any], str]  # (game, observation) → text
 
 
-@reaches(id="import")
+@reaches(id="import", settings="import")
 def named_game(id: str, **settings: Any) -> Callable[[], SpokenGame]:
     """Return a function that makes a game of Gymnasium with words for its actions and observations.
 
