@@ -18,7 +18,6 @@ from extras.vllm.vllm_protocol import sampling
 from parametrise import cover
 from rlkit.commands.cli import main
 from rlkit.extras.vllm import pool
-from rlkit.models import LoRA
 from rlkit.training.callbacks.pathologies import PROOF
 from training.test_asynchrony import COMMON
 from training.test_claims import Learned
@@ -115,8 +114,7 @@ LIES = {  # of the weights that were pushed, and the number of the completion â†
 @pytest.mark.slow
 @pytest.mark.parametrize(("lie", "rank"), cover(itertools.product(LIES, (0, 4))))
 def test_a_server_that_samples_with_another_version_is_found(lie, rank):
-    lora = LoRA(rank=4) if rank else None
-    with sampling(lie=LIES[lie], lora=lora) as server:
+    with sampling(lie=LIES[lie], rank=rank) as server:
         own = Learned(
             None,
             "generation=vllm",

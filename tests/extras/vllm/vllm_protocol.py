@@ -12,7 +12,7 @@ import torch
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 
-from rlkit.models import load_policy
+from rlkit.models import LoRA, load_policy
 from rlkit.system.adapters import has_adapters
 
 EOS = 0
@@ -147,11 +147,11 @@ def sampled(policy, body, salt):
 
 
 @contextmanager
-def sampling(salt=0, lie=None, lora=None):
+def sampling(salt=0, lie=None, rank=0):
     """A server of the embedded model."""
     with serving(Liar if lie else Model) as http:
         http.policy, http.lock, http.salt = (
-            load_policy(path="tiny", lora=lora),
+            load_policy(path="tiny", lora=LoRA(rank=rank)),
             threading.Lock(),
             salt,
         )
