@@ -2,9 +2,9 @@
 any weights.
 
 A KL from an earlier policy to the present one needs only the earlier policy's log-probs of its own
-tokens. So the log-probs of a few rollouts are kept, and a forward pass for each figure
-scores these rollouts again after the last update. They are a sixteenth of a step's rollouts, or four of
-fewer than 64. The earlier log-probs are from the trainer's pass before its updates or, with one
+tokens. So the log-probs of a few rollouts are kept, and a forward pass for each figure scores these
+rollouts again after the last update. They are a sixteenth of a step's rollouts, or four of fewer
+than 64. The earlier log-probs are from the trainer's pass before its updates or, with one
 update a step, from this update itself. If neither exists (by `algorithm.old`), an additional pass
 reads the same rollouts.
 
