@@ -263,14 +263,13 @@ def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str], list[s
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
     from rlkit.config.problems.schedules import first_steps
-    from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
     composed = compose(arguments.overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
     check_loggers(x.logger)
     tasks = load_tasks(x)
-    doubts = [*warnings(x), *overlaps(tasks)]
+    doubts = warnings(x, composed.overrides, tasks)
     for line in doubts:
         print(f"warning: {line}")
     firsts = first_steps(x)

@@ -126,7 +126,6 @@ def _train_owned(
     the exit status."""
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
-    from rlkit.tasks.splits import overlaps
 
     with ExitStack() as owning:
 
@@ -142,7 +141,7 @@ def _train_owned(
         elif folder is not None:
             runs.refuse_leftovers(folder)
         tasks = load_tasks(x)
-        for line in (*warnings(x), *overlaps(tasks)):
+        for line in warnings(x, composed.overrides, tasks):
             print(f"warning: {line}")
         # one folder for all ranks; by now they have read its files
         target = ranks.broadcast(

@@ -23,7 +23,6 @@ from rlkit.system import owner
 from rlkit.system.device import autocast, versions
 from rlkit.system.files import refusing, write_atomic
 from rlkit.system.rows import read_rows
-from rlkit.tasks.splits import overlaps
 from rlkit.training.experiment import Experiment
 from rlkit.types import Policy, Rollout, Splits
 
@@ -158,7 +157,8 @@ def _problems_of(x: Experiment) -> Splits:
             " (trainer__devices=1)"
         )
     tasks = load_tasks(x)
-    for line in (*warnings(x), *overlaps(tasks)):
+    overrides = x.overrides if isinstance(x, Configured) else ()
+    for line in warnings(x, overrides, tasks):
         print(f"warning: {line}", flush=True)
     return tasks
 

@@ -20,6 +20,7 @@ from rlkit.training.metrics import Clock
 from rlkit.training.reference_states import ReferenceStates
 from rlkit.training.resume import computed_with, go_on_as_before, trained_state
 from rlkit.training.update import drift
+from rlkit.training.update.claims import Claims
 from rlkit.training.update.micro_batches import MicroBatches
 from rlkit.training.update.optimizers import Optimizers, critic_of, make_optimizers
 from rlkit.training.update.record import Host, Update
@@ -93,6 +94,7 @@ class Learner:
         self.moments = Moments()  # of all rewards so far
         # a few rollouts of the first step, with their log-probs at the start
         self.start: drift.Few | None = None
+        self.claims = Claims()  # of the engine about its versions
         # version (RL steps done) → steps of the policy's optimizer until then; latest versions only
         self.updates = {0: 0}
         self.metrics: dict[str, Any] = {}
@@ -138,6 +140,7 @@ class Learner:
         u = self.record()
         parts = x.algorithm, x.kl, x.reference
         with self.clock.part("update"), rng.drawn_from(u.seed), guard_state(*parts):
+            claims = self.claims.check(u)
             done = updated(u, self.optimizers, self.rollouts, self.start)
             self.batch, terms, self.start = done.batch, done.terms, done.start
             kl = terms.mean("kl")
@@ -147,7 +150,7 @@ class Learner:
         self.rl_step += 1
         self.tokens += int(self.batch.attention_mask.sum())
         metrics = step_metrics(u, done, self.rollouts, self.updates, self.tokens)
-        metrics |= schedules.metrics(self.experiment, self.progress)
+        metrics |= claims | schedules.metrics(self.experiment, self.progress)
         self.metrics = ranks.broadcast(lambda: metrics)  # seconds differ between ranks
         self.clock.end()
         return self.metrics
@@ -243,6 +246,7 @@ class Learner:
         self.micro.halvings = state["halvings"]
         self.progress = schedules.Progress(**state["progress"])
         self.start = drift.from_tensors(state["start"])
+        self.claims = Claims()  # the weights of earlier versions are gone
         go_on_as_before(self.configured, self.policy, self.critic, checkpoint, exact=self.exact)
         self.settle(self.configured, exact=state["exact"])
         self.x = schedules.at(self.experiment, self.progress)

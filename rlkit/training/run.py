@@ -165,6 +165,7 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     from rlkit.training.activations import settle_activations
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy, check_teacher
+    from rlkit.training.update.claims import unchecked_line
     from rlkit.training.windows import window_line
 
     quiet()
@@ -183,14 +184,14 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     sharded = x.trainer.strategy == "fsdp" and ranks.size() > 1
     kernels = settle_kernels(x.generation.engine, policy.model, sharded=sharded)
     print(f"{agreement.tools}{kernels}", flush=True)
-    windows = window_line(x, policy, tasks.train)
-    if windows:
-        print(windows, flush=True)
-    for line in agreement.warnings:
-        print(f"warning: {line}", flush=True)
     exact = not ranks.any_rank(not agreement.exact)  # the same answer on all ranks
-    line = correction_in_words(x, exact=exact)
-    if line:
+    lines = [
+        unchecked_line(x.generation.engine, policy.model, shards=sharded),
+        window_line(x, policy, tasks.train),
+        *(f"warning: {line}" for line in agreement.warnings),
+        correction_in_words(x, exact=exact),
+    ]
+    for line in filter(None, lines):
         print(line, flush=True)
     return policy, device, agreement._replace(exact=exact)
 

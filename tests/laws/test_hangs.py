@@ -415,6 +415,76 @@ def check_plain(tiny, tmp_path, door, do):
     assert "Where each thread stands:" in line and f"in {do.__name__}" in said
 
 
+# ------------------------------------------------------------------------- further kinds of waiting
+
+
+async def polls(*_, **__):
+    while True:
+        await asyncio.sleep(0)
+
+
+async def never_arrives(*_, **__):
+    await asyncio.shield(asyncio.get_running_loop().create_future())
+
+
+async def in_a_thread(*_, **__):
+    await asyncio.to_thread(threading.Event().wait)
+
+
+async def for_a_lock(*_, **__):
+    async with asyncio.Lock() as _, asyncio.Semaphore(0):
+        pass
+
+
+async def for_a_queue(*_, **__):
+    await asyncio.Queue().get()
+
+
+async def for_the_others(*_, **__):
+    await asyncio.Barrier(1000).wait()
+
+
+async def for_a_child(*_, **__):
+    child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
+    try:
+        await child.wait()
+    finally:
+        child.kill()
+
+
+def spins(*_, **__):
+    while True:
+        pass
+
+
+OWN_DOORS = ("answer", "first_prompt", "a next prompt", "reset", "step", "a session", "stop")
+KINDS = (
+    polls,
+    never_arrives,
+    in_a_thread,
+    for_a_lock,
+    for_a_queue,
+    for_the_others,
+    for_a_child,
+)
+
+
+@pytest.mark.parametrize(
+    ("door", "do"),
+    cases(
+        zip(itertools.cycle(OWN_DOORS), KINDS),
+        [("answer", polls)],
+        unpack=True,
+    ),
+)
+def test_any_kind_of_async_waiting_is_named_and_fails_its_episodes(tiny, quick, capfd, door, do):
+    check_async(tiny, capfd, DOORS[door], do)
+
+
+def test_a_loop_that_spins_ends_the_run_at_its_limit(tiny, quick, tmp_path):
+    check_plain(tiny, tmp_path, DOORS["answer"], spins)
+
+
 @pytest.mark.parametrize(
     ("do", "batched"),
     cases(itertools.product([sleeps, swallows], [False, True]), [(sleeps, False)], unpack=True),

@@ -25,8 +25,8 @@ def combination_problems(x: Experiment) -> list[str]:
         _check_old,
         _check_streams,
         _check_parts,
+        _check_quantities,
     ]
-    checks.append(_check_quantities)
     return [problem for check in checks for problem in check(x)]
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from rlkit.config.problems.assumptions import assumption_warnings
 from rlkit.config.problems.combinations import corrections_of
 from rlkit.config.problems.schedules import schedule_warnings
+from rlkit.environments import environment_of
 from rlkit.errors import written
+from rlkit.tasks.splits import overlaps
 from rlkit.training.schedules import phases
-from rlkit.types import bound, plain
+from rlkit.types import Splits, bound, plain
 
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment, RolloutRun
@@ -43,19 +45,54 @@ def _list_unused(x: Experiment) -> list[str]:
     return out
 
 
-def warnings(x: Experiment) -> list[str]:
-    """List the settings that are legal but probably not meant."""
+def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) -> list[str]:
+    """Keys set by the user that do nothing in this run."""
+    rows = {task.environment: task for task in tasks.train}.values() if tasks else ()
+    once = bool(rows) and all(environment_of(x.environment, row).max_steps == 1 for row in rows)
+    counted = x.generation.admission == "rounds"
+    all_weights = not x.model.rank, "model.lora.rank=0 trains all weights; set it"
+    alone = once, "every episode ends with its first reply, so none waits for an answer"
+    reuse = x.reuse
+    idle = {
+        "model.lora.alpha": all_weights,
+        "model.lora.targets": all_weights,
+        "task.reuse.groups": (
+            reuse.groups > 0 and reuse.staleness == 0,
+            "with task.reuse.staleness=0 no group is used again; set it",
+        ),
+        "task.reuse.staleness": (
+            reuse.staleness > 0 and reuse.groups == 0,
+            "with task.reuse.groups=0 no group is kept; set it",
+        ),
+        "generation.admission": alone,
+        "generation.admission_rounds": (
+            alone if counted else (True, "only generation.admission=rounds counts them")
+        ),
+    }
+    given = {text.lstrip("+~").partition("=")[0] for text in overrides}
+    return [
+        f"{key} does nothing: {why}" for key, (off, why) in idle.items() if off and key in given
+    ]
+
+
+def warnings(
+    x: Experiment, overrides: Sequence[str] = (), tasks: Splits | None = None
+) -> list[str]:
+    """List the settings, and problems in two splits, that are legal but probably not meant.
+
+    Args:
+      overrides: set by the user. tasks: of the run; None: not loaded yet.
+    """
     from rlkit.functional import forward, k1
 
     a = x.algorithm
-    out = schedule_warnings(x) + list(
-        dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p))
-    )
+    out = schedule_warnings(x)
+    out += dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p))
     updates = a.epochs * a.minibatches
     out += embedded_numbers(
         x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")
     ) + _adapter_rate(x)
-    out += _list_unused(x)
+    out += _list_unused(x) + _list_idle(x, overrides, tasks)
     if (
         x.needs_reference
         and x.model.rank
@@ -91,9 +128,8 @@ def warnings(x: Experiment) -> list[str]:
             f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are"
             " those of the policy before it"
         )
-    return out + list(
-        dict.fromkeys(text for phase in phases(x).values() for text in _correction_doubts(phase))
-    )
+    out += dict.fromkeys(text for p in phases(x).values() for text in _correction_doubts(p))
+    return out + (overlaps(tasks) if tasks else [])
 
 
 def _correction_doubts(x: Experiment) -> list[str]:

@@ -10,9 +10,8 @@ Row = dict[str, Any]
 INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 
 
-MISMATCH = 0.05  # nats a token between sampler and trainer in float32, at most
-
-
+MISMATCH = 0.001  # nats a token between sampler and trainer in float32, at most: as at the start
+PROOF = 6  # digits of a proof of versions (rlkit.training.update.claims)
 LEAST_BAD = "least_bad"  # the least group/frac_all_bad of the run so far
 
 
@@ -166,6 +165,29 @@ def sampler_off(row: Row) -> str | None:
     )
 
 
+def version_wrong(row: Row) -> str | None:
+    """The engine samples with other weights than those of the version that it names."""
+    digits = row.get("mismatch/version_wrong", 0.0)
+    if not digits >= PROOF:
+        return None
+    return (
+        "the engine samples with another version of the weights than it says (an honest engine"
+        f" looks like this once in 10^{digits:.0f} times): it has lost a push; start it again, and"
+        " go on with resume="
+    )
+
+
+def version_unknown(row: Row) -> str | None:
+    """Versions that differ by less than the engine rounds prove nothing about it."""
+    digits = row.get("mismatch/version_right", PROOF)
+    if not digits < PROOF or version_wrong(row):
+        return None
+    return (
+        "the run cannot tell so far whether the engine samples with the version that it says: two"
+        " versions differ by less than its rounding"
+    )
+
+
 def environment_failures(row: Row) -> str | None:
     """Episodes with a failed environment; without a score they teach nothing."""
     share = row["stop_reason/error"]
@@ -249,6 +271,8 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
     no_answers,
     ratio_off,
     sampler_off,
+    version_wrong,
+    version_unknown,
     no_gradient,
     update_skipped,
     waits_for_cores,

@@ -8,6 +8,7 @@ Each file imports only from the files above it:
     optimizers      critic and optimizers, and how many steps they skipped
     sampled         rollouts as a Batch
     scored          log-probs without gradient: Scored
+    claims          whether the engine samples with the versions that it claims
     signal          whether an update has a gradient
     weighted        advantages, corrections, filters: Weighted
     drift           how far the policy moves

@@ -2,9 +2,9 @@
 any weights.
 
 A KL from an earlier policy to the present one needs only the earlier policy's log-probs of its own
-tokens. So the log-probs of a few rollouts are kept, and one forward pass after the last update
-scores these rollouts again, for both figures. They are a sixteenth of a step's rollouts, or four of
-fewer than 64. The earlier log-probs are from the trainer's pass before its updates or, with one
+tokens. So the log-probs of a few rollouts are kept, and a forward pass for each figure scores these
+rollouts again after the last update. They are a sixteenth of a step's rollouts, or four of fewer
+than 64. The earlier log-probs are from the trainer's pass before its updates or, with one
 update a step, from this update itself. If neither exists (by `algorithm.old`), an additional pass
 reads the same rollouts.
 
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rlkit.functional import approximate_kl
 from rlkit.training.metrics import NAN
@@ -106,41 +105,18 @@ def before_updates(
 
 
 def measured(u: Update, own: Few | None, start: Few | None) -> dict[str, float]:
-    """kl/step and kl/start, all rollouts in one pass; nan without any."""
+    """kl/step and kl/start; nan without any rollout."""
     says = u.kept.measures_drift(u.kept.phase, u.x)
-    then = {"kl/step": own, "kl/start": None if says else start}
     device = next(u.model.parameters()).device
-    there = {
-        name: (on_device(own.batch, device), own.logprobs.to(device))
-        for name, own in then.items()
-        if own is not None and own.logprobs is not None
-    }
-    kl = dict.fromkeys(then, NAN)
-    if not there:
-        return kl
-    batches = [batch for batch, _ in there.values()]
-    now = batch_logprobs(u, u.model, joined(batches)).logprobs
-    parts = now.split([len(batch.ids) for batch in batches])
-    for (name, (batch, old)), new in zip(there.items(), parts, strict=True):
-        kl[name] = float(approximate_kl(new[:, : batch.ids.shape[1]], old, batch.response_mask))
+    kl = {}
+    for name, then in {"kl/step": own, "kl/start": None if says else start}.items():
+        kl[name] = NAN
+        if then is not None and then.logprobs is not None:
+            batch = on_device(then.batch, device)
+            now = batch_logprobs(u, u.model, batch).logprobs
+            before = then.logprobs.to(device)
+            kl[name] = float(approximate_kl(now, before, batch.response_mask))
     return kl
-
-
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Batches as one, for a pass over all of them; optional parts of a batch are left out."""
-    width = max(batch.ids.shape[1] for batch in batches)
-    first = 0
-    parts = list[dict[str, Tensor]]()
-    for batch in batches:
-        wide = {}
-        for name in TENSORS:
-            value = getattr(batch, name)
-            short = value.dim() == 2
-            wide[name] = pad(value, (0, width - value.shape[1])) if short else value
-        parts.append(wide | {"rollout_ids": batch.rollout_ids + first})
-        first += len(batch.rewards)
-    whole: dict[str, Any] = {name: torch.cat([part[name] for part in parts]) for name in TENSORS}
-    return Batch(**whole)
 
 
 def as_tensors(own: Few | None) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@ nothing had happened."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -14,9 +15,12 @@ import torch
 
 from extras.vllm.test_journal import SMALL
 from extras.vllm.vllm_protocol import sampling
+from parametrise import cover
 from rlkit.commands.cli import main
 from rlkit.extras.vllm import pool
+from rlkit.training.callbacks.pathologies import PROOF
 from training.test_asynchrony import COMMON
+from training.test_claims import Learned
 
 WORDS = [
     "train",
@@ -97,3 +101,33 @@ def test_what_fails_is_said_in_a_sentence_and_nothing_is_lost(tmp_path, monkeypa
         for run in ("whole", "run")
     ]
     assert [r["tokens/sampled"] for r in rows[0]] == [r["tokens/sampled"] for r in rows[1]]
+
+
+LIES = {  # of the weights that were pushed, and the number of the completion → those that sample
+    "accepts every push and ignores it": lambda given, call: given[0],
+    "is one version late": lambda given, call: given[-2:][0],
+    "mixes two": lambda given, call: given[-2:][call % len(given[-2:])],
+    "does as it is told": lambda given, call: given[-1],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lie", "rank"), cover(itertools.product(LIES, (0, 4))))
+def test_a_server_that_samples_with_another_version_is_found(lie, rank):
+    with sampling(lie=LIES[lie], rank=rank) as server:
+        own = Learned(
+            None,
+            "generation=vllm",
+            f"generation.engine.addresses=[{server.url}]",
+            "generation.max_new_tokens=24",
+            f"model.lora.rank={rank}",
+            "optimizer.lr=1e-2",
+            steps=4,
+        )
+        assert len(server.given) == 4
+    assert own.accused()[-1] == (lie != "does as it is told")
+    if lie == "mixes two":
+        return
+    assert own.accused()[1] == own.accused()[-1]  # in the first step that has two versions
+    right = own.rows[-1]["mismatch/version_right"]
+    assert (right > PROOF) == (lie == "does as it is told")

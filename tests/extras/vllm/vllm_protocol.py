@@ -9,9 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
+from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 
-from rlkit.models import load_policy
+from rlkit.models import LoRA, load_policy
+from rlkit.system.adapters import has_adapters
 
 EOS = 0
 
@@ -94,12 +96,39 @@ class Model(Handler):
             self.server.holds(self)
         with self.server.lock, torch.no_grad():
             if self.path == "/collective_rpc":
-                weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
-                self.server.policy.model.load_state_dict(weights)
+                self.take(load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors"))
+            if self.path == "/v1/load_lora_adapter":
+                self.take(load_file(Path(body["lora_path"]) / "adapter_model.safetensors"))
             if self.path == "/v1/completions":
+                self.choose()
                 self.answer({"choices": [sampled(self.server.policy, body, self.server.salt)]})
             else:
                 self.answer("Success")
+
+    def take(self, weights):
+        """Weights were pushed: all, or those of an adapter."""
+        put(self.server.policy.model, weights)
+
+    def choose(self):
+        """A completion is asked for."""
+
+
+class Liar(Model):
+    """One that accepts every push, and samples from those weights that `http.lie` takes."""
+
+    def take(self, weights):
+        self.server.given.append(weights)
+
+    def choose(self):
+        put(self.server.policy.model, self.server.lie(self.server.given, self.server.calls))
+        self.server.calls += 1
+
+
+def put(model, weights):
+    if has_adapters(model):
+        set_peft_model_state_dict(model, weights)
+    else:
+        model.load_state_dict(weights)
 
 
 def sampled(policy, body, salt):
@@ -118,9 +147,14 @@ def sampled(policy, body, salt):
 
 
 @contextmanager
-def sampling(salt=0):
+def sampling(salt=0, lie=None, rank=0):
     """A server of the embedded model."""
-    with serving(Model) as http:
-        http.policy, http.lock, http.salt = load_policy(path="tiny"), threading.Lock(), salt
+    with serving(Liar if lie else Model) as http:
+        http.policy, http.lock, http.salt = (
+            load_policy(path="tiny", lora=LoRA(rank=rank)),
+            threading.Lock(),
+            salt,
+        )
+        http.lie, http.given, http.calls = lie, [], 0
         http.length = 512
         yield http

@@ -136,7 +136,7 @@ def test_a_setting_is_not_blamed_in_a_run_that_rises(settings, row):
 
 def test_an_engine_that_keeps_its_first_weights_is_seen_long_before_the_bound():
     """An engine without an update differed by 3e-7 nats a token in the first step of the default
-    run and by 0.03 in the ninth; the bound of a warning is 0.05."""
+    run and by 0.03 in the ninth; the bound of a warning in float32 was 0.05."""
     e = evidence()
     for i, row in enumerate(e.run.rows):
         row["mismatch/logp_abs_mean"] = 3e-7 + 0.004 * i
