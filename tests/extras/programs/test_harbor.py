@@ -303,9 +303,12 @@ FAILING = {
         "echo '{\"reward\": true}' > /logs/verifier/reward.json",
         "left no reward",
     ),
-    "a link": ("ln -s /etc/hostname /logs/verifier/reward.txt", "left no reward"),
+    "a link": ("echo 1 > /logs/one; ln -s ../one /logs/verifier/reward.txt", "left no reward"),
     "a pipe": ("mkfifo /logs/verifier/reward.txt", "left no reward"),
-    "another folder": ("rm -r /logs/verifier; ln -s / /logs/verifier", "left no reward"),
+    "another folder": (
+        "echo 1 > /logs/reward.txt; rm -r /logs/verifier; ln -s . /logs/verifier",
+        "left no reward",
+    ),
     "2": ("echo 2 > /logs/verifier/reward.txt", "outside environment.reward_range"),
     "nan": ("echo nan > /logs/verifier/reward.txt", "outside environment.reward_range"),
     "no end": ("echo 1 > /logs/verifier/reward.txt; sleep 600", "more than 2.0 s"),
@@ -395,9 +398,9 @@ def test_five_tasks_train_end_to_end(tmp_path, monkeypatch):
         "task.held_out=0",
         "environment=program",
         f"environment.command=[python,{EXAMPLES / 'agent' / 'agent.py'}]",
-        "trainer.steps=2",
+        "trainer.steps=1",
         "batch.prompts=5",
-        "batch.group_size=4",
+        "batch.group_size=3",
         "evaluation.n=0",
         "logger=none",
         f"hydra.run.dir={run}",
@@ -405,4 +408,4 @@ def test_five_tasks_train_end_to_end(tmp_path, monkeypatch):
     assert main(["train", *words]) == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     means = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    assert len(means) == 2 and 0 < max(means) <= 1
+    assert len(means) == 1 and 0 < means[0] <= 1
