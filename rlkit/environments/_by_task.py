@@ -36,8 +36,8 @@ def by_task(
             raise ConfigError(
                 f"task {task.id!r} asks for the environment {task.environment!r}, which is not in "
                 f"environment.environments; known are {', '.join(sorted(known)) or 'none'}. "
-                f"Add it with task.environments=[{every}], or set environment= to one option for"
-                " all rows"
+                f"Set environment={task.environment} or another option for all rows, or add it"
+                f" with task.environments=[{every}]"
             )
         return known[task.environment]
 

@@ -33,6 +33,7 @@ REQUIRED = {
     "task=jsonl": ["task.path=rows.jsonl"],
     "reference=none": ["kl=none"],
     "model=pretrained": ["model.path=any"],
+    "task=harbor": ["task.path=any"],
     "task=verifiers": ["task.id=any"],
     "task=reasoning_gym": ["task.dataset=countdown"],
     "task=conversations": ["task.path=rows.jsonl"],

@@ -25,6 +25,7 @@ GIVEN = {  # what an option leaves to the user
     "model=pretrained": ["model.path=any"],
     "task=jsonl": ["task.path=rows.jsonl"],
     "task=conversations": ["task.path=rows.jsonl"],
+    "task=harbor": ["task.path=any"],
     "task=verifiers": ["task.id=any"],
     "task=reasoning_gym": ["task.dataset=countdown"],
 }

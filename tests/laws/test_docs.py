@@ -58,6 +58,7 @@ CANNOT = {
     "task=mixture": "its rows are those of the hub",
     "task=jsonl": "needs a user's rows",
     "task.path=": "needs a user's rows",
+    "task=harbor": "needs a confined program; tests/extras/programs/test_harbor.py trains with it",
     "task=verifiers": "needs the extra",
     "task=reasoning_gym": "needs the extra",
     "--config-dir": "needs a user's folder; tests/laws/test_extension.py runs such",
@@ -96,6 +97,7 @@ BROUGHT = {
 }  # command → the extra that brings it
 NEEDS = {  # what a shown command leaves to the reader
     "task=jsonl": ["task.path=rows.jsonl"],
+    "task=harbor": ["task.path=any"],
     "task=verifiers": ["task.id=any"],
     "task=reasoning_gym": ["task.dataset=countdown"],
     "generation=vllm": ["generation.engine.addresses=[http://127.0.0.1:8000]"],

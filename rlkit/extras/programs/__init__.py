@@ -1,14 +1,15 @@
 """Programs and servers of others: a program plays an episode through an endpoint on loopback, tools
-come from MCP servers, games have two players or many boards.
+come from MCP servers, games have two players or many boards, tasks have Harbor's format.
 
 aiohttp is imported only when it is needed.
 
-Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _named_games,
-_two_players, contract, slots, _processes, _commands, tool_servers, wire, _mcp, conversations,
-server, _verifier, _players, _program, serving, commands.
+Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _harbor,
+_named_games, _two_players, contract, slots, _processes, _commands, tool_servers, wire, _mcp,
+conversations, server, _verifier, hidden_tests, _players, _program, serving, commands.
 """
 
 from rlkit.extras.programs._gymnasium_vector import gymnasium_vector
+from rlkit.extras.programs._harbor import harbor
 from rlkit.extras.programs._mcp import mcp
 from rlkit.extras.programs._named_games import named_game
 from rlkit.extras.programs._players import Client

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit.sandbox.process import CHILD
 
@@ -99,16 +99,32 @@ def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
     return [*program, allow]
 
 
+class Root(NamedTuple):
+    """A file tree of a command's own: this machine's, with other folders at its top."""
+
+    place: str  # an empty folder, where the tree is put together
+    readable: Mapping[str, str]  # name at the top → folder to show there
+    own: Mapping[str, str]  # the same for folders that the command writes
+
+
 def confinement(
-    readable: Sequence[str], port: int | None, listed: Sequence[str] = ()
+    readable: Sequence[str],
+    port: int | None,
+    listed: Sequence[str] = (),
+    root: Root | None = None,
 ) -> dict[str, Any]:
     """The limits in the form of the guard. The program and its children read and run `readable`,
     list the names in `listed`, write their own folder and connect to `port` if there is one, no
-    more."""
+    more. With `root`, they see that file tree and have a network of their own, which is empty."""
     paths = [*((path, RUN) for path in readable), *((path, LIST) for path in listed), (".", OWN)]
-    return {
+    limits: dict[str, Any] = {
         "by": str(CHILD),
-        "paths": paths,
         "port": port,
         "filter": bpf_of_programs(os.uname().machine),
     }
+    if root is None:
+        return {**limits, "paths": paths}
+    paths += [(f"/{name}", RUN) for name in root.readable]
+    paths += [(f"/{name}", OWN) for name in root.own]
+    shown = {**root.readable, **root.own}
+    return {**limits, "paths": paths, "root": (root.place, shown)}

@@ -24,6 +24,10 @@ SUBREAPER = 36
 DEATH_SIGNAL = 1
 POLL_MS = 1000  # between two checks of the parent
 REWARD_FD = 3  # a verifier's; one digit, because the plain shell needs it
+# of mount, linux/mount.h
+BIND = 0x1000
+RECURSIVE = 0x4000
+ROOT_BYTES = 1 << 20  # of a file tree's top, which holds no files
 OPEN_FILES = 64  # more than the guard and its parent hand down
 
 
@@ -71,6 +75,8 @@ def begin(
                 with open(confine["by"]) as file:
                     exec(compile(file.read(), confine["by"], "exec"), limits)
                 libc = ctypes.CDLL(None, use_errno=True)
+                if "root" in confine:
+                    enter_root(libc, limits, *confine["root"])
                 limits["checked"](libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
                 limits["landlock"](libc, confine["paths"], port=confine["port"])
                 limits["powerless"](libc)
@@ -80,6 +86,30 @@ def begin(
             os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
         finally:
             os._exit(127)
+
+
+def enter_root(libc: ctypes.CDLL, limits: dict, place: str, shown: dict[str, str]) -> None:
+    """Give this process a file tree of its own at this empty folder: the machine's, with the
+    folders `shown` under their names at its top. Needs a user and a mount namespace."""
+
+    def bind(source: str, name: str) -> None:
+        os.mkdir(name)
+        flags = ctypes.c_ulong(BIND | RECURSIVE)
+        bound = libc.mount(source.encode(), name.encode(), None, flags, None)
+        limits["checked"](bound, f"mount {name}")
+
+    here = os.getcwd()
+    os.chdir(place)
+    limits["namespaces"](libc, ROOT_BYTES)  # the current folder is an empty one in memory now
+    for name in set(os.listdir("/")) - set(shown):
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), name)
+        elif os.path.isdir(f"/{name}"):
+            bind(f"/{name}", name)
+    for name, source in shown.items():
+        bind(source, name)
+    limits["checked"](libc.chroot(b"."), "chroot")
+    os.chdir(here)
 
 
 def children() -> list[int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.extras.programs._confinement import confinement
+from rlkit.extras.programs._confinement import Root, confinement
 from rlkit.system.loops import closing
 
 GUARD = Path(__file__).with_name("_guard_child.py")
@@ -41,6 +41,7 @@ class Limits(NamedTuple):
     readable: Sequence[str] | None = None  # if it is confined; None: it has the user's rights
     port: int | None = None  # a confined one may connect to it
     listed: Sequence[str] = ()  # folders whose names a confined one may list
+    root: Root | None = None  # file tree of a confined one; None: this machine's
 
 
 class Finished(NamedTuple):
@@ -92,10 +93,10 @@ def say_unconfined(version: int) -> None:
 
 def fresh_variables(where: str, task: str) -> dict[str, str]:
     """Make an environment from scratch for a command in this folder: the run's path and language,
-    and the task."""
+    and the task, if there is one."""
     own = {name: os.environ[name] for name in PASSED if name in os.environ}
     own |= {"HOME": where, "TMPDIR": where, "PYTHONUNBUFFERED": "1"}
-    return own | ({"RLKIT_TASK": task} if len(task) < LONGEST_VARIABLE else {})
+    return own | ({"RLKIT_TASK": task} if 0 < len(task) < LONGEST_VARIABLE else {})
 
 
 async def run_guarded(
@@ -132,7 +133,10 @@ async def run_guarded(
         pass_fds=() if reward_fd is None else (reward_fd,),
     )
     try:
-        await _give_job(guard, command, task, limits, reward_fd)
+        assert guard.stdin is not None
+        guard.stdin.write(make_job(command, task, limits, reward_fd))
+        with suppress(ConnectionError):
+            await guard.stdin.drain()
         return await _read(guard, limits.output)
     finally:
         with closing():
@@ -140,14 +144,10 @@ async def run_guarded(
         left.append(guard.returncode != 0)
 
 
-async def _give_job(
-    guard: asyncio.subprocess.Process,
-    command: Sequence[str],
-    task: str,
-    limits: Limits,
-    reward_fd: int | None,
-) -> None:
-    assert guard.stdin is not None
+def make_job(
+    command: Sequence[str], task: str, limits: Limits, reward_fd: int | None = None
+) -> bytes:
+    """Write what the guard reads: the arguments of its `begin`."""
     job: dict[str, Any] = {
         "command": list(command),
         "task": task,
@@ -155,10 +155,8 @@ async def _give_job(
         "reward_fd": reward_fd,
     }
     if limits.readable is not None:
-        job["confine"] = confinement(limits.readable, limits.port, limits.listed)
-    guard.stdin.write(json.dumps(job).encode() + b"\n")
-    with suppress(ConnectionError):
-        await guard.stdin.drain()
+        job["confine"] = confinement(limits.readable, limits.port, limits.listed, limits.root)
+    return json.dumps(job).encode() + b"\n"
 
 
 async def _read(guard: asyncio.subprocess.Process, most: int) -> Finished:

@@ -23,6 +23,7 @@ from rlkit.extras.programs._verifier import Verifier, make_verifier
 from rlkit.extras.programs._verifier import verify as verify_left
 from rlkit.extras.programs.contract import Ask, Ended
 from rlkit.extras.programs.conversations import asking
+from rlkit.extras.programs.hidden_tests import check_hidden, hidden_tests, least_of, run_tests
 from rlkit.extras.programs.slots import AtMost
 from rlkit.sandbox.process import folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
@@ -151,13 +152,15 @@ def program(
         memory_mb=memory_mb,
     )
     awaited = player.awaited if isinstance(player, Launch) else ""
+    paths = player.limits.readable if isinstance(player, Launch) else None
     strict = dropped_thinking == "new_row"
     slots = AtMost(max_programs) if max_programs else None
+    check = partial(_check_row, tuple(metadata), awaited, paths, bool(verify or score))
     return Environment(
         parse_calls=parse_calls,
         max_steps=max_turns,
-        check=partial(_check_row, tuple(metadata), awaited),
-        play=partial(_play, player, verifier, time_limit, answer, strict, slots),
+        check=check,
+        play=partial(_play, player, verifier, check, time_limit, answer, strict, slots),
     )
 
 
@@ -237,7 +240,8 @@ def require_positive(**limits: int | None) -> None:
 
 async def _play(
     player: Launch | Callable[..., Any],
-    verifier: Verifier | None,
+    verifier: Verifier,
+    check: Callable[[Task, Set[str]], str],
     time_limit: float,
     answer: str,
     strict_thinking: bool,
@@ -245,7 +249,16 @@ async def _play(
     at: Playing,
 ) -> Rollout:
     """Play an episode of a program, as `Environment.play`. Its folder lives until its verifier is
-    done; the engine forgets the episode earlier."""
+    done; the engine forgets the episode earlier. A task's own limits hold beside the run's."""
+    problem = check(at.task, frozenset())
+    if problem:
+        raise DataError(f"row {at.task.id}: {problem}")
+    tests = hidden_tests(at.task)
+    if tests is not None:
+        time_limit = least_of(time_limit, tests.time_limit)
+        if isinstance(player, Launch):
+            memory_mb = least_of(player.limits.memory_mb, tests.memory_mb)
+            player = player._replace(limits=player.limits._replace(memory_mb=memory_mb))
     async with nullcontext() if slots is None else slots.held(at.give_way):
         with ExitStack() as held:
             left: list[bool] = []
@@ -261,23 +274,36 @@ async def _play(
             episode = partial(_played, play, time_limit, named)
             rollout = await asking(episode, strict_thinking=strict_thinking)(at)
             rollout = _with_answer(_with_requests(rollout), answer, where)
-            if verifier is None or not rollout.steps or rollout.truncation == "error":
+            judged = verifier.command or tests is not None
+            if not judged or not rollout.steps or rollout.truncation == "error":
                 return rollout
             if left != [False]:
                 why = (
                     "the program ended its guard, so its processes may live and nothing is verified"
                 )
                 return failed(rollout, why)
-            reward = await verify_left(verifier, at.task, where)
+            if tests is None:
+                reward = await verify_left(verifier, at.task, where)
+            else:
+                reward = await run_tests(verifier, tests, where)
             if isinstance(reward, str):
-                return failed(rollout, f"environment.verify: {reward}")
+                judge = "environment.verify" if tests is None else "its hidden tests"
+                return failed(rollout, f"{judge}: {reward}")
             last = rollout.steps[-1]._replace(reward=reward)
             return rollout._replace(steps=(*rollout.steps[:-1], last))
 
 
-def _check_row(told: Sequence[str], awaited: str, task: Task, truths: Set[str]) -> str:
-    """As `check_task`; `awaited`: a path in the command that a file of the task must bring."""
-    problem = check_task(told, task, truths)
+def _check_row(
+    told: Sequence[str],
+    awaited: str,
+    readable: Sequence[str] | None,
+    judged: bool,
+    task: Task,
+    truths: Set[str],
+) -> str:
+    """As `check_task` and `check_hidden`; `awaited`: a path in the command that a file of the task
+    must bring."""
+    problem = check_task(told, task, truths) or check_hidden(task, readable, judged)
     if problem or not awaited:
         return problem
     files = task.metadata.get("files") or {}
@@ -291,8 +317,8 @@ def _check_row(told: Sequence[str], awaited: str, task: Task, truths: Set[str]) 
 
 
 def check_task(told: Sequence[str], task: Task, truths: Set[str]) -> str:
-    """Say why a task cannot be played, as `Environment.check`. `told`: fields of its metadata for
-    the program to see."""
+    """Say why a task's fields cannot be told, or its files not copied. `told`: fields of its
+    metadata for the program to see."""
     for field in told:
         if field in truths:
             return (
@@ -316,9 +342,6 @@ def check_task(told: Sequence[str], task: Task, truths: Set[str]) -> str:
 def write_files(task: Task, where: str) -> None:
     """Put the files of a task, `metadata["files"]`, into the folder of its episode. Raises:
     DataError that names the row."""
-    problem = check_task((), task, frozenset())
-    if problem:
-        raise DataError(f"row {task.id}: {problem}")
     files = task.metadata.get("files") or {}
     try:
         if isinstance(files, str):

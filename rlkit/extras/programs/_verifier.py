@@ -31,9 +31,9 @@ State = tuple[int, ...]
 
 
 class Verifier(NamedTuple):
-    """A command that decides the reward of an episode."""
+    """The decision about the reward of an episode."""
 
-    command: Sequence[str]
+    command: Sequence[str]  # empty: only a task's own tests decide
     limits: Limits
     time_limit: float
     least: float
@@ -49,12 +49,10 @@ def make_verifier(
     confined: bool,
     readable: Sequence[str],
     memory_mb: int | None,
-) -> Verifier | None:
-    """Make the verifier of a run; None without a command. Raises: ConfigError for an invalid range
-    or limit, for a command that cannot be started, and outside Linux."""
-    if not command:
-        return None
-    if sys.platform != "linux":
+) -> Verifier:
+    """Make the verifier of a run. Raises: ConfigError for an invalid range or limit, for a command
+    that cannot be started, and for a command outside Linux."""
+    if command and sys.platform != "linux":
         raise ConfigError(
             "environment.verify needs Linux, where all that a program started is ended before its"
             " files are judged"
@@ -67,13 +65,14 @@ def make_verifier(
             f"environment.reward_range is {list(reward_range)}; give two finite numbers, the"
             " smaller one first"
         )
-    words = find_files(command, os.path.exists)
-    lost = check_command("verify", words)
+    words = find_files(command, os.path.exists) if command else []
+    lost = check_command("verify", words) if command else ""
     if lost:
         raise ConfigError(f"environment.verify: there is no {lost!r} in {os.getcwd()}")
     limits = Limits(OUTPUT, memory_mb)
     if confined:
-        limits = confined_limits(limits, words, [*readable, *filter(os.path.isdir, words)])
+        more = [*readable, *filter(os.path.isdir, words)]
+        limits = confined_limits(limits, words or ["bash"], more)
     # a confined program cannot write them
     state = {} if confined else file_states(words)
     return Verifier(words, limits, time_limit, ends[0], ends[1], state)
@@ -195,8 +194,13 @@ def read_number(data: bytes, least: float, most: float) -> float | str:
         number = float(data.decode("ascii")) if len(data) <= LONGEST_NUMBER else math.nan
     except ValueError:
         number = math.nan
-    if least <= number <= most:
-        return number
     if math.isnan(number):
         return "it wrote no number to the descriptor RLKIT_REWARD_FD"
+    return check_range(number, least, most)
+
+
+def check_range(number: float, least: float, most: float) -> float | str:
+    """Return a verifier's number; else say that it is out of range."""
+    if least <= number <= most:
+        return number
     return f"it wrote {number}, which is outside environment.reward_range=[{least}, {most}]"

@@ -1,0 +1,2 @@
+#!/bin/bash
+cat logs/*.log | grep -c ^ERROR > count.txt

@@ -1,0 +1,2 @@
+def is_rest_kept(found):
+    return found.get("shape") == {"colour": "kept"}

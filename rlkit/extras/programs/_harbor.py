@@ -1,0 +1,199 @@
+"""Tasks in Harbor's format: a folder each, with an instruction, files for the program and hidden
+tests."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlkit.errors import DataError
+from rlkit.tasks.splits import check_split, cut, in_order
+from rlkit.types import Task, ranges, reaches, safe
+
+IMAGES = ("Dockerfile", "docker-compose.yaml")  # in environment/
+# Keys of task.toml that rlkit cannot give → values that ask for nothing. An empty value or 0 asks
+# for nothing either.
+BEYOND: dict[str, tuple[str, ...]] = {
+    "steps": (),
+    "agent.user": (),
+    "agent.allowed_hosts": (),
+    "environment.allowed_hosts": (),
+    "environment.env": (),
+    "environment.gpus": (),
+    "environment.healthcheck": (),
+    "environment.mcp_servers": (),
+    "environment.os": ("linux",),
+    "environment.skills_dir": (),
+    "environment.tpu": (),
+    "environment.workdir": (),
+    "verifier.allowed_hosts": (),
+    "verifier.collect": (),
+    "verifier.env": (),
+    "verifier.environment": (),
+    "verifier.environment_mode": ("shared",),
+    "verifier.user": (),
+}
+TESTS_S = 600.0  # seconds for tests/test.sh, Harbor's default
+UNITS_MB = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+Config = Mapping[str, Any]
+
+
+@reaches(path="program")
+@safe("split")
+@ranges(max_samples=(1, None))
+def harbor(
+    *,
+    path: str,
+    split: str,
+    seed: int,
+    validation: float = 0.1,
+    held_out: float = 0.1,
+    max_samples: int | None = None,
+) -> list[Task]:
+    """Read a folder of tasks in Harbor's format, for `environment=program` with
+    `environment.confined=true`.
+
+    `instruction.md` is the prompt, without canary lines at its top. The files of `environment/` are
+    copied into the program's folder. After the episode, `tests/test.sh` gives the reward.
+
+    Args:
+      path: one task, or a folder whose subfolders are tasks. A task holds `task.toml`.
+      split: train, validation or test. "validation" and "test" are shares, and "train" leaves them
+        out.
+      seed: of the order. It moves no task from one split to another.
+      validation, held_out: these shares, at least 0 and together below 1. The cut goes by the hash
+        of the instruction.
+      max_samples: number of tasks after the shuffle; None for all.
+    Returns: tasks called SET/SPLIT/FOLDER. `metadata["harbor"]` has the folder and the limits of
+      task.toml.
+    Raises: DataError that names the first task that cannot run here, for example because it needs a
+      container image.
+    """
+    check_split(split, validation, held_out)
+    source = Path(path).expanduser().resolve()
+    folders = [source] if (source / "task.toml").is_file() else sorted(_tasks_in(source))
+    rows = [(folder, _config(folder)) for folder in folders]
+    problems = {folder.name: _problem(folder, config) for folder, config in rows}
+    refused = [f"{name}: {problem}" for name, problem in problems.items() if problem]
+    if refused:
+        more = f" ({len(refused) - 1} more tasks cannot run here)" if len(refused) > 1 else ""
+        raise DataError(f"task.path={path}: {refused[0]}; take the task out of the folder{more}")
+    kept = cut(
+        rows,
+        lambda row: _instruction(row[0]),
+        split,
+        f"tasks of task.path={path}",
+        validation=validation,
+        held_out=held_out,
+    )
+    tasks = [_task(f"{source.name}/{split}", *row) for row in kept]
+    return in_order(tasks, seed=seed, max_samples=max_samples, source=path)
+
+
+def _tasks_in(source: Path) -> list[Path]:
+    """The folders of a set that hold a task. Raises: DataError if there is none."""
+    found = [file.parent for file in source.glob("*/task.toml")]
+    if not found:
+        raise DataError(f"task.path={source} holds no task; a task is a folder with task.toml")
+    return found
+
+
+def _config(folder: Path) -> Config:
+    """Read task.toml. Raises: DataError if it cannot be read."""
+    try:
+        return tomllib.loads((folder / "task.toml").read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}/task.toml cannot be read: {error}") from error
+
+
+def _value(config: Config, key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    node: Any = config
+    for word in key.split("."):
+        node = node.get(word) if isinstance(node, Mapping) else None
+    return node
+
+
+def _problem(folder: Path, config: Config) -> str:
+    """Say why a task cannot run here; "" if it can."""
+    image = _image(folder, config)
+    if image:
+        return f"it needs a container image ({image}), and rlkit starts no container"
+    for key, harmless in BEYOND.items():
+        value = _value(config, key)
+        if value and str(value).lower() not in harmless:
+            return f"task.toml sets {key}={value!r:.80}, which rlkit does not give"
+    for name in ("instruction.md", "tests/test.sh"):
+        if not (folder / name).is_file():
+            return f"there is no {name}"
+    return "" if _instruction(folder) else "instruction.md is empty"
+
+
+def _image(folder: Path, config: Config) -> str:
+    """Name the container image of a task; "" if it needs none."""
+    named = _value(config, "environment.docker_image")
+    if named:
+        return str(named)
+    for name in IMAGES:
+        file = folder / "environment" / name
+        if file.is_file():
+            lines = file.read_text(errors="replace").splitlines()
+            bases = [line.strip() for line in lines if line.upper().startswith("FROM ")]
+            return f"environment/{name}{': ' if bases else ''}{''.join(bases[-1:])}"
+    return ""
+
+
+def _instruction(folder: Path) -> str:
+    """The text for the policy. Canary lines at the top are marks for crawlers."""
+    lines = (folder / "instruction.md").read_text().splitlines()
+    while lines and (not lines[0].strip() or _is_canary(lines[0])):
+        lines.pop(0)
+    return "\n".join(lines).rstrip()
+
+
+def _is_canary(line: str) -> bool:
+    return line.startswith(("#", "<!--")) and "canary" in line.lower()
+
+
+def _task(prefix: str, folder: Path, config: Config) -> Task:
+    files = folder / "environment"
+    own = {
+        "folder": str(folder),
+        "time_limit": _positive(folder, config, "agent.timeout_sec"),
+        "tests_time_limit": _positive(folder, config, "verifier.timeout_sec") or TESTS_S,
+        "memory_mb": _memory(folder, config),
+    }
+    return Task(
+        id=f"{prefix}/{folder.name}",
+        messages=({"role": "user", "content": _instruction(folder)},),
+        reward="environment",
+        environment="program",
+        metadata={"harbor": own, **({"files": str(files)} if files.is_dir() else {})},
+    )
+
+
+def _positive(folder: Path, config: Config, key: str) -> float | None:
+    """A limit of task.toml; None if it has none. Raises: DataError unless it is above 0."""
+    value = _value(config, key)
+    if value is None:
+        return None
+    if isinstance(value, int | float) and 0 < value < math.inf:
+        return float(value)
+    raise DataError(f"{folder}/task.toml: {key} is {value!r:.80}; it must be a number above 0")
+
+
+def _memory(folder: Path, config: Config) -> int | None:
+    """Megabytes of memory, from `memory_mb` or the older `memory`, such as "2G"."""
+    text = _value(config, "environment.memory")
+    if not text:
+        found = _positive(folder, config, "environment.memory_mb")
+        return math.ceil(found) if found else None
+    try:
+        return math.ceil(float(text[:-1]) * UNITS_MB[text[-1].upper()])
+    except (TypeError, ValueError, KeyError):
+        raise DataError(
+            f"{folder}/task.toml: environment.memory is {text!r:.80}; write it as 512M or 2G"
+        ) from None

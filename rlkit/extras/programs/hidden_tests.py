@@ -1,0 +1,165 @@
+"""Run a task's own hidden tests on the folder that a program left: `tests/test.sh` of Harbor's
+format."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from rlkit.extras.programs._commands import SYSTEM
+from rlkit.extras.programs._confinement import Root
+from rlkit.extras.programs._processes import (
+    GUARD,
+    Limits,
+    fresh_variables,
+    make_job,
+    run_guarded,
+)
+from rlkit.extras.programs._verifier import LONGEST_NUMBER, Verifier, check_range, keep_plain_files
+from rlkit.sandbox.process import folder
+from rlkit.system.deadline import Countdown, DeadlinePassed
+from rlkit.system.plain_files import read_plain_file
+from rlkit.types import Task
+
+LONGEST_REPORT = 1 << 16  # bytes of reward.json
+
+
+class HiddenTests(NamedTuple):
+    """A task's own tests, and its limits (`rlkit.extras.programs.harbor`)."""
+
+    folder: str  # of the task
+    time_limit: float | None  # seconds for the program
+    tests_time_limit: float  # seconds for tests/test.sh
+    memory_mb: int | None
+
+
+def hidden_tests(task: Task) -> HiddenTests | None:
+    """The tests that a task brings; None if it brings none."""
+    own = task.metadata.get("harbor")
+    return None if own is None else HiddenTests(**own)
+
+
+def least_of(limit: Any, other: Any) -> Any:
+    """The smaller of two limits; None is no limit."""
+    return min((value for value in (limit, other) if value is not None), default=None)
+
+
+def check_hidden(task: Task, readable: Sequence[str] | None, judged: bool) -> str:
+    """Say why a task's hidden tests cannot run, or would not stay hidden; "" if they can.
+
+    Args:
+      readable: paths for the program to read; None if it is not confined.
+      judged: whether the config names a judge of its own.
+    """
+    tests = hidden_tests(task)
+    if tests is None:
+        return ""
+    if judged:
+        return (
+            "its own tests give the reward; leave out environment.verify and environment.score, or"
+            " choose another task"
+        )
+    if readable is None:
+        return (
+            "the program could read its hidden tests; set environment.confined=true and a command"
+        )
+    place = os.path.realpath(tests.folder)
+    for path in map(os.path.realpath, readable):
+        if os.path.commonpath((path, place)) == path:
+            return (
+                f"the program could read its hidden tests in {path}; keep them apart from the"
+                " folders that it reads"
+            )
+    problem = tree_problem()
+    return problem and (
+        f"its tests need /tests and /logs of their own, and this machine gives no file tree for"
+        f" them ({problem}); allow user namespaces"
+    )
+
+
+@functools.cache
+def tree_problem() -> str:
+    """Say why this machine gives no command a file tree of its own; "" if it does."""
+    with folder() as where:
+        limits = Limits(0, None, SYSTEM, root=Root(where, {}, {}))
+        command = [sys.executable, "-I", "-S", "-B", str(GUARD)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, cwd="/", env={}, stdin=pipe, stderr=pipe) as guard:
+            assert guard.stdin is not None and guard.stderr is not None
+            guard.stdin.write(make_job(["true"], "", limits))
+            guard.stdin.flush()  # closed, it would end the command
+            said = guard.stderr.read().decode(errors="replace")
+    first, _, status = said.strip().rpartition("exit ")
+    return "" if status == "0" else first.strip() or said.strip()
+
+
+async def run_tests(verifier: Verifier, tests: HiddenTests, left_in: str) -> float | str:
+    """Compute the reward of an episode by its task's tests; else say why there is none.
+
+    Every process of the episode must be dead. `bash /tests/test.sh` starts in the program's folder,
+    reduced to plain files, confined and without a network. /tests is the task's, /logs is empty.
+    The number is read when all processes of the tests are dead: "reward" in
+    /logs/verifier/reward.json, else the text of reward.txt. Python imports from /tests and not from
+    the program's folder.
+    """
+    try:
+        keep_plain_files(left_in)
+    except (OSError, RecursionError) as error:
+        return f"what the program left cannot be tested: {error}"
+    limit = min(verifier.time_limit, tests.tests_time_limit)
+    with folder() as where:
+        for name in ("root", "logs/verifier", "logs/home"):
+            os.makedirs(os.path.join(where, name))
+        logs = os.path.join(where, "logs")
+        root = Root(
+            os.path.join(where, "root"),
+            {"tests": os.path.join(tests.folder, "tests")},
+            {"logs": logs},
+        )
+        variables = fresh_variables("/logs/home", "")
+        variables |= {
+            "PYTHONPATH": "/tests",
+            "PYTHONSAFEPATH": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        limits = verifier.limits._replace(
+            memory_mb=least_of(verifier.limits.memory_mb, tests.memory_mb), root=root
+        )
+        left: list[bool] = []
+        try:
+            async with Countdown(limit).running():
+                done = await run_guarded(
+                    ["bash", "/tests/test.sh"], left_in, variables, "", limits, left=left
+                )
+        except DeadlinePassed:
+            return f"tests/test.sh ran for more than {limit} s"
+        if done.flooded:
+            return f"tests/test.sh printed more than {limits.output >> 20} MiB"
+        if left != [False]:
+            return "tests/test.sh ended its guard"
+        try:
+            number = read_reward(os.path.join(logs, "verifier"))
+        except (OSError, ValueError, RecursionError, OverflowError) as error:
+            printed = (done.complained or done.printed)[-500:]
+            return f"tests/test.sh left no reward ({error}); its last output: {printed}"
+        return check_range(number, verifier.least, verifier.most)
+
+
+def read_reward(place: str) -> float:
+    """Read the reward in /logs/verifier. Raises: OSError or ValueError if there is none."""
+    held = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with suppress(FileNotFoundError):
+            report = json.loads(read_plain_file("reward.json", most=LONGEST_REPORT, folder=held))
+            number = report.get("reward") if isinstance(report, dict) else None
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                return float(number)
+        return float(read_plain_file("reward.txt", most=LONGEST_NUMBER, folder=held))
+    finally:
+        os.close(held)
