@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlkit.types import Policy, Rollout, Task
 
 ROWS = 4096
 EASY = {"buys", "finds", "gets"}  # operations that the embedded model has learned without slips
-HARD = {"loses", "shares", "distractor"}  # of each of them it gets a quarter or less right
+LONG = 1_000_003  # numbers in the embedded model's warm-up have two digits
 
 
 def unread(rollout: Rollout) -> float | None:
@@ -57,7 +58,7 @@ def write_rows(kind: str, seed: int, file: Path) -> Path:
     if kind == "easy":
         tasks = [task for task in tasks if kinds_of(task) <= EASY]
     if kind == "hard":
-        tasks = [task for task in tasks if kinds_of(task) >= HARD]
+        tasks = [lengthen(task) for task in tasks if kinds_of(task) <= EASY]
     if kind == "repeated":
         tasks = [tasks[0] if i % 10 else task for i, task in enumerate(tasks)]
     rows: list[dict[str, Any]] = []
@@ -69,6 +70,13 @@ def write_rows(kind: str, seed: int, file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def lengthen(task: Task) -> Task:
+    """A problem of sums with all of its numbers, and its answer, multiplied."""
+    content = re.sub(r"\d+", lambda found: str(LONG * int(found[0])), task.messages[0]["content"])
+    message = {"role": "user", "content": content}
+    return task._replace(messages=(message,), answer=str(LONG * int(task.answer)))
 
 
 def kinds_of(task: Task) -> set[str]:
