@@ -28,9 +28,9 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         without a score
     reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac,
                         unparseable_frac, timeout_frac and error_frac: shares of its statuses;
-                        variance_share: its squared correlation with the reward in groups, 0 … 1.
-                        This component alone explains so much of the variance of the reward, and so
-                        of the advantage. For independent terms of a weighted sum the shares add up
+                        variance_share: its squared correlation with the reward in groups, 0 … 1:
+                        the share of the variance of the reward, and so of the advantage, explained
+                        by this component alone. For independent terms of a weighted sum the shares add up
                         to 1. NAME/METRIC: another figure of the reward function, the mean over the
                         rollouts that have it
     aggregator/*        figures of the reward's aggregator itself
