@@ -29,9 +29,9 @@ class Cached(Service):
 
     Tokens are drawn as in the reference engine (rlkit.engines.transformers.draw), from the
     completion's own seed and position. Its slot and its neighbours change only the last bits of
-    the arithmetic. If some layers see only a window of the context, the reference engine decodes the
-    completions that could outgrow it. It decodes every completion of a model with layers of other
-    kinds, for example linear attention.
+    the arithmetic. If some layers see only a window of the context, the reference engine decodes
+    the completions that could outgrow it. It decodes every completion of a model with layers of
+    other kinds, for example linear attention.
 
     Args:
       max_rows: completions sampled at once, > 0.

@@ -5,8 +5,8 @@ keys and values, are multiplied together.
 
 W holds the modules' weights side by side. A holds the down factors of their adapters, and B is
 block-diagonal: scaling × the up factor of each. So the adapters of a group cost two products;
-PEFT's modules would take six operations for each adapter. In float32 on a CPU adapters cost nothing:
-there W is a copy with the adapters added to it.
+PEFT's modules would take six operations for each adapter. In float32 on a CPU adapters cost
+nothing: there W is a copy with the adapters added to it.
 """
 
 from __future__ import annotations

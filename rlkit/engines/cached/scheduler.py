@@ -6,8 +6,8 @@ checks for ended completions.
                └── the next prompt of the same episode; its shared beginning is kept ───┘
 
 An episode keeps its pages until it is released, so a turn costs its new tokens only. Equal prompts,
-such as those of a task's samples, are read once. The host reads nothing in a decoding step: every slot
-in use goes through the model, and slots that do not draw are masked. So on CUDA the step is
+such as those of a task's samples, are read once. The host reads nothing in a decoding step: every
+slot in use goes through the model, and slots that do not draw are masked. So on CUDA the step is
 captured as a graph, for a few numbers of slots and pages, and the host looks for ended completions
 every few steps. Pages and graphs stay in place from call to call, as long as the weights do.
 """

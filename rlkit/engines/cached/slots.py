@@ -236,7 +236,7 @@ class Slots:
             held = min(self.held.values(), key=lambda own: (len(own.tokens), own.tokens, own.seed))
             self.pages.give_back(self.held.pop(held.key).pages)
         if len(left) < wanted:
-            for other in self.queue:  # the queue is popped from its end, so the first row enters last
+            for other in self.queue:  # the queue is popped at its end: its first row enters last
                 if other is not row and other.pages and len(left) < wanted:
                     self._strip(other)
         return len(left) >= wanted
