@@ -30,9 +30,9 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         unparseable_frac, timeout_frac and error_frac: shares of its statuses;
                         variance_share: its squared correlation with the reward in groups, 0 … 1:
                         the share of the variance of the reward, and so of the advantage, explained
-                        by this component alone. For independent terms of a weighted sum the shares add up
-                        to 1. NAME/METRIC: another figure of the reward function, the mean over the
-                        rollouts that have it
+                        by this component alone. For independent terms of a weighted sum the shares
+                        add up to 1. NAME/METRIC: another figure of the reward function, the mean
+                        over the rollouts that have it
     aggregator/*        figures of the reward's aggregator itself
     group/*             shares of prompts with equal rewards (split into all good: > 0, all bad: <=
                         0) and with mixed ones

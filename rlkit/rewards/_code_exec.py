@@ -32,8 +32,8 @@ class Judgement(NamedTuple):
     """The judgement of one program.
 
     `status`: ok (every test passes), wrong (some test fails), timeout, error (it raised, was killed
-    or printed too much), unparseable (no code, or not Python), unrun (this machine could not start it;
-    no fault of the program).
+    or printed too much), unparseable (no code, or not Python), unrun (this machine could not start
+    it; no fault of the program).
     """
 
     status: Literal["ok", "wrong", "timeout", "error", "unparseable", "unrun"]
