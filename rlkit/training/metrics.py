@@ -502,7 +502,7 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds of the named parts of a step; "model" is the share of the model in all of them, as
+    """Seconds of the named parts of a step; "model" counts the model's seconds in all of them, as
     `performance` defines it.
 
     between: seconds since the end of the step before, in which callbacks logged and saved, without

@@ -95,7 +95,7 @@ class SamplingProcess:
         self.connection, theirs = Pipe()
         handles = (theirs.fileno(), self.memory)
         with ExitStack() as files, theirs:
-            # however large the setup is, it waits in a file until it is read
+            # the setup waits in a file until it is read, however large it is
             setup = files.enter_context(tempfile.TemporaryFile())
             setup.write(data)
             setup.seek(0)
