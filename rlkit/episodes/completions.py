@@ -67,7 +67,7 @@ def completion_row(
     reward           the trained reward, rewards of steps included; null if it cannot be scored;
                      `reward_NAME` likewise
     advantage        mean over the rollout's trained tokens; null if none was trained on
-    policy_version   number of RL steps that trained the weights behind the first token
+    policy_version   number of RL steps that trained the weights sampling the first token
     status           terminated, or why it was truncated
     """
     versions = [version for reply in rollout.steps for _, version in reply.versions]

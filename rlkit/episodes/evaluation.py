@@ -45,7 +45,7 @@ def greedy_accuracy(
 
     Args:
       reward: the verifier; `is_correct` decides which scores are right.
-      temperature: ≥ 0; 0 is greedy, with which a random policy may only repeat itself.
+      temperature: ≥ 0. At 0, greedy, a random policy may only repeat itself.
       collecting: engine, version and max_new_tokens, as for `collect`.
     Returns: the figures of `accuracy`, for a mixture also those of each part under `parts`; and the
       rollouts.

@@ -153,7 +153,7 @@ def _require_bounded(rollouts: Sequence[Rollout]) -> None:
         if total is not None and not abs(total) <= LARGEST:
             raise RewardError(
                 f"the rewards of an episode of task {rollout.task.id!r} come to {total},"
-                f" including its steps; training allows at most {LARGEST:g} in magnitude",
+                f" its steps' rewards included; training allows at most {LARGEST:g} in magnitude",
                 rollout,
             )
 

@@ -136,7 +136,7 @@ def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
     Args:
       n: words of an n-gram, > 0; case is folded. Published values are 3 words (open-r1) to 40
         tokens (Yeo et al.).
-      penalty: ≥ 0, approached by a reply that repeats one thing for ever.
+      penalty: ≥ 0. A reply that repeats one thing for ever scores almost -penalty.
     Returns: a score in (-penalty, 0]. Thinking counts as well as content, but each text counts by
       itself: no n-gram spans two texts, and words said again in a later reply are no repetition. 0
       if every text is shorter than n words.

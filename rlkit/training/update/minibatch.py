@@ -1,4 +1,4 @@
-"""The updates of a step, one minibatch each: its micro-batches only add up their sums."""
+"""The updates of a step, one minibatch each. A micro-batch only adds its sum to the minibatch's."""
 
 from __future__ import annotations
 
