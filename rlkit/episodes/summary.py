@@ -46,7 +46,7 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         own) or error (it failed; the rollout's `error` says why)
     finish_reason/*     how replies ended: shares of stop, tool, budget and length, as in
                         types.FinishReason
-    dropped_frac        share of episodes with oldest turns dropped from the context
+    dropped_frac        share of episodes that lost their oldest turns from the context
     think_closed_frac   share of episodes without an unclosed thinking block
     answer_found_frac   share of episodes whose last reply has content and no tool call, or whose
                         environment gives the answer
