@@ -207,7 +207,7 @@ class SamplingProcess:
 
     def send(self, message: Any) -> None:
         """Send a message to the process. Raises EngineError if it is gone."""
-        # `Connection.send` would share the memory of tensors, which needs a common key
+        # `Connection.send` would share the memory of tensors, for which both sides need one key
         data = pickle.dumps(message)
         try:
             self.connection.send_bytes(data)

@@ -1,4 +1,4 @@
-"""The optimizers of policy and critic, and one with moments of a byte each."""
+"""The optimizers of policy and critic, and an AdamW with 8-bit moments."""
 
 from __future__ import annotations
 
