@@ -24,8 +24,8 @@ class Shape(NamedTuple):
     pages: tuple[int, ...]  # to read for the slots of each part
 
     def covers(self, other: Shape) -> bool:
-        """Whether a step of this shape also does the other's work: extra slots draw nothing, and extra
-        pages are masked."""
+        """Whether a step of this shape also does the other's work: extra slots draw nothing, and
+        extra pages are masked."""
         return (
             self.settings == other.settings
             and self.slots >= other.slots
