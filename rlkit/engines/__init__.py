@@ -1,4 +1,4 @@
-"""Engines: services that sample completions of token ids. All of them keep the contract
+"""Engines: services that sample completions as token ids. All of them implement
 `rlkit.types.Engine`.
 
 Files in the order of their imports: service, transformers, cached.

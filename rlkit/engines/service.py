@@ -1,14 +1,15 @@
 """Run an engine of this process as a service: many callers await completions, and one decoder
 samples them all together.
 
-    episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, advance, … ──▶ replies ──▶
-                                          episodes ▲
+    episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, … ──▶ replies ──▶ episodes
+                                          ▲
                     an answer from outside joins a counted number of rounds after its reply
 
 The decoder is plain and synchronous and knows nothing of episodes. The service is one asyncio task
 that advances it, hands out the replies, and lets every episode that can speak at once do so before
 the next round. The clock never decides whether an answer came at once: if an episode asks for
-nothing within one turn of the event loop after its reply, it waits for something outside.
+nothing within one turn of the event loop after its reply, it counts as waiting for an outside
+answer.
 """
 
 from __future__ import annotations
@@ -199,8 +200,8 @@ class Service:
             self._forget()
 
     async def _hand_out(self, decoder: Decoder, replies: list[tuple[int, Generation]]) -> None:
-        """Gives replies to their episodes. Those that have not come back after one turn of the loop
-        wait for something outside."""
+        """Give replies to their episodes. An episode without a new request after one turn of the
+        loop counts as waiting for an outside answer."""
         for key, reply in replies:
             request = self.running.pop(key)
             if not request.reply.done():  # cancelled
@@ -221,7 +222,7 @@ class Service:
         self.answered.clear()
 
     async def _admit(self, decoder: Decoder) -> bool:
-        """Give the decoder the requests in their turn; wait for due ones if they are late.
+        """Give the decoder the requests of this round, and wait for late ones.
         False if no episode asks for more."""
         while self.waiting or self.due or decoder.idle:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]

@@ -8,7 +8,7 @@ the defaults of the model's generation_config.
 
 If a reply has used up its thinking budget, the engine writes the closing tag and the reply goes on
 after it. The written tokens are marked as forced, even if the policy would have closed the block
-there by itself: to train this choice only in the cases of agreement would bias the gradient.
+there by itself: training this choice only if the policy agrees would bias the gradient.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class ThinkingBudget:
         return torch.where(force, self.close[written], choice), force
 
     def follow(self, at: Tensor, last: Tensor) -> None:
-        """Takes the last tokens [n] of these replies into account."""
+        """Update the state with the last tokens [n] of these replies."""
         before = self.inside[at]
         if self.thinking.ids is not None:
             first, second = self.thinking.ids
@@ -284,7 +284,7 @@ class ThinkingBudget:
 
 
 class Budgeted:
-    """A logits processor to follow the sampler: applies a ThinkingBudget to all rows."""
+    """A logits processor, run after the sampler, to apply a ThinkingBudget to all rows."""
 
     def __init__(
         self, budget: ThinkingBudget, contexts: Sequence[Sequence[int]], prompt_width: int

@@ -28,10 +28,10 @@ def rows(rollout: Rollout) -> list[TokenRow]:
     """The training sequences of a rollout.
 
     A step extends the row if its context begins with everything before it: the previous step's
-    context and reply. A step with a rewritten context starts a new row. A template may have dropped
-    earlier thinking, or turns may have been dropped to make room. This one rule serves every
-    history policy. Text written by a thinking budget is in the row, because the policy read it, but
-    is not trained.
+    context and reply. A step with a rewritten context starts a new row, for example after the
+    template has dropped earlier thinking, or turns were dropped to make room. This one rule serves
+    every history policy. Text written by a thinking budget is in the row, because the policy read
+    it, but is not trained on.
     """
     out: list[TokenRow] = []
     # the last sampled token so far; a reward is earned there

@@ -88,7 +88,7 @@ class Turns:
         self.players = players
 
     def leave(self, engine: Engine) -> None:
-        """Leave the key when an episode is over; the last one releases it."""
+        """Give up the key when an episode is over; the last episode releases it."""
         self.players -= 1
         if not self.players:
             engine.release(self.key)
@@ -114,7 +114,7 @@ def ignored(value: Any) -> None:
 
 async def other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
     """Load the model that plays against a policy, with the policy's sampling parameters. Its engine
-    never waits for an answer that is due, because the policy's engine may be waiting for it."""
+    never waits for a due answer, because the policy's engine may be waiting for this player."""
     weights = next(policy.model.parameters())
     rival, engine = _loaded(path, str(weights.device))
     # load once: its weights stay, and episodes of other calls may be in play
@@ -195,7 +195,7 @@ async def collected(
         the generators of python, numpy and torch. A plain tool runs in a thread without generators
         of its own.
       first: position of the first task, if these are further prompts of the same step.
-      version: number of RL steps behind the weights.
+      version: number of RL steps that trained the weights.
       on_done: called with each episode once it is over.
       spent: called with the seconds that each episode spent in its session.
       params: fields of SamplingParams (temperature, max_new_tokens, …).

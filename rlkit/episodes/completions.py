@@ -1,8 +1,9 @@
-"""Rollouts as a flat table: one row a rollout, one plain column a quantity, in Parquet files beside
-the full record.
+"""Rollouts as a flat table: one row per rollout, one plain column per quantity, in Parquet files
+beside the full record.
 
-    completions/steps_000001-000005.parquet …      `datasets`, pandas and polars open them as they
-                                                   are:
+    completions/steps_000001-000005.parquet …
+
+`datasets`, pandas and polars open these files as they are:
 
     load_dataset("parquet", data_files="outputs/NAME/TIME/completions/*.parquet", split="train")
     pandas.read_parquet("outputs/NAME/TIME/completions")
@@ -66,7 +67,7 @@ def completion_row(
     reward           the trained reward, rewards of steps included; null if it cannot be scored;
                      `reward_NAME` likewise
     advantage        mean over the rollout's trained tokens; null if none was trained on
-    policy_version   number of RL steps behind the weights that sampled the first token
+    policy_version   number of RL steps that trained the weights sampling the first token
     status           terminated, or why it was truncated
     """
     versions = [version for reply in rollout.steps for _, version in reply.versions]

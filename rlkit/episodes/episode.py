@@ -75,7 +75,7 @@ async def _play_to_the_end(
     spent: Callable[[float], None],
     keep: Callable[[Rollout], None],
 ) -> Rollout:
-    """`play`. Raises: Hung too."""
+    """Like `play`, but also raises Hung."""
     task = rollout.task
     limit = Countdown(environment.deadline)
     session = None
@@ -121,7 +121,7 @@ async def _play_to_the_end(
 
 def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
     """Apply to the record the changes that a session made to its copy: rewards, results, metadata,
-    another end.
+    the ending.
 
     Rows, prompts and calls stay those of the record, unless the session replaced them.
 

@@ -46,10 +46,10 @@ def greedy_accuracy(
 
     Args:
       reward: the verifier; `is_correct` decides which scores are right.
-      temperature: ≥ 0. A random policy may only repeat itself when it is decoded greedily.
+      temperature: ≥ 0. At 0, greedy, a random policy may only repeat itself.
       collecting: engine, version and max_new_tokens, as for `collect`.
-    Returns: the figures of `accuracy`, and the temperature; for a mixture, the same under `parts`;
-      and the rollouts.
+    Returns: the figures of `accuracy`, for a mixture also those of each part under `parts`; and the
+      rollouts.
     """
 
     if not tasks:

@@ -205,8 +205,8 @@ def _json_row(place: str, line: bytes) -> Iterator[tuple[str, str | DataError]]:
 
 
 def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
-    """Unpack the members of a gzip file, each with its damage; after a damaged one, go on with the
-    next."""
+    """Yield the text of each member of a gzip file, and what is damaged in it or None. After a
+    damaged member, go on with the next."""
     start = 0
     while start < len(data):
         text, length, damage = _unpacked(memoryview(data)[start:])
@@ -219,8 +219,8 @@ def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
 
 
 def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
-    """Unpack the first member up to its end or a damage: its text, the bytes it takes, and the
-    damage."""
+    """Unpack the first member up to its end or its first damaged byte. Return its text, its size
+    in bytes, and the error or None."""
     stream = zlib.decompressobj(wbits=31)
     texts = []
     position = 0

@@ -47,7 +47,7 @@ def speaker(
     """Return the `say` of one episode: the policy speaks through an engine.
 
     Args:
-      params: if the environment drops oldest turns, it does so until `max_new_tokens` fit after
+      params: an environment that drops the oldest turns does so until `max_new_tokens` fit after
         the context.
       key: of the episode, for the engine.
       seed: of the episode; a reply's own seed is mix(seed, its number).

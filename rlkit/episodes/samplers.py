@@ -1,4 +1,4 @@
-"""Choose the next problem by the scores of its groups so far.
+"""Choose the next problem by the past scores of every problem.
 
     state ── draw ──▶ problems of a step ── play, score ──▶ outcomes ── update ──▶ state
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Columns of the table: successes (sum of rewards clipped to 0 … 1), failures (sum of 1 - reward),
-# mean of the last group (-1 before the first), and last draw, counted within the problem's part, of
-# this problem (0: never).
+# mean of the last group (-1 before the first), and number of the problem's last draw, counted
+# within its part (0: never).
 SUCCESSES, FAILURES, LAST, ASKED = range(4)
 # table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked:
 # rows of the step before
@@ -38,7 +38,7 @@ class TaskSampler(NamedTuple):
     weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs,
               whatever their scores
     retest    every so many draws of a part, ask the problem asked longest ago; 0: never
-    memory    factor on a problem's earlier successes and failures when those of a new group come
+    memory    factor on a problem's earlier successes and failures whenever a new group is scored
     """
 
     name: str
@@ -125,8 +125,8 @@ def by_variance(rows: Tensor, *, prior: float) -> Tensor:
 def prioritised_sampler(
     *, retest: int = 8, unseen: float = 0.1, explore: float = 0.0
 ) -> TaskSampler:
-    """Draw the largest p(1-p) of the last group first, with retests of solved and too hard
-    problems.
+    """Draw problems by p(1-p) of their last group, largest first, with retests of solved and too
+    hard problems.
 
     Args: retest: every so many draws, ask the problem asked longest ago. So each of n problems is
       asked within n · retest draws. unseen: stands for p(1-p) of a problem without a group. Below

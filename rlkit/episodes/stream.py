@@ -72,8 +72,8 @@ def take(
       state: StreamState() at the start of a run.
       n: number of tasks, ≥ 0.
       seed: the run's.
-      sampler: if it weighs problems, it chooses them. The order then only decides the turns of a
-        mixture's parts. Within a step it draws no problem twice, as long as there are enough.
+      sampler: if it weighs problems, it chooses them, and the order only decides the turns of a
+        mixture's parts. The sampler draws no problem twice in a step, as long as there are enough.
     Raises: DataError for no tasks, or for a state beyond them (they changed since it was saved).
     """
     epoch, position = state[:2]

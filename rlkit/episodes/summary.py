@@ -28,11 +28,11 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         without a score
     reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac,
                         unparseable_frac, timeout_frac and error_frac: shares of its statuses;
-                        variance_share: its squared correlation with the reward in groups, 0 … 1.
-                        This component alone explains so much of the variance of the reward, and so
-                        of the advantage. For independent terms of a weighted sum the shares add up
-                        to 1. NAME/METRIC: another figure of the reward function, the mean over the
-                        rollouts that have it
+                        variance_share: its squared correlation with the reward in groups, 0 … 1:
+                        the share of the variance of the reward, and so of the advantage, explained
+                        by this component alone. For independent terms of a weighted sum the shares
+                        add up to 1. NAME/METRIC: another figure of the reward function, the mean
+                        over the rollouts that have it
     aggregator/*        figures of the reward's aggregator itself
     group/*             shares of prompts with equal rewards (split into all good: > 0, all bad: <=
                         0) and with mixed ones
@@ -46,7 +46,7 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         own) or error (it failed; the rollout's `error` says why)
     finish_reason/*     how replies ended: shares of stop, tool, budget and length, as in
                         types.FinishReason
-    dropped_frac        share of episodes with oldest turns dropped from the context
+    dropped_frac        share of episodes that lost their oldest turns from the context
     think_closed_frac   share of episodes without an unclosed thinking block
     answer_found_frac   share of episodes whose last reply has content and no tool call, or whose
                         environment gives the answer

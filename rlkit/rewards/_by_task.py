@@ -15,8 +15,8 @@ from rlkit.types import Rollout, Task, bound, plain, safe
 def _truth_problems(
     tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]
 ) -> list[str]:
-    """The problems that each row's own reward has with its truth. Unknown names are refused later,
-    by `by_task`."""
+    """Why each row's own reward cannot read the row's truth; "" if it can. `by_task` refuses
+    unknown names later."""
     problems = [""] * len(tasks)
     for name, places in _places(tasks).items():
         if name in rewards:
@@ -64,5 +64,5 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
 
 
 def named_rewards(fn: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
-    """Return the rewards by name of a configured `by_task`; none of any other function."""
+    """Return the rewards of a configured `by_task` by name; for any other function, none."""
     return bound(fn).get("rewards", {}) if plain(fn) is by_task else {}

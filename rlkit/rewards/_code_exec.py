@@ -32,8 +32,8 @@ class Judgement(NamedTuple):
     """The judgement of one program.
 
     `status`: ok (every test passes), wrong (some test fails), timeout, error (it raised, was killed
-    or said too much), unparseable (no code, or not Python), unrun (this machine could not start it;
-    no fault of the program).
+    or printed too much), unparseable (no code, or not Python), unrun (this machine could not start
+    it; no fault of the program).
     """
 
     status: Literal["ok", "wrong", "timeout", "error", "unparseable", "unrun"]
@@ -66,8 +66,8 @@ def code_exec(
         `correct` by the share of passing tests, so programs right on easy cases only are rewarded
         too.
       correct, wrong: the two scores.
-    Returns: a score each, with the status of its judgement; None for a task without tests. For a
-      program that this machine could not start it is the error itself, which counts as a failure of
+    Returns: a score each, with the status of its judgement; None for a task without tests. If this
+      machine could not start the program, the value is the error itself. It counts as a failure of
       the reward (`Reward.max_error_rate`) and not as a wrong answer.
     Raises: DataError with the row of a test that cannot be checked; ConfigError if the sandbox is
       weaker than required.
@@ -114,8 +114,8 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
 
     Args:
       names: names that the program should define at its top level. The program is the last block
-        that defines one of them, so an example of its use may follow. Blocks marked as Python go
-        before unmarked blocks, and these before blocks of other languages. If no block defines a
+        that defines one of them, so an example of its use may follow. Python blocks are
+        preferred to unmarked blocks, and unmarked blocks to other languages. If no block defines a
         name, the program is the last Python block, else the last unmarked one.
 
     >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\nThis prints\\n```\\n1\\n```")

@@ -18,7 +18,7 @@ from rlkit.types import Rollout, Task, gives
 
 MAX_DIGITS = 200  # characters of one number as written; a longer one is no answer
 MAX_SEGMENT = 1000  # characters after a marker to hold its number
-MAX_MARKERS = 100  # so many markers of a text are read, from the last one backwards
+MAX_MARKERS = 100  # markers read in one text, from the last one backwards
 
 # ------------------------------------------------------------------ different spellings of a number
 
@@ -208,7 +208,7 @@ def parse_number(text: str) -> Fraction | None:
     (Fraction(5, 2), None, None)
     """
     text = text.strip()
-    # most truths; the rest takes fifty times as long
+    # a fast path for most truths; the general one takes fifty times as long
     if len(text) <= MAX_DIGITS and text.isascii() and text.removeprefix("-").isdigit():
         return Fraction(int(text))
     return _whole(_plain(text)) if len(text) <= MAX_SEGMENT and "\n" not in text else None
@@ -219,8 +219,8 @@ def extract_answer(text: str) -> Fraction | None:
 
     The last marker with a number after it decides. Markers are `####` with a number on its line,
     `\boxed{…}`, "the answer is", "Answer:" and `<answer>…</answer>`. After "the answer is" the
-    first number of the sentence counts; after the other markers the number must follow at once. Of
-    an equation, the number after its last "=" counts. A heading (#### Step 2) is no marker. A
+    first number of the sentence counts; after the other markers the number must follow at once. In
+    an equation, the number after the last "=" counts. A heading (#### Step 2) is no marker. A
     marker whose expression is not a number (\boxed{3\sqrt{2}}) gives None.
 
     Without a marker the last number of the text counts or, in a sentence with "=", the number after
@@ -337,7 +337,7 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _own(kind: str, text: str, *, closed: bool) -> str:
-    """The marker's part of the text behind it: a line, a box, a tag, or the rest of
+    """The text that belongs to the marker before it: a line, a box, a tag, or the rest of
     the sentence."""
     if kind == "hashes":
         return text.partition("\n")[0]
@@ -381,7 +381,7 @@ def _of_delimited(plain: str) -> Fraction | None:
 
 
 def _first(plain: str) -> Fraction | None:
-    """The first expression of a plain text as a number; of an equation, the side after its last
+    """The first expression of a plain text as a number; in an equation, the side after the last
     "=". In "5 and a half" it does not read 5."""
     expression = next(
         (found for found in EXPRESSION.finditer(plain) if HAS_NUMBER.search(found.group())), None

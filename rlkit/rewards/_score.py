@@ -72,7 +72,7 @@ def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def _as_played(rollout: Rollout) -> Rollout:
-    """The rollout before terms of steps were added to its environment's payments."""
+    """The rollout with its environment's payments alone, without the rewards of per-step terms."""
     if not rollout.environment_rewards:
         return rollout
     steps = tuple(
@@ -152,8 +152,8 @@ def _require_bounded(rollouts: Sequence[Rollout]) -> None:
         total = rollout.total_reward
         if total is not None and not abs(total) <= LARGEST:
             raise RewardError(
-                f"the rewards of an episode of task {rollout.task.id!r} come to {total}, those of"
-                f" its steps included; {LARGEST:g} up or down is the most that can be trained on",
+                f"the rewards of an episode of task {rollout.task.id!r} come to {total},"
+                f" its steps' rewards included; training allows at most {LARGEST:g} in magnitude",
                 rollout,
             )
 

@@ -38,8 +38,8 @@ def smallest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float
 
 @keeps("binary", "non_negative", "raw")
 def largest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """max weight * score: one good component is enough. Arguments as those of `weighted_sum`, at
-    least one component."""
+    """max weight * score: one good component is enough. Arguments as in `weighted_sum`,
+    with at least one component."""
     return max(weights[name] * score for name, score in scores.items())
 
 
@@ -78,11 +78,11 @@ def group_normalised(
     algorithm/normalization=batch.
 
     Args:
-      rollouts: with the components in `rewards`, each one's prompt in `group`.
+      rollouts: with their components in `rewards` and their prompt in `group`.
       weights: component → weight.
       eps: ≥ 0, in units of a component.
-    Returns: a dimensionless reward for each rollout, with the standard deviation of a sample (n-1).
-      A component without spread in a group, or in a group of one, adds exactly 0.
+    Returns: a dimensionless reward for each rollout. std is that of a sample (n-1). A component
+      without spread in a group, or in a group of one, adds exactly 0.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242.
     """
     groups: dict[int, list[int]] = defaultdict(list)

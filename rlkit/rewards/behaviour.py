@@ -38,7 +38,7 @@ def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
 
     Args:
       rollout: scored by its last reply, as `numeric` does.
-      max_turns: ≥ 1, that of the environment; more replies score like max_turns.
+      max_turns: ≥ 1, the environment's own limit; more replies score like max_turns.
     Returns: 0 … 1; None if `numeric` cannot read `task.answer`.
     """
     correct = numeric(rollout)
@@ -96,8 +96,8 @@ def soft_length(
       penalty: of an overlong reply, > 0.
     Returns: a score in [-penalty, 0].
     Raises: ConfigError for a buffer outside the limit.
-    Source: DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476, there on tokens and beside the reward
-      (algorithm/overlong=penalty).
+    Source: DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476; there it counts tokens and is added to
+      the reward (algorithm/overlong=penalty).
     """
     if not 0 < buffer <= limit:
         raise ConfigError(
@@ -136,7 +136,7 @@ def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
     Args:
       n: words of an n-gram, > 0; case is folded. Published values are 3 words (open-r1) to 40
         tokens (Yeo et al.).
-      penalty: limit for a reply that repeats one thing for ever, ≥ 0.
+      penalty: ≥ 0. A reply that repeats one thing for ever scores almost -penalty.
     Returns: a score in (-penalty, 0]. Thinking counts as well as content, but each text counts by
       itself: no n-gram spans two texts, and words said again in a later reply are no repetition. 0
       if every text is shorter than n words.

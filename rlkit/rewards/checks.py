@@ -105,7 +105,7 @@ def _number(value: Any) -> float | None:
     if isinstance(value, Real) and abs(float(value)) <= LARGEST:
         return float(value)
     raise Misshapen(
-        f"{value!r:.200}; return a finite number, at most {LARGEST:g} up or down, or None where the"
+        f"{value!r:.200}; return a finite number of magnitude at most {LARGEST:g}, or None if the"
         " rollout cannot be scored"
     )
 
@@ -114,7 +114,7 @@ def _metric(name: str, value: Any, part: str) -> float | None:
     """A metric that comes with a score. Raises: Misshapen if its name belongs to rlkit, or if it is
     not a number."""
     if part != "aggregator" and (name in TAKEN or name.endswith("_frac")):
-        raise Misshapen(f"a metric {name!r}, which rlkit has already; give it another name")
+        raise Misshapen(f"a metric {name!r}, a name that rlkit uses itself; rename it")
     return _number(value)
 
 

@@ -45,10 +45,10 @@ def code_blocks(text: str) -> list[Block]:
     by a run at least as long, in lists and in block quotes; a block that is never closed reaches to
     the end. These mistakes of writers are accepted, unlike in CommonMark:
 
-    - a closing fence behind the last line of code, unless a fence or an open quotation mark stands
-      before it on that line;
+    - a closing fence at the end of the last line of code, unless a fence or an open quotation mark
+      stands before it on that line;
     - an opening fence with a language while a block is open: the block ends there;
-    - an opening fence behind prose, if it names Python;
+    - an opening fence after prose on its line, if it names Python;
     - fences indented by four columns or more, and code indented less than its fence;
     - an HTML tag on the line before the fence, for example <answer>.
 

@@ -44,8 +44,8 @@ USABLE = 0.9
 LIBRARIES = 1 << 30
 # Bytes of one entry of a chunk of logits, with everything made of it: six float32.
 LOGITS = 6 * 4
-# Tokens of a micro-batch on a GPU for which memory is counted. The memory probe halves larger
-# micro-batches until they fit, which costs less than recomputing activations; assumed.
+# On a GPU, memory is counted for at most this many tokens of a micro-batch. The memory probe halves
+# larger micro-batches until they fit, which costs less than recomputing activations; assumed.
 FEWEST = 4096
 MEASURED = 128  # tokens of the longest measured row
 
@@ -264,12 +264,13 @@ def _cache(
 def settle_activations(
     x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.device
 ) -> str:
-    """Settle model.gradient_checkpointing=auto for the whole run, equally on all ranks.
+    """Settle model.gradient_checkpointing=auto for the whole run, the same way on all ranks.
 
     Changes the policy and returns a line about it; empty if the config names a value.
 
-    Call it before the kernels are settled and before a critic is made: both follow the policy. With
-    model.kernel=fused activations are always kept, and the line says so if they do not fit.
+    Call it before the kernels are settled and before a critic is made: both take over the policy's
+    setting. With model.kernel=fused activations are always kept, and the line says so if they do
+    not fit.
     """
     if x.model.gradient_checkpointing != AUTO:
         return ""

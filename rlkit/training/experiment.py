@@ -159,7 +159,7 @@ class Reuse(NamedTuple):
     """Keeps groups with their versions, and learns from them again in place of a step's groups of
     equal rewards.
 
-    Source: the replay buffer for groups without variance of TRL (grpo_with_replay_buffer), here
+    Source: TRL's replay buffer for groups without variance (grpo_with_replay_buffer), here
     with a bound on the staleness and the correction of algorithm/correction.
     """
 
@@ -227,7 +227,7 @@ class TaskSource:
     def __call__(self, *, split: Split, **settings: Any) -> Sequence[Task]:
         """The tasks of a split; `settings`, for example max_samples, are `load`'s.
 
-        Raises: ConfigError, DataError where `load` gives anything else.
+        Raises: ConfigError, DataError if `load` gives anything else.
         """
         return tasks_of_rows(self.load(split=split, **settings), split)
 
@@ -235,7 +235,7 @@ class TaskSource:
 @safe("name", "task", "environment", "model")
 @ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))
 class RolloutRun(NamedTuple):
-    """Episodes without training: the groups an episode needs, and how many to play."""
+    """Episodes without training: the config groups an episode needs, and how many to play."""
 
     name: str
     seed: int
@@ -350,8 +350,8 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
     There is no correction if sampler and old policy are the same: the check before the first step
     found `exact` log-probs, in float32, and every step samples with the weights it then trains.
-    There is none either if the ratio of the loss is to the sampler itself. Else it is the token
-    factor truncated at 2.
+    There is none either if the loss takes its ratio to the sampler itself. Otherwise the
+    correction is the token factor truncated at 2.
     """
 
     def settled(algorithm: Algorithm) -> Algorithm:

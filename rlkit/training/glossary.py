@@ -12,7 +12,7 @@ import yaml
 
 
 class Entry(NamedTuple):
-    """A reader's facts on one or several metrics."""
+    """The facts that a reader needs about one or several metrics."""
 
     names: tuple[str, ...]  # words in capitals stand for any name
     means: str

@@ -38,12 +38,13 @@ def experience(
     are played until there are batch.prompts such groups (dynamic sampling, DAPO, Yu et al. 2025,
     section 3.2). If the filter accepts none, all episodes are returned, and the filter later leaves
     nothing to train on. If the advantage asks for `greedy_rewards`, each task is also played once
-    greedily; only the reward of this rollout is kept, as `greedy_reward` of the task's others.
+    greedily; only the reward of this rollout is kept, as `greedy_reward` of the task's other
+    rollouts.
 
     Args:
       x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done
         before this one.
-      version: RL steps done by the sampling weights; None: `step`.
+      version: RL steps that trained the sampling weights; None: `step`.
       clock: takes the seconds of the parts.
     """
     place: Any = {"step": step, "version": version, "clock": clock or Clock()}

@@ -18,7 +18,7 @@ from rlkit.system.files import lenient, write_atomic
 from rlkit.types import KernelEngine, SharedEngine
 
 OTHER_RANK = "as another process of the run"
-SHARDS = "the weights lie in shards"
+SHARDS = "the weights are sharded"
 LARGE = 4_000_000_000  # parameters; from here on a GPU should sample with vLLM
 
 
@@ -34,11 +34,11 @@ def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
 
 
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
-    """Settle `auto` for the whole run, equally on all ranks. Return a line that names the kernels
+    """Settle `auto` for the whole run, the same way on all ranks. Return a line with the kernels
     and the reason for a fallback; on a GPU, after a line on the engine.
 
-    Call it once the engine has its weights. `sharded`: the weights will lie in shards, and compiled
-    code cannot read these.
+    Call it once the engine has its weights. `sharded`: the weights will be sharded, and compiled
+    code cannot read shards.
     """
     own = engine if isinstance(engine, KernelEngine) else None
     decodes = own.decodes if own else None

@@ -104,7 +104,7 @@ class Learner:
         self.clock = Clock()  # of the step under way
 
     def settle(self, experiment: Experiment, *, exact: bool) -> None:
-        """Trains by this experiment from the next step on. `exact` fixes what
+        """Use this experiment from the next step on. `exact` fixes what
         algorithm/correction=auto means in every phase."""
         self.configured = experiment
         self.exact = exact
@@ -175,8 +175,8 @@ class Learner:
         )
 
     def advance(self) -> str:
-        """Draw the consequences of a step's metrics, once a step: controllers move, and perhaps the
-        next phase begins. Return a line if it does.
+        """Apply a step's metrics, once: controllers move, and the next phase begins if it is due.
+        Return a line if a phase begins.
 
         `begin` and `saved` call it. Until then callbacks may add to `metrics`, as evaluations do.
         """

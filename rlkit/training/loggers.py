@@ -54,16 +54,16 @@ def wandb(
     tags: Sequence[str] = (),
     job_type: str = "train",
 ) -> Any:
-    """Weights & Biases, named as the run folder; a resumed run is the same run there.
+    """Weights & Biases, named after the run folder; a resumed run stays the same run there.
 
     Args:
       project, entity: the run's place; None is the account's own entity.
-      group: gathers runs there; None is the folder of the run: its name, or the sweep it is a job
-        of.
+      group: gathers runs there. None takes the name of the folder above the run's: the run's
+        name, or the sweep's.
       tags, job_type: to filter runs by.
       mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it
         at once; disabled does nothing.
-    Raises: ConfigError where the package is missing.
+    Raises: ConfigError if the package is missing.
     """
     _installed("wandb")
     from lightning.pytorch.loggers import WandbLogger
@@ -93,13 +93,13 @@ def wandb(
 def mlflow(
     run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: str | None = None
 ) -> Any:
-    """MLflow, the run named as its folder; a resumed run goes on in the same one.
+    """MLflow, named after the run folder; a resumed run goes on in the same one.
 
     Args:
       experiment: MLflow's name for a set of runs.
       tracking_uri: None is $MLFLOW_TRACKING_URI, else the folder mlruns/ of the working folder,
         to be shown by `mlflow ui --backend-store-uri mlruns`.
-    Raises: ConfigError where the package is missing.
+    Raises: ConfigError if the package is missing.
     """
     _installed("mlflow")
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -123,21 +123,21 @@ def mlflow(
 @reaches(space="address")
 @safe("project")
 def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | None = None) -> Any:
-    """Trackio, named as the run folder; a resumed run goes on in the same one. `trackio show` opens
-    the dashboard.
+    """Trackio, named after the run folder; a resumed run goes on in the same one. `trackio show`
+    opens the dashboard.
 
     Args:
       project: gathers runs there.
-      space: a Space of Hugging Face to show them to others, as OWNER/NAME. None keeps everything
-        on this machine, in $TRACKIO_DIR.
-    Raises: ConfigError where the package is missing.
+      space: a Hugging Face Space, as OWNER/NAME, to show the runs to others. None keeps
+        everything on this machine, in $TRACKIO_DIR.
+    Raises: ConfigError if the package is missing.
     """
     _installed("trackio")
     import trackio as package
     from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
     class Trackio(Logger):
-        """Its run, begun when it is first asked for."""
+        """A Trackio run that begins at its first use."""
 
         name = property(lambda self: project)
         version = property(lambda self: run.name)

@@ -502,7 +502,7 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds of the named parts of a step; "model" is the share of the model in all of them, as
+    """Seconds of the named parts of a step; "model" counts the model's seconds in all of them, as
     `performance` defines it.
 
     between: seconds since the end of the step before, in which callbacks logged and saved, without
@@ -604,11 +604,11 @@ def performance(
     you check whether two runs are identical.
 
     perf/outside_model_frac = 1 - model / (step + time since the step before), in [0, 1]. "model" is
-    the engine's work (passes, draws and the slots they need, from the call of the decoder until the
-    host has its completions; on a GPU and in a fused step they cannot be told apart), the passes
-    over given tokens, backward and optimisers. Outside are the service around the engine,
-    environment, tools, templates and tokenizer, rewards, assembly, advantages, metrics, callbacks,
-    loggers and the loop.
+    the engine's work, the passes over given tokens, backward and optimisers. The engine's work is
+    passes, draws and the slots they need, from the call of the decoder until the host has its
+    completions; a GPU or a fused step cannot tell them apart. Outside are the service around the
+    engine, environment, tools, templates and tokenizer, rewards, assembly, advantages, metrics,
+    callbacks, loggers and the loop.
 
     `tokens`: of the run so far.
     """

@@ -187,7 +187,7 @@ class RLModule(L.LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         learner = self.learner
-        # made again, because the weights may lie in shards by now
+        # made again, because the weights may be sharded by now
         learner.optimizers.made = make_optimizers(learner.experiment, self.model, self.critic)
         return learner.optimizers.made
 

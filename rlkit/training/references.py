@@ -82,7 +82,7 @@ def frozen(
 
 
 def is_start(reference: Reference) -> bool:
-    """Whether a reference is the policy as it was when it began, for ever."""
+    """Whether a reference stays the policy as it was when the reference began."""
     return reference.init is _freeze
 
 
@@ -277,9 +277,7 @@ def _tracked(
 def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) -> Moving:
     """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With
     decay 0 all is copied, bit for bit."""
-    ranks.reshard(
-        policy, state.model
-    )  # else weights that scoring has gathered would stay the old ones
+    ranks.reshard(policy, state.model)  # otherwise scoring would keep the old gathered weights
     parameters = dict(policy.named_parameters())
     buffers = dict(policy.named_buffers())
     for name, weight in state.weights.items():
@@ -328,8 +326,8 @@ def _save_moving(state: Moving) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> Moving:
-    """The saved state. If nothing was saved (the run had a frozen reference so far), the start
-    stays: it is the same."""
+    """The saved state. If nothing was saved (the run had a frozen reference so far), the state
+    stays at the start, where that reference was."""
     if not saved:
         return state
     for live, kept in ((state.weights, saved["weights"]), (state.buffers, saved["buffers"])):

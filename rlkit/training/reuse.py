@@ -85,7 +85,7 @@ def score_of(group: Sequence[Rollout]) -> float:
 
 
 def age(group: Sequence[Rollout], step: int) -> int:
-    """RL steps between the oldest sampling weights of the group's tokens, and a step. A reply
+    """RL steps between the oldest sampling weights of the group's tokens and a step. A reply
     without versions has no age."""
     return max(
         [0, *(step - version for r in group for reply in r.steps for _, version in reply.versions)]

@@ -35,7 +35,7 @@ FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by 
 # All of these are means of |Δ log-prob| in half precision.
 BF16_LIMIT = 0.5  # more than any rounding
 MARGIN = 1.2  # a warning above this many times the difference between the model's own two paths
-TYPICAL = 0.05  # that of SmolLM2-135M; smaller differences on fewer than FEW tokens count as this
+TYPICAL = 0.05  # SmolLM2-135M's difference; smaller ones on fewer than FEW tokens count as this
 FEW = 64  # the mean over so many tokens is known to about an eighth of its value
 # Smaller differences of any two paths count as this: the unit roundoff of bfloat16. Logits from 8
 # to 16 are rounded to multiples of 1/16, so the mean is as large if one token in 16 is rounded up
@@ -48,8 +48,8 @@ LONGEST = 4  # longest rows by characters; their prompts are measured in tokens
 
 
 def check_teacher(x: Experiment) -> None:
-    """Check that another model as reference or teacher, in this process or served, has the policy's
-    vocabulary, before weights are loaded. Raises: ConfigError."""
+    """Before weights are loaded, check that a reference or teacher made of another model, in this
+    process or served, has the policy's vocabulary. Raises: ConfigError."""
     path = x.model.path
     if path is None:
         return
@@ -119,7 +119,7 @@ class Agreement(NamedTuple):
     warnings: list[str]
     exact: bool  # in float32, within FP32_TOLERANCE
     tools: str  # the lines of `check_contexts`
-    prompts: str  # its first prompts
+    prompts: str  # the first prompts from `check_contexts`
     bound: float | None  # half precision warns above this mean |Δ log-prob|; None in float32
 
 
@@ -128,11 +128,11 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     token.
 
     The three are the sampling engine, the trainer's `forward_logprobs`, and the model's own
-    forward. The last is there because an engine with the trainer's mistake would agree with it.
-    Float32 allows FP32_TOLERANCE on every token. Half precision warns above MARGIN times the mean
-    difference between the model's own two paths, and refuses above BF16_LIMIT.
+    forward. The last is there because an engine with the trainer's mistake would agree with the
+    trainer. Float32 allows FP32_TOLERANCE on every token. Half precision warns above MARGIN times
+    the mean difference between the model's own two paths, and refuses above BF16_LIMIT.
     Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed if the environment
-    gave the policy nothing to say.
+    failed in every episode.
     """
     few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
     tools, prompts = check_contexts(policy, tasks, x.environment)
@@ -175,7 +175,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         "the trainer and the model's own forward",
         f"the trainer would learn from other probabilities than {type(policy.model).__name__} has."
         " Does its forward change the last hidden states or the logits in a way that its class"
-        " does not show, or has it dropout?",
+        " does not show, or does it use dropout?",
     )
     warnings += _compare(
         (logprobs - batch.logprobs_sampler)[mask],

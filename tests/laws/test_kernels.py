@@ -232,9 +232,8 @@ def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(
     load(engine, hooked, complete)
     said = settle_kernels(engine, hooked.model, sharded=True)
     assert (
-        said
-        == "kernels: decoding eager (the weights lie in shards), updates eager (the weights lie in"
-        " shards)"
+        said == "kernels: decoding eager (the weights are sharded), updates eager (the weights are"
+        " sharded)"
     )
     engine, hooked = Cached(), tiny._replace(model=deepcopy(tiny.model))
     load(engine, hooked, complete)

@@ -260,7 +260,7 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
         slots.read(version)
         assert all(map(torch.equal, model.values(), kept[version]))
     with pytest.raises(
-        EngineError, match="version 0 are asked for, and their place holds version 2"
+        EngineError, match="version 0 were requested, but their slot holds version 2"
     ):
         slots.read(0)
     saved = slots.saved(1)

@@ -12,7 +12,7 @@ graphs.py      a decoding step as CUDA graphs
 slots.py       which rows hold slots and pages, and which row loses them first
 passes.py      the model's passes over rows: contexts to read, or one token a slot
 kernel.py      a decoding step as one call of compiled C
-scheduler.py   when contexts are read, when slots draw, when the host looks
+scheduler.py   when contexts are read, when slots draw, when the host checks for ends
 windows.py     contexts longer than the window of some layers
 engine.py      the service and its options
 """

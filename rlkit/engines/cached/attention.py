@@ -17,16 +17,16 @@ from rlkit.models.packing import ATTENTION as PACKED
 from rlkit.models.shape import whole_context
 
 ATTENTION = "rlkit_cached"
-SIDE_BY_SIDE = 8  # so many neighbouring slots are measured by their longest
-CALL = 8192  # reading so many positions takes as long as one more call of attention, on a CPU
+SIDE_BY_SIDE = 8  # neighbouring slots per block; a block is as long as its longest slot
+CALL = 8192  # positions; on a CPU, reading them takes as long as one more attention call
 
 
 def cached_context(config: Any) -> float:
-    """The longest context that the cache can serve, in tokens (`whole_context`): up to there every
-    layer needs the keys and values of all tokens, and nothing else.
+    """The longest context that the cache can serve, in tokens (`whole_context`). Up to this
+    length every layer needs the keys and values of all tokens, and nothing else.
 
-    0 for a model with windows unless it attends by Hugging Face's "sdpa". Families with sinks or
-    caps inside their attention have no such form, and most of them have windows.
+    0 for a model with windows unless it uses Hugging Face's "sdpa" attention. Families with
+    attention sinks or capped logits have no "sdpa" form, and most of them have windows.
     """
     context = whole_context(config)
     as_sdpa = config._attn_implementation in ("sdpa", PACKED)
@@ -35,7 +35,7 @@ def cached_context(config: Any) -> float:
 
 @contextmanager
 def attending_by(config: Any, implementation: str) -> Iterator[None]:
-    """Within the block, the model attends by this implementation."""
+    """Within the block, the model uses this attention implementation."""
     before = config._attn_implementation
     config._attn_implementation = implementation
     try:
@@ -45,7 +45,7 @@ def attending_by(config: Any, implementation: str) -> Iterator[None]:
 
 
 def grouped_attention(config: Any) -> AbstractContextManager[None]:
-    """Within the block, the model attends by `attend`."""
+    """Within the block, the model's attention is `attend`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
@@ -72,8 +72,8 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Grouped attention: the heads of a group are queries, side by side, of their one key head, so
-    no key is copied.
+    """Grouped attention without copying keys: the query heads of a group are stacked as queries of
+    their one key head.
 
     Args:
       query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L],
@@ -139,7 +139,7 @@ Part = tuple[int, int, int]  # slots from, to; the most positions seen by one of
 
 
 def parts_of(reach: Sequence[int]) -> list[Part]:
-    """Cut slots into parts of similar length, if this saves more than the further calls cost.
+    """Cut slots into parts of similar length, if this saves more than the additional calls cost.
     `reach`: positions seen by each slot."""
     parts: list[Part] = []
     for start in range(0, len(reach), SIDE_BY_SIDE):

@@ -19,21 +19,21 @@ PAGE = 16  # tokens of a page
 # flash attention reads pages in place if their length is a multiple of this
 FLASH_PAGE = 256
 SPARE = 0  # a page that no row holds; slots without a page write there
-SHARE = 0.35  # of the memory beside the weights, for keys and values
+SHARE = 0.35  # of the memory left by the weights, for keys and values
 
 
 class Pages:
     """Keys and values of all slots, and the table of their pages.
 
-    keys, values: of each layer [Hk, pages, page, D]. The first pass makes them, in the precision
-    of its keys, and they stay until `clear`. No row holds page 0 (SPARE).
+    keys, values: of each layer [Hk, pages, page, D]. The first pass allocates them in the precision
+    of its keys; `clear` frees them. No row holds page 0 (SPARE).
     table: [slots, columns], the page of each `page` positions of a slot; 0 if it has none. The
     host writes `entries`, and `flush` brings the changes to the device. On a CPU both are the
     same memory.
     holders: how many slots hold each page. Samples of one prompt share its full pages.
 
     Args:
-      tokens: of all pages, > 0, rounded up to whole pages.
+      tokens: capacity of all pages together, > 0, rounded up to whole pages.
       context: most positions of a slot.
     """
 
@@ -76,7 +76,7 @@ class Pages:
             self.holders[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a holder from each of these pages; pages without any are free."""
+        """Remove a holder from each of these pages; a page without holders is free."""
         for page in pages:
             self.holders[page] -= 1
             if not self.holders[page]:
@@ -84,7 +84,7 @@ class Pages:
 
     def write(self, slot: int, pages: Sequence[int], start: int = 0) -> None:
         """Enter pages into a slot's row of the table, from the column `start` on; clear the columns
-        behind them."""
+        after them."""
         stop = start + len(pages)
         self.width = max(self.width, stop)
         self.entries[slot, start:stop] = pages
@@ -92,7 +92,7 @@ class Pages:
         self.changed.add(slot)
 
     def flush(self) -> None:
-        """Tell the device the host's entries."""
+        """Copy the host's changed entries to the device."""
         if self.changed and self.device.type != "cpu":
             rows = sorted(self.changed)
             entries = torch.from_numpy(self.entries[rows, : self.width]).to(self.device)
@@ -139,7 +139,7 @@ class Pages:
         return found[0], found[1]
 
     def _scratch(self, number: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for gathered pages. It is kept: new memory costs as much as the copy."""
+        """Memory for gathered pages, reused because allocating it costs as much as the copy."""
         size = math.prod(shape)
         own = self.scratch.get(number)
         if own is None or len(own) < size or own.dtype != like.dtype:
@@ -172,11 +172,11 @@ def token_bytes(causal: Any) -> int:
 
 
 def default_tokens(causal: Any, device: torch.device) -> int:
-    """How many tokens' keys and values fit into `SHARE` of the memory beside the weights; at least
+    """How many tokens' keys and values fit into `SHARE` of the memory left by the weights; at least
     1.
 
     The memory is the card's or, on a CPU, the machine's or the container's. It is always the total,
-    never the memory free now, so that a run repeats itself.
+    not the free memory, so that runs are reproducible.
     """
     weights = sum(p.nbytes for p in causal.parameters())
     return max(1, cache_share(weights, total_memory(device)) // token_bytes(causal))

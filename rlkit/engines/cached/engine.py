@@ -25,21 +25,21 @@ from rlkit.types import Policy
 
 
 class Cached(Service):
-    """Continuous batching over a key-value cache, which an episode keeps from turn to turn.
+    """Continuous batching over a key-value cache. An episode keeps its entries from turn to turn.
 
-    Tokens are drawn as by the reference engine (rlkit.engines.transformers.draw), from the
-    completion's own seed and position: slot and neighbours change only the last bits of the
-    arithmetic. If some layers see only a window of the context, the reference engine decodes the
-    completions that could outgrow it. It decodes every completion of a model with layers of other
-    kinds, for example linear attention.
+    Tokens are drawn as in the reference engine (rlkit.engines.transformers.draw), from the
+    completion's own seed and position. Its slot and its neighbours change only the last bits of
+    the arithmetic. If some layers see only a window of the context, the reference engine decodes
+    the completions that could outgrow it. It decodes every completion of a model with layers of
+    other kinds, for example linear attention.
 
     Args:
       max_rows: completions sampled at once, > 0.
-      max_cached_tokens: size of the cache in tokens, > 0; at least one longest context, at most
-        max_rows of them. None: as many as fit 0.35 of the memory beside the weights, of the card
-        or, on a CPU, of the machine or container. On a CPU memory is taken as it is used. Prompts
-        wait if they do not fit. If drawing rows need more, the row with the fewest draws gives way;
-        it keeps its draws and is read again later.
+      max_cached_tokens: size of the cache in tokens, > 0, raised to one longest context and cut to
+        max_rows of them. None: as many as fit into 0.35 of the memory that the weights leave on the
+        card or, on a CPU, in the machine or container. A CPU allocates memory only as it is used.
+        Prompts wait if they do not fit. If drawing rows need more, the row with the fewest draws
+        gives way; it keeps its draws, and its context is read again later.
       check_every: tokens drawn by every slot before the host looks for ended completions, > 0.
         None: 1 on a CPU, 8 elsewhere. It changes no completion: a slot stops at its end.
       keep_cache: keep the memory of the cache, and the graphs, between calls. False frees the
@@ -85,7 +85,7 @@ class Cached(Service):
         self.automatic = kernel == "auto"
         self.why_eager = ""  # why `auto` is eager
         self.elsewhere: Literal["eager", "fused"] | None = None
-        # of a fused step; any number gives the same bits; None: torch's
+        # threads of a fused step (None: torch's); any number gives the same bits
         self.threads: int | None = None
         self.context_length = 0  # of the decoder's policy
         self.settings = {

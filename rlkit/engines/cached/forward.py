@@ -1,5 +1,5 @@
-"""The forward of a Llama-like trunk in as few calls as possible: a decoding step of a small model
-spends its time on calls, not on arithmetic.
+"""The forward pass of a Llama-like trunk in as few calls as possible: a decoding step of a small
+model spends its time on calls, not on arithmetic.
 
 Hugging Face's forward starts about a hundred operations a layer, most of them to rotate and to
 normalise. This one starts about thirty: it rotates and normalises queries and keys together, and
@@ -93,7 +93,7 @@ class Trunk:
             values = projected[:, :, -keys:]
             if layer.scale is not None:
                 both = normalised(both, attn.q_norm.variance_epsilon) * layer.scale
-            # rotate_half, its sign in the sine
+            # rotate_half; the sine carries its sign
             both = (both * cos).addcmul_(both.roll(middle, -1), sin)
             both = both if self.half is None else both.to(self.half)
             query, key, value = (

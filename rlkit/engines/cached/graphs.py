@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 
 CAPTURED = ("cuda",)  # kinds of devices with captured steps
-MOST_SHAPES = 48  # captured shapes held; all others run kernel by kernel
+MOST_SHAPES = 48  # captured shapes held at once
 
 
 class Shape(NamedTuple):
@@ -24,8 +24,8 @@ class Shape(NamedTuple):
     pages: tuple[int, ...]  # to read for the slots of each part
 
     def covers(self, other: Shape) -> bool:
-        """Whether a step of this shape also does the other's work: further slots draw nothing, and
-        further pages are masked."""
+        """Whether a step of this shape also does the other's work: extra slots draw nothing, and
+        extra pages are masked."""
         return (
             self.settings == other.settings
             and self.slots >= other.slots
@@ -50,7 +50,7 @@ class Graphs:
     def __init__(self, model: Any, device: torch.device):
         self.model = model
         self.device = device
-        # memory shared by all graphs: none needs what another has left there
+        # memory shared by all graphs: no graph reads values left there by another
         self.pool: Any = None
         self.captured = 0  # shapes so far, including forgotten ones
         self.started: set[Shape] = set()
@@ -60,7 +60,7 @@ class Graphs:
         """Drop every graph, because their buffers or weights have moved."""
         self.started = set()
         self.replays = {}
-        self.pool = None  # the allocator ends a pool with its last graph
+        self.pool = None  # the allocator frees a pool with its last graph
 
     def __call__(self, shape: Shape, step: Callable[[], None]) -> None:
         """Run the step, of this shape, as a graph if possible."""

@@ -31,7 +31,7 @@ from rlkit.models.shape import model_shape
 SOURCE = Path(__file__).with_name("_step.c")
 HALF = ("-DHALF",)  # the compiler's flag for bfloat16
 TILE = 32  # neighbouring columns of a packed matrix, as in the C file
-# largest model for which `auto` takes the kernel: it keeps the weights a second time
+# largest model for which `auto` takes the kernel, which holds a second copy of the weights
 MOST_WEIGHTS = 1 << 28
 PRODUCTS = ("project", "out", "gates", "down")
 LAYERS = (*PRODUCTS, "bias", "scale", "before", "between")
@@ -89,7 +89,7 @@ class Kernel:
     are not, because the rounding of a matrix is larger than the first steps of an adapter.
 
     Args:
-      trunk, head: the engine's, found fit by `unfit`.
+      trunk, head: the engine's; `unfit` has no objection to them.
     Raises: EngineError if the C file cannot be compiled.
     """
 
@@ -127,7 +127,7 @@ class Kernel:
         if half:
             self._add_adapters(layers)
         self.threads: int | None = None  # None: torch's
-        self.reads: Callable[[], Sampler | None] = lambda: None  # whose state `step` points to
+        self.reads: Callable[[], Sampler | None] = lambda: None  # the sampler that `step` reads
         self.made = 0  # `Pages.made` of the pages that `step` points to
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
 
@@ -187,11 +187,11 @@ class Kernel:
 
 
 def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None, str]:
-    """The kernel for `generation.kernel`, or None to decode by calls of torch; and why "auto" gave
-    None.
+    """The kernel for `generation.kernel`, or None to decode with calls of torch; and the reason if
+    "auto" gives None.
 
-    Raises: EngineError if "fused" is impossible, or if only the present load of the machine would
-    decide on "auto".
+    Raises: EngineError if "fused" is impossible, or if the choice of "auto" would depend only on
+    the machine's present load.
     """
     if kind == "eager":
         return None, ""
@@ -217,7 +217,7 @@ class Group(NamedTuple):
 
     @property
     def parts(self) -> list[Part]:
-        """The factors of the modules; `unfit` lets nothing else pass."""
+        """The factors of the modules; `unfit` has refused all other modules."""
         return [part for part in map(plain_part, self.modules) if part is not None]
 
     @property

@@ -24,8 +24,8 @@ class Seen(NamedTuple):
 
     places: [R, m] of the new tokens. table: pages to read [R, n], or None: a pass over whole
     contexts, each attending to itself alone. mask: [R, 1, m, n · page], True is seen. lengths:
-    [R] int32 in place of a mask, if the pages are read in place. parts: rows of nearly one length,
-    each with its own number of pages to read; empty: all rows read all.
+    [R] int32 in place of a mask, if the pages are read in place. parts: ranges of rows of similar
+    length, each with its own number of pages to read; empty: all rows read all pages.
     """
 
     places: Tensor
@@ -58,8 +58,8 @@ class Passes:
         self.weights = weights_place(causal)
 
     def serves(self, policy: Policy, causal: Any) -> bool:
-        """Whether these weights lie where the previous ones lay, so that captured graphs read them.
-        If so, compute the tensors derived from them again."""
+        """Whether these weights have the previous ones' addresses, so captured graphs stay valid.
+        If so, recompute the tensors derived from them."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
         if causal is not self.causal or not all(rest) or weights_place(causal) != self.weights:
             return False
@@ -71,7 +71,7 @@ class Passes:
 
     def read(self, rows: Sequence[Row]) -> Tensor:
         """Pass the unread tokens of some rows through the model; return the hidden state of each
-        row's last token, [R, H]. Either all rows begin, or all know a part of their context."""
+        row's last token, [R, H]. Either no row has cached tokens yet, or all rows have some."""
         pages = self.pages
         device = pages.device
         new = [row.context[row.known :] for row in rows]
@@ -172,8 +172,8 @@ class ModelCache:
 
 
 def weights_place(causal: Any) -> tuple[Any, ...]:
-    """The addresses of a model's weights, which captured graphs read, and its modules, of which
-    they were captured."""
+    """The addresses of a model's weights and the types, hooks and adapters of its modules. A
+    captured graph is valid only while they stay the same."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [
         (m.merged, m.disable_adapters, tuple(m.active_adapters), tuple(m.scaling.items()))

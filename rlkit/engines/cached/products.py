@@ -5,8 +5,8 @@ keys and values, are multiplied together.
 
 W holds the modules' weights side by side. A holds the down factors of their adapters, and B is
 block-diagonal: scaling × the up factor of each. So the adapters of a group cost two products;
-PEFT's modules would take six operations for each adapter. In float32 on a CPU they cost nothing:
-there W is a copy with the adapters added to it.
+PEFT's modules would take six operations for each adapter. In float32 on a CPU adapters cost
+nothing: there W is a copy with the adapters added to it.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
     def adapted(x: Tensor) -> Tensor:
         y = base(x)
         low = nn_functional.linear(x, down)
-        # autocast leaves operations in place alone, and y has autocast's type already
+        # autocast does not cast in-place operations, and y has autocast's type already
         y.view(-1, y.shape[-1]).addmm_(low.view(-1, low.shape[-1]), up.to(y.dtype))
         return y
 

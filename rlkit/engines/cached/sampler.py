@@ -42,7 +42,7 @@ class Sampler:
 
     last, position      the last token, and its place
     count, limit, seed  tokens drawn, the most, and the seed of the completion
-    draws, ended        whether a slot draws; whether its completion has ended since the host looked
+    draws, ended        whether a slot draws; whether it has ended since the host last looked
     tokens, logprobs, forced   the completion, and one more column for the ignored draws of idle
                                slots
     """
@@ -113,7 +113,7 @@ class Sampler:
             self.budget.begin(at, contexts)
 
     def saved(self, slots: Sequence[int]) -> list[Saved]:
-        """The draws of these slots so far, to go on with in other slots."""
+        """The draws of these slots so far, to be continued in other slots."""
         at = torch.tensor(slots, device=self.device)
         counts = self.count[at].tolist()
         tokens = self.tokens[at].tolist()

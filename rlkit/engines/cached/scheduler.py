@@ -1,14 +1,13 @@
 """The decoder of the cached engine: when contexts are read, when slots draw, and when the host
-looks.
+checks for ended completions.
 
-    queue ──▶ slot ──▶ its new tokens in one pass ──▶ one token a step, all slots together ──▶
-    completion
-               ▲                                                                               │
-               └────── the next prompt of the same episode, its shared beginning kept ◀┘
+    queue ──▶ slot ──▶ new tokens in one pass ──▶ one token a step in all slots ──▶ completion
+               ▲                                                                        │
+               └── the next prompt of the same episode; its shared beginning is kept ───┘
 
 An episode keeps its pages until it is released, so a turn costs its new tokens only. Equal prompts,
-such as the samples of a task, are read once. The host reads nothing in a decoding step: every slot
-in use goes through the model, and slots that do not draw are masked. So on CUDA the step is
+such as those of a task's samples, are read once. The host reads nothing in a decoding step: every
+slot in use goes through the model, and slots that do not draw are masked. So on CUDA the step is
 captured as a graph, for a few numbers of slots and pages, and the host looks for ended completions
 every few steps. Pages and graphs stay in place from call to call, as long as the weights do.
 """
@@ -32,8 +31,8 @@ from rlkit.engines.cached.slots import Row, Slots
 from rlkit.types import Generation, Policy, SamplingParams
 
 MOST_READ = 1 << 14  # tokens read in one pass, padding included
-# A pass over few contexts costs more than these rows lose by waiting. They are read once they are
-# at least rows / READ_AT, or have waited for rows / WAIT steps in sum.
+# Reading a few contexts costs more than letting them wait. Waiting rows are read once there are
+# rows / READ_AT of them, or once their waits add up to rows / WAIT steps.
 READ_AT = 32
 WAIT = 4
 QUARTERS = 4  # parts of a captured step
@@ -45,7 +44,7 @@ class Scheduler:
     """The decoder: its slots, and the order of the model's work for them.
 
     Args:
-      max_rows, check_every, cuda_graphs, kernel: see `Cached`. tokens: of the cache.
+      max_rows, check_every, cuda_graphs, kernel: see `Cached`. tokens: size of the cache.
         in_place: whether steps read pages in place.
     """
 
@@ -186,8 +185,8 @@ class Scheduler:
                 self.sampler.move(*self.tensor(order).T)
         enter = self.slots.reading
         if enter:
-            # They draw nothing until they have been read. Reading overwrites all that steps write
-            # there meanwhile.
+            # These rows draw nothing until their contexts are read. Until then steps write to
+            # their places, and reading overwrites it.
             at = self.tensor([row.slot for row in enter])
             self.sampler.stop(at)
             self.sampler.position[at] = self.tensor([row.known for row in enter])
@@ -209,8 +208,8 @@ class Scheduler:
         return self.samplers[key]
 
     def make_room(self, steps: int) -> None:
-        """Give every drawing slot pages for `steps` more tokens. Rows that lose their pages for it
-        keep their draws."""
+        """Give every drawing slot pages for `steps` more tokens. Rows cut to make room keep
+        their draws."""
         cut = self.slots.extend(steps)
         drew = [(row, slot) for row, slot in cut if not row.reads]
         if drew:
@@ -288,8 +287,8 @@ class Scheduler:
             self.decode(slots, max(columns), parts)
 
     def quarters(self, slots: int) -> Sequence[Part]:
-        """Cut the slots into equal parts. Each reads the pages of its longest row, their number
-        rounded up to one of a few. Slots are sorted by length, so a part reads few in vain."""
+        """Cut the slots into equal parts. Each reads as many pages as its longest row has, rounded
+        up by `bucket`. Slots are sorted by length, so few pages are read in vain."""
         number = QUARTERS if self.in_parts else 1
         edges = sorted({slots * k // number for k in range(number + 1)})
         parts = []
@@ -300,8 +299,8 @@ class Scheduler:
         return parts
 
     def decode(self, slots: int, columns: int, parts: Sequence[Part] = ()) -> None:
-        """One decoding step for the first `slots` slots, over so many columns of the table, or in
-        parts over fewer.
+        """One decoding step for the first `slots` slots, over the first `columns` columns of the
+        table; each of `parts` may read fewer.
 
         It reads and writes only the state tensors, in place, and never asks the host, so it can be
         captured as a CUDA graph.
@@ -325,8 +324,8 @@ class Scheduler:
 
 
 def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield the rows of one pass: either all begin or all know a part of their context. A pass has
-    at most MOST_READ tokens with padding."""
+    """Yield the rows of one pass: either none has cached tokens, or all have some. A pass has at
+    most MOST_READ tokens with padding."""
     part: list[Row] = []
     width = 0
     for row in rows:
@@ -344,15 +343,15 @@ def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def bucket(number: int) -> int:
-    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: few shapes, and at most half more than
-    needed."""
+    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: this gives few shapes, each at
+    most 1.5 times as large as needed."""
     octave = 1 << (number - 1).bit_length()  # the next power of two
     return octave * 3 // 4 if octave > 2 and number <= octave * 3 // 4 else octave
 
 
 def captured_settings(params: SamplingParams) -> Any:
-    """The parameters that a captured step depends on. Of the temperature it is only whether logits
-    are divided by it."""
+    """The parameters that a captured step depends on. Of the temperature only one thing matters:
+    whether logits are divided by it."""
     return params._replace(
         temperature=params.temperature if params.temperature in (0, 1) else -1.0,
         admission="free",

@@ -20,8 +20,8 @@ from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.sampler import Saved
 from rlkit.types import agreement
 
-# A row gets AHEAD pages at once, which costs the host less than one at a time, as long as PLENTY
-# pages are free for each slot in use.
+# While more than PLENTY pages are free for each slot in use, a row gets AHEAD pages at once: this
+# costs the host less than one at a time.
 AHEAD = 4
 PLENTY = 2 * AHEAD
 FOREVER = 1 << 60  # steps
@@ -31,8 +31,8 @@ FOREVER = 1 << 60  # steps
 class Row:
     """A completion under way, or an episode between two of them.
 
-    prompt: before the completion. need: tokens of prompt and completion at most. known: so many
-    first tokens have keys and values in the pages. pages: in the order of the tokens. saved: the
+    prompt: before the completion. need: most tokens of prompt and completion. known: number of
+    first tokens with keys and values in the pages. pages: in the order of the tokens. saved: the
     part of the completion drawn before the row was cut (lost its pages). tokens: between two
     completions, the tokens in the pages. slot: -1 if it has none. reads: whether part of the
     context has still to be read.
@@ -65,9 +65,9 @@ class Slots:
     """The queue, the rows in slots, and the episodes waiting for their environment.
 
     Slots in use are the first ones; a None among the rows is a hole, closed by `fill`. clock: steps
-    that pages were given for. start: the clock minus the tokens of a slot, when it began to draw.
-    most: upper bound of its tokens at any time. room: tokens that its pages can hold. Both are 0 if
-    the slot does not draw. safe: until this clock no slot needs a page.
+    for which pages were given out. start: when a slot began to draw, the clock minus its tokens.
+    most: upper bound of a slot's tokens. room: tokens that its pages can hold. most and room are 0
+    if the slot does not draw. safe: until this clock no slot needs a page.
     """
 
     def __init__(self, pages: Pages):
@@ -110,8 +110,8 @@ class Slots:
         return [row for row in self.rows if row is not None and row.reads]
 
     def submit(self, key: int, prompt: tuple[int, ...], seed: int, need: int) -> None:
-        """Queue a completion. If its episode still has pages, it keeps the beginning that the new
-        prompt shares with them."""
+        """Queue a completion. If its episode still has pages, the beginning shared with the
+        new prompt stays."""
         row = self.held.pop(key, None)
         if row is None:
             row = Row(key, prompt, seed, need)
@@ -148,7 +148,7 @@ class Slots:
                 self.pages.give_back(row.pages)
 
     def finish(self, row: Row, token_ids: Sequence[int]) -> None:
-        """End the completion of a row. Its last token was drawn and not read; the pages of all
+        """End the completion of a row. Its last token was drawn but not read; the pages of all
         other tokens stay with the episode."""
         row.tokens = (*row.prompt, *token_ids[:-1])
         self._leave(row)
@@ -236,7 +236,7 @@ class Slots:
             held = min(self.held.values(), key=lambda own: (len(own.tokens), own.tokens, own.seed))
             self.pages.give_back(self.held.pop(held.key).pages)
         if len(left) < wanted:
-            for other in self.queue:  # the first of them enters last
+            for other in self.queue:  # the queue is popped at its end: its first row enters last
                 if other is not row and other.pages and len(left) < wanted:
                     self._strip(other)
         return len(left) >= wanted
@@ -272,8 +272,8 @@ class Slots:
         return moves
 
     def sort(self) -> list[tuple[int, int]]:
-        """Put the rows with the longest contexts into the first slots: neighbours then read
-        equally far. Return the moves, made at once, as pairs (source, target)."""
+        """Put the rows with the longest contexts into the first slots, so that neighbours have
+        similar lengths. Return the moves, made at once, as pairs (source, target)."""
 
         reach = self.reach.tolist()
 
@@ -306,8 +306,8 @@ class Slots:
         self.safe = -1
 
     def extend(self, steps: int) -> list[tuple[Row, int]]:
-        """Give every drawing row pages for `steps` more tokens. Return the rows that lost their
-        pages for it, each with its former slot; they wait in the queue."""
+        """Give every drawing row pages for `steps` more tokens. Return the rows cut to make room,
+        each with its former slot; they wait in the queue."""
         self.clock += steps
         if self.clock <= self.safe:
             return []

@@ -16,7 +16,7 @@ from rlkit.types import Generation, Policy, SamplingParams
 
 class Windowed(Scheduler):
     """A decoder that uses the cache if the prompt and the longest possible completion fit into the
-    window. The reference engine decodes every other completion, also of the same episode.
+    window. The reference engine decodes all other completions, even of the same episode.
 
     Both engines draw the same tokens. The reference engine decodes its completions together, once
     nothing is left to do in the cache.

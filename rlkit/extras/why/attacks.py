@@ -15,7 +15,7 @@ from rlkit.tasks.splits import problem_of
 from rlkit.types import Rollout, Step, Task, bound, plain
 
 TRIED = 16  # rows
-PAID = 0.8  # share of the truth's reward for an answer without sense
+PAID = 0.8  # share of the truth's reward for a senseless answer
 CONSTANTS = ("", "0", "1", "yes", "I do not know.", "The answer is", "the " * 200)
 ADDRESS = ("address", "addresses", "url", "base_url", "host", "endpoint", "client")
 
@@ -53,7 +53,7 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
     if known[best] > 0 and known[best] >= PAID * truth:
         return Finding(
             "hackable",
-            "The reward pays an answer without sense.",
+            "The reward pays for a senseless answer.",
             f"On {len(rows)} rows the answer {shown} earns {known[best]:.2f}, and the truth"
             f" {truth:.2f}.",
             "Change the reward so that only a right answer earns it, or train on the task's own"
@@ -96,7 +96,7 @@ def unsafe_reason(reward: Reward, tasks: Sequence[Task]) -> str:
         if declared(fn).no_gold:
             return f"the reward {name} has no truths"
         if set(ADDRESS) & set(parameters(fn)):
-            return f"the reward {name} reads an address"
+            return f"the reward {name} contacts a server"
     return ""
 
 

@@ -49,7 +49,7 @@ class Token(NamedTuple):
     version: int  # RL steps done by the weights that sampled it
 
 
-class Effect(NamedTuple):
+class TokenEffect(NamedTuple):
     """What a step made of a token."""
 
     advantage: float
@@ -185,7 +185,7 @@ def measure_gaps(x: Experiment, tasks: Splits, e: Evidence, tokens: Sequence[Tok
     return gaps
 
 
-def read_effect(learner: Learner, token: Token) -> Effect:
+def read_effect(learner: Learner, token: Token) -> TokenEffect:
     """Read a token's advantage from the batch of the step that the learner has just taken.
 
     Raises: ConfigError if the batch holds another token there, because the run is not what its
@@ -196,7 +196,7 @@ def read_effect(learner: Learner, token: Token) -> Effect:
     places = {name_sample(own): i for i, own in enumerate(learner.rollouts)}
     numbers = [places[name_sample(own)] for own in learner.trained]
     if token.rollout not in numbers:
-        return Effect(0.0, 0.0, trained=False, group={})
+        return TokenEffect(0.0, 0.0, trained=False, group={})
     own = numbers.index(token.rollout)
     rows = (batch.rollout_ids == own).nonzero()[:, 0]
     row, column = batch.sampled_mask[rows].nonzero()[token.token].tolist()
@@ -204,7 +204,7 @@ def read_effect(learner: Learner, token: Token) -> Effect:
     if int(batch.ids[row, column]) != token.id:
         raise ConfigError(f"step {token.step} of this run was not made of its recorded rollouts")
     mates = (batch.group_ids == batch.group_ids[own]).nonzero()[:, 0].tolist()
-    return Effect(
+    return TokenEffect(
         advantage=float(batch.advantages[row, column]),
         scale=float(batch.scale[row, column]),
         trained=bool(batch.response_mask[row, column]),
@@ -259,7 +259,7 @@ def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> It
     )
 
 
-def say_effect_of_step(effect: Effect, token: Token, *, grouped: bool) -> Iterator[str]:
+def say_effect_of_step(effect: TokenEffect, token: Token, *, grouped: bool) -> Iterator[str]:
     """Name the advantage, and the rollouts of the group that made it."""
     if not effect.trained:
         yield "The step did not train on it: its rollout or its group was left out."

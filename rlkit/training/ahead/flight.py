@@ -31,7 +31,7 @@ class StepGroups(NamedTuple):
     """The groups of an RL step, sampled and scored."""
 
     step: int  # RL steps done before their learning step
-    version: int  # RL steps done by the sampling weights
+    version: int  # RL steps that trained the sampling weights
     sampled: list[Rollout]  # all scored episodes
     trained: list[Rollout]  # the ones to train on
     before: StreamState  # the prompt stream before its prompts were drawn
@@ -70,8 +70,8 @@ class Flight(NamedTuple):
 
 
 def version_of(step: int, staleness: int) -> int:
-    """The version of the weights that sample an RL step's groups: the RL steps done by them. Only
-    this function decides it.
+    """The version of the weights that sample an RL step's groups: the number of RL steps that
+    trained them. Only this function decides it.
 
     If a resumed run no longer has these weights (its staleness is lower, or it has more steps), the
     current weights sample; they are newer.
@@ -91,7 +91,7 @@ def due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
 
 def settings_of(x: Experiment) -> str:
     """Digest sampling, environment, reward, batch and refills of a step's experiment. Functions
-    count by name."""
+    enter the digest by name."""
     own = x.algorithm
     parts = [
         x.batch,
@@ -140,10 +140,10 @@ def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str,
 def unpack_flight(
     saved: Mapping[str, Any], tasks: Sequence[Task], x: Experiment, progress: Progress, kinds: Any
 ) -> Flight:
-    """The inverse of `pack_flight`. It ends before the first groups that the config would now
-    sample otherwise, or whose kind is not among `kinds`. Prints a line with the steps cut off.
+    """The inverse of `pack_flight`. The flight is cut before the first groups that the config would
+    now sample differently, or whose kind is not among `kinds`. Prints a line on the steps cut off.
 
-    Raises: DataError where the tasks have changed.
+    Raises: DataError if the tasks have changed.
     """
 
     def holds(own: InFlight) -> bool:

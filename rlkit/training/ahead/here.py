@@ -54,7 +54,7 @@ class Here:
         return pack_flight(flight)
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """The groups in flight, without requests: this process no longer has their weights."""
+        """The groups in flight. Requests are dropped, because their weights are gone."""
         return unpack_flight(saved, self.tasks, self.x, progress, StepGroups)
 
 

@@ -6,7 +6,7 @@ groups again (`rlkit.types.SharedEngine`).
 
 A record counts only for the same step, version, settings, prompts and bits of the sampling
 weights, so a run continued with other settings samples again. A checkpoint holds the groups in
-flight at its time, so records older than the checkpoint before it are deleted.
+flight at its time, so each checkpoint deletes the records from before the previous one.
 """
 
 from __future__ import annotations

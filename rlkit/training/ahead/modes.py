@@ -19,7 +19,7 @@ def group_source(
     again: Callable[[], Experiment] | None = None,
     folder: Path | None = None,
 ) -> AbstractContextManager[GroupSource]:
-    """A context with the source of a run's groups. If it starts a process, this ends with the
+    """A context with the source of a run's groups. A process that it starts ends with the
     context.
 
     Args:

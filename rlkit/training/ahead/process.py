@@ -95,7 +95,7 @@ class SamplingProcess:
         self.connection, theirs = Pipe()
         handles = (theirs.fileno(), self.memory)
         with ExitStack() as files, theirs:
-            # however large the setup is, it waits in a file until it is read
+            # the setup waits in a file until it is read, however large it is
             setup = files.enter_context(tempfile.TemporaryFile())
             setup.write(data)
             setup.seek(0)
@@ -207,7 +207,7 @@ class SamplingProcess:
 
     def send(self, message: Any) -> None:
         """Send a message to the process. Raises EngineError if it is gone."""
-        # `Connection.send` would share the memory of tensors, which needs a common key
+        # `Connection.send` would share the memory of tensors, for which both sides need one key
         data = pickle.dumps(message)
         try:
             self.connection.send_bytes(data)

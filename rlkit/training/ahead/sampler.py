@@ -1,8 +1,8 @@
 """The sampling process of asynchrony=overlap: it samples and scores groups while the trainer
 updates.
 
-    trainer ── weights of version v (shared memory) ──▶ sampling process ── groups of step v +
-            staleness ──▶ trainer ── request (step, version, progress) ────▶
+    trainer ── weights of version v (shared memory) ────▶ sampling process
+    trainer ── request (step v + staleness, version v) ─▶ sampling process ── groups ──▶ trainer
 
 The process builds the experiment, the model, the engine and the environments again, and takes each
 version's trainable weights from memory that both processes map. It answers requests one by one, in

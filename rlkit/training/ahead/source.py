@@ -51,11 +51,11 @@ class GroupSource(Protocol):
         """
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """Everything for a later process to go on, as plain values and tensors."""
+        """Everything a later process needs to go on, as plain values and tensors."""
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """Go on from a `state`. If the config would now sample some groups otherwise, these and all
-        later ones are left out of the flight.
+        """Go on from a `state`. The flight ends before the first groups that the config would now
+        sample differently.
 
         Raises: DataError if the tasks have changed.
         """

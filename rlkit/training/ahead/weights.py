@@ -80,7 +80,7 @@ class WeightSlots:
         found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
         if found != version:
             raise EngineError(
-                f"asynchrony=overlap: weights of version {version} are asked for, and their place"
+                f"asynchrony=overlap: weights of version {version} were requested, but their slot"
                 f" holds version {found}"
             )
         return self.place(version) + 8

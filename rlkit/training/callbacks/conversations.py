@@ -1,4 +1,4 @@
-"""Write conversations to files and to the loggers' texts. To read them is the best way to find
+"""Write conversations to files and to the loggers' texts. Reading them is the best way to find
 reward hacking."""
 
 from __future__ import annotations

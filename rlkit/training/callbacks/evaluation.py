@@ -37,7 +37,7 @@ class HeldOut(L.Callback):
 
     With `evaluation.every` n > 0 validation problems are played before the first step, after every
     n-th and after the last; with 0 never. Test problems are played before the first step and after
-    the last. `results` takes the figures; a resumed run has it from its checkpoint.
+    the last. `results` collects the figures; a resumed run restores it from its checkpoint.
     """
 
     def __init__(self, tasks: Splits, metrics: Path, results: Results):

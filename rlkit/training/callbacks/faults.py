@@ -29,9 +29,9 @@ class DebugBundle(L.Callback):
     also its minibatch and the state before it: `rlkit replay bundle=FOLDER` then does the
     update again.
 
-    The first of several ranks writes. A rank that fails alone writes debug/step_000007_rank1/. With
-    trainer=ddp each rank has the whole state. Shards can be gathered only if all ranks fail
-    together, as they do when numbers are not finite.
+    With several ranks, the first one writes. A rank that fails alone writes
+    debug/step_000007_rank1/. With trainer=ddp each rank has the whole state. Shards can be gathered
+    only if all ranks fail together, as they do when numbers are not finite.
     """
 
     def __init__(self, run: Path):
@@ -41,7 +41,7 @@ class DebugBundle(L.Callback):
         announce(exception)
         said = not isinstance(exception, Exception) or isinstance(exception, Refusal)
         if said or owner.lost(self.run):
-            # a signal, an error explained by its message, or the folder of another process by now
+            # a signal, an error explained by its message, or another process now owns the folder
             return
         together = ranks.size() == 1 or isinstance(exception, NonFinite)
         echo = isinstance(exception, ranks.RankError)
@@ -90,7 +90,7 @@ class Watchdog(L.Callback):
     `trainer.max_step_time` (`rlkit.system.waiting.limited`).
 
     The parts of a step are generate, reward and update. Between steps the limit only applies to
-    calls that are waited for: evaluations call rewards and environments too.
+    the calls that the run waits for, such as an evaluation's rewards and environments.
     """
 
     def __init__(self) -> None:

@@ -66,8 +66,8 @@ def still_owned(run: Path) -> None:
 
 class MetricsFile(L.Callback):
     """Appends the module's row to metrics.jsonl after each RL step, and shows the loggers the row,
-    its texts and histograms. Then the learner advances by the row, `eval/*` included; one line is
-    written if a phase ends. Runs after every callback that adds to the row.
+    its texts and histograms. Then the learner advances with the row, `eval/*` included; a line is
+    printed if a phase ends. Runs after every callback that adds to the row.
     """
 
     def __init__(self, path: Path):

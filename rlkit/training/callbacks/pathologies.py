@@ -51,7 +51,7 @@ def all_rewards_equal(row: Row) -> str | None:
     elif bad >= 0.9:
         remedy = "choose easier problems (task), or warm the model up (experiment=sft)"
     else:
-        remedy = "choose problems between these, which are solved always or never (task)"
+        remedy = "choose problems of medium difficulty; these are solved always or never (task)"
     return (
         f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is"
         f" nothing to learn from; raise batch.group_size, {remedy}"
@@ -92,20 +92,20 @@ def most_truncated(row: Row) -> str | None:
 
 
 def length_inflation(row: Row) -> str | None:
-    """Replies loop, or a policy that follows a teacher has many replies cut. In a loop teacher and
-    policy agree, so the teacher does not lead out of it."""
+    """Replies loop, or many replies of a policy that follows a teacher are cut. In a loop, teacher
+    and policy agree, so the teacher does not end the loop."""
     looping = row["len/loop_frac"]
     cut = row["len/truncated_frac"] if "streams/teacher" in row else 0
     if not (looping > 0.02 or cut > 0.15):
         return None
     remedy = (
-        "add a demonstration (algorithm.streams.imitation), hold on to the start (kl=k3), or lower"
-        " algorithm.streams.teacher.coef"
+        "add a demonstration (algorithm.streams.imitation), stay close to the start (kl=k3), or"
+        " lower algorithm.streams.teacher.coef"
     )
     what = (
         f"{looping:.0%} of the episodes repeat themselves"
         if looping > 0.02
-        else f"{cut:.0%} of the replies to a teacher are cut"
+        else f"{cut:.0%} of the replies trained with a teacher are cut"
     )
     return f"{what}: lengths inflate; {remedy}"
 
@@ -137,7 +137,7 @@ def reward_failures(row: Row) -> str | None:
     worst = max(rates, key=rates.__getitem__)
     return (
         f"the reward term {worst.removeprefix('reward/')} failed on {rates[worst]:.1%} of the"
-        f" episodes, which are not trained on; {worst}/error_frac and timeout_frac follow it"
+        f" episodes, which are not trained on; {worst}/error_frac and timeout_frac track it"
     )
 
 
@@ -211,7 +211,7 @@ def dropped_thinking(row: Row) -> str | None:
 
 
 def no_answers(row: Row) -> str | None:
-    """Every final content of a step of programs is empty, and a reward reads it."""
+    """All programs of a step left their final content empty, and a reward reads it."""
     reads = any(name.endswith("/ok_frac") and name != "reward/environment/ok_frac" for name in row)
     return (
         "every final content is empty, and the reward reads it: set environment.answer to where"

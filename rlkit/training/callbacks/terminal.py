@@ -18,7 +18,7 @@ from rlkit.system.output import clock
 COLUMNS = 80  # of a step's line
 # printed once, above the lines of the steps
 LEGEND = "each step: ... | seconds of sampling (+ scoring) + update, time left of the run"
-RECENT = 8  # steps to work the time left out from
+RECENT = 8  # steps from which the time left is estimated
 
 
 class ProgressLines(L.Callback):
@@ -106,7 +106,7 @@ class TimeLeft:
         self.end: float | None = None
 
     def set(self, seconds: float | None) -> None:
-        """From now on so many seconds are left."""
+        """Count down from so many seconds, or show nothing for None."""
         self.end = None if seconds is None else time.perf_counter() + seconds
 
     def __str__(self) -> str:
@@ -179,7 +179,7 @@ def step_line(
 
 
 def held_out(row: dict[str, Any]) -> str:
-    """`validation accuracy 0.981, test accuracy 0.988`, each with the mean reward where that
+    """`validation accuracy 0.981, test accuracy 0.988`, each with the mean reward if it
     differs; '' without an evaluation."""
     said = []
     for split, prefix in (("validation", "eval/"), ("test", "test/")):

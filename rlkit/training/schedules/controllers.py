@@ -80,9 +80,9 @@ def adaptive(
 
     After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1 / (horizon ·
     steps)). Ziegler et al. 2019, arXiv:1909.08593, section 2.2, count the horizon in rollouts:
-    H rollouts, n a step, are horizon = H / (n · steps). Here it is a share of the run, so that the
-    coefficient can move as far in a short run as in a long one: with the defaults by a factor of
-    about e² either way. A step without a finite KL changes nothing.
+    H rollouts at n a step correspond to horizon = H / (n · steps). Here it is a share of the run,
+    so that the coefficient can move as far in a short run as in a long one: with the defaults by a
+    factor of about e² either way. A step without a finite KL changes nothing.
 
     Args:
       start: coefficient of the first step, greater than 0: it is only ever multiplied.
@@ -91,8 +91,8 @@ def adaptive(
       limit: largest relative error counted, in (0, 1).
       metric: the metric to hold at the target. kl/ref_k3 is in nats per token.
       steps: RL steps of which the horizon is a share; None: all steps of the run, or of the phase
-        that brings the controller.
-    Raises: ValueError where a number is outside its range.
+        that defines the controller.
+    Raises: ValueError if a number is outside its range.
     """
     for name, value in (("start", start), ("target", target)):
         if not value > 0:
@@ -152,7 +152,7 @@ def adaptive_entropy(
       target: nats per sampled token.
       step: greater than 0.
       low, high: bounds of the coefficient, low ≤ start ≤ high.
-    Raises: ValueError where a number is outside its range.
+    Raises: ValueError if a number is outside its range.
     """
     if not step > 0:
         raise ValueError(f"step={step}: must be greater than 0")

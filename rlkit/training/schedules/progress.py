@@ -2,7 +2,7 @@
 
     start ──▶ at ──▶ one RL step ──▶ advance ──▶ at ──▶ …
 
-Of all this a checkpoint only needs the Progress.
+A checkpoint needs only the Progress.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PHASED = ("algorithm", "kl", "reference", "reward")  # groups replaceable by a p
 
 @safe("algorithm", "kl", "reference", "reward", "until", "numbers", "reset")
 class Phase(NamedTuple):
-    """A part of the run with groups of its own. A group of None is the whole run's.
+    """A part of the run with config groups of its own. None keeps the whole run's group.
 
     until      the phase ends
     20         after 20 RL steps of its own
@@ -92,8 +92,8 @@ def start(experiment: Any) -> Progress:
 
 
 def phases(experiment: Any) -> dict[str, Any]:
-    """Name → the experiment of that phase: with its own groups, with its numbers before the shared
-    ones, and without phases.
+    """Name → the experiment of that phase: its own groups, its own numbers before the shared ones,
+    and no phases.
 
     A run without phases is one phase named "".
     """
@@ -243,8 +243,8 @@ def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
 def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> Progress:
     """The progress after an RL step with these `metrics`.
 
-    Controllers move; if the phase's end condition holds the next phase begins. Then its own
-    controllers start anew, and shared ones go on.
+    Controllers move. If the phase's end condition holds, the next phase begins: its own controllers
+    start anew, and shared ones go on.
     """
     phase, x = _current(experiment, progress)
     now = controllers_of(x)
@@ -283,7 +283,7 @@ def transition(experiment: Any, before: Progress, now: Progress, reset: Sequence
     return (
         f"phase {names[before.phase]} → {name} after step {now.step}:"
         f" {named[name].algorithm.name}; keeps {', '.join(kept)}; resets"
-        f" {', '.join(['controllers that it brings', *reset])}"
+        f" {', '.join(['its own controllers', *reset])}"
     )
 
 

@@ -3,7 +3,7 @@
 Each file imports only from the files above it:
 
     split           rows of an update, and micro-batches of a pass
-    micro_batches   how large micro-batches are, and what happens where memory runs out
+    micro_batches   how large micro-batches are, and what happens if memory runs out
     record          Update: what passes and updates compute with
     optimizers      critic and optimizers, and how many steps they skipped
     sampled         rollouts as a Batch

@@ -3,17 +3,17 @@ any weights.
 
 A KL from an earlier policy to the present one needs only the earlier policy's log-probs of its own
 tokens. So the log-probs of a few rollouts are kept, and a forward pass for each figure scores these
-rollouts again after the last update. They are a sixteenth of a step's rollouts, or four of fewer
-than 64. The earlier log-probs are from the trainer's pass before its updates or, with one
-update a step, from this update itself. If neither exists (by `algorithm.old`), an additional pass
-reads the same rollouts.
+rollouts again after the last update. They are a sixteenth of a step's rollouts, but at least four.
+The earlier log-probs come from the trainer's pass before its updates or, with one update per step,
+from this update itself. If neither exists (see `algorithm.old`), an additional pass reads the same
+rollouts.
 
     figure     mean of k3, in nats per token     on
     kl/step    KL(before the step‖now)           rollouts of the step with a trained token
     kl/start   KL(the start of the run‖now)      the same rollouts of the first step, in every step
 
-kl/start is nan if kl/ref says how far the policy is from its start, with an active KL to a
-reference frozen there. Neither figure exists if the episodes were not sampled by the
+kl/start is nan if kl/ref already measures the distance from the start, because the KL is active and
+its reference is frozen at the start. Neither figure exists if the episodes were not sampled by the
 policy (algorithm=sft).
 """
 
@@ -91,8 +91,8 @@ def before_updates(
     Args:
       start: rollouts of the first step; None in the first step, or if no figure needs them.
       rollouts: all of the step.
-    Returns: both with the log-probs from before the updates. If the step has a single update, this
-      gives those of the step's rollouts later (`found`).
+    Returns: both with the log-probs from before the updates. If the step has a single update,
+      that update gives the log-probs of the step's rollouts later (`found`).
     """
     if u.x.algorithm.episodes is not None:  # the policy has not sampled them
         return None, start

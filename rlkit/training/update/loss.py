@@ -24,8 +24,8 @@ from rlkit.types import Minibatch, TokenLogprobs, Weighted, plain
 
 
 def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
-    """The batch with each token's share of the loss, and only the metrics of this function. Call it
-    once per optimiser step, on all of its rows."""
+    """The batch with each token's share of the loss; its metrics are only those of the aggregation.
+    Call it once per optimiser step, on all of the step's rows."""
     with torch.no_grad():
         weights, metrics = part("aggregation", algorithm.aggregation, batch.quantities)
         return Minibatch(**vars(batch) | {"metrics": metrics}, weights=weights)

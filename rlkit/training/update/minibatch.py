@@ -1,4 +1,4 @@
-"""The updates of a step: one minibatch each, whose micro-batches only sum."""
+"""The updates of a step, one minibatch each. A micro-batch only adds its sum to the minibatch's."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from rlkit.types import Minibatch, TokenLogprobs, Weighted
 
 
 def step_minibatches(u: Update, batch: Weighted, terms: UpdateTerms) -> Iterator[Minibatch]:
-    """Every update's batch in its order, with the weights of its tokens.
+    """Every update's batch, in order, with the weights of its tokens.
 
     Later epochs have other minibatches. As long as no update has had a gradient, the reference's
-    log-probs are computed again in these minibatches, if an update needs them.
+    log-probs are computed again in the new minibatches, if an update needs them.
     """
     kl = u.x.kl
     for epoch, splits in enumerate(minibatch_rows(batch, u.x.algorithm, u.seed)):

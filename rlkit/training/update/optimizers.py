@@ -1,4 +1,4 @@
-"""The optimizers of policy and critic, and one with moments of a byte each."""
+"""The optimizers of policy and critic, and an AdamW with 8-bit moments."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Optimizers:
 
 def critic_of(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
     """The critic of the first phase that has one, or None. It is built at the start of the run,
-    even if a later phase trains it first."""
+    even if only a later phase trains it."""
     active = first_critic(x)
     if active is None:
         return None
@@ -132,8 +132,7 @@ def adamw_8bit(
     """AdamW with moments of 8 bits in blocks: 2 bytes a parameter instead of 8. Tensors below 4,096
     entries keep float32.
 
-    Raises: ConfigError without the package bitsandbytes; it does not know sharded weights
-    either.
+    Raises: ConfigError if the package bitsandbytes is missing, or if the weights are sharded.
     Source: Dettmers et al. 2022, arXiv:2110.02861.
     """
     try:

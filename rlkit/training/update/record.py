@@ -61,6 +61,6 @@ class Update(NamedTuple):
         return self.x.generation.temperature or 1.0
 
     def assembled(self, rollouts: Sequence[Rollout]) -> Batch:
-        """Rollouts as tensors beside the policy."""
+        """Rollouts as tensors on the policy's device."""
         device = next(self.model.parameters()).device
         return assemble(rollouts, pad_token_id=self.policy.pad_token_id, device=device)

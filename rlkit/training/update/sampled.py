@@ -57,7 +57,7 @@ def last_tokens(batch: Batch) -> Tensor:
 
 
 def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
-    """The batch without rollouts from parts that the reward's stream does not train on."""
+    """The batch with only the rollouts from parts that the reward's stream trains on."""
     return batch if stream is None else of_parts(batch, rollouts, stream)
 
 

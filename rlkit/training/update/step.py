@@ -26,7 +26,7 @@ from rlkit.types import Rollout, Weighted
 
 
 class Updated(NamedTuple):
-    """What the updates of a step were made of, and what they did."""
+    """The batch of a step's updates, and their effects."""
 
     batch: Weighted
     terms: UpdateTerms

@@ -2,8 +2,8 @@
 update, in a pass of its own over its own tokens.
 
 loss = reward + Σ_c coef_c Σ_t w_ct l_ct, where the weights w_c sum to 1 over the stream's mask,
-before the batch is split. So a stream leaves the gradients of the others as they are, and one
-without tokens, or of coefficient 0, computes nothing.
+before the batch is split. So a stream does not change the gradients of the others, and a stream
+without tokens, or with coefficient 0, computes nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taugh
     """Every pass of an update, with weights fixed before it is split; streams without a
     token are left out.
 
-    Raises: DataError where a part of the mixture has no teacher.
+    Raises: DataError if a part of the mixture has no teacher.
     """
     for name, stream in u.x.algorithm.active_streams.items():
         if name == "teacher":

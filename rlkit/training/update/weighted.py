@@ -21,7 +21,7 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
     """The batch with advantages [B, T], returns if there is a critic, and the factor on each
     token's policy loss; zero outside the response mask.
 
-    advantage → normalisation → minus the KL still to come, if the KL is in the reward. For an
+    advantage → normalisation → minus the KL from this token on, if the KL is in the reward. For an
     advantage that asks for `token_rewards` the KL is deducted from these instead. With
     `kl.in_baseline` it is deducted from the rewards of every advantage, and of all rollouts, since
     untrained ones count in the baseline too. The factor is off-policy correction × token filter;

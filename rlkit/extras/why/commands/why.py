@@ -32,7 +32,7 @@ def command(arguments: Arguments) -> int | Answer:
     step=N rollout=I token=J  where a sampled token came from, and what its step did to it; rollouts
                  of the step and tokens of the rollout are counted from 0
     attack=true  try empty and constant answers also on a reward that is async, takes the whole
-                 batch or reads an address
+                 batch or contacts a server
     brief=true   two sentences at most on one run or on several, as at the end of a run; nothing is
                  said of runs that rise or have fewer than ten steps
     trust=true   the run may use code that nothing declares safe
