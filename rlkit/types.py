@@ -864,8 +864,8 @@ class KLFn(PerTokenFn[Q], Protocol[Q]):
 
 
 class AggregationFn(PerTokenFn[Q], Protocol[Q]):
-    """(response_mask, rollout_ids, …) → weight of each token [B, T]; they sum to 1 over an update
-    batch.
+    """(response_mask, rollout_ids, …) → weight of each token [B, T]. Over an update batch they sum
+    to 1, or to what the function's docstring says; nothing rescales them.
 
     The loss is Σ weights × loss per token, so any split into micro-batches gives the same gradient.
     """

@@ -79,11 +79,13 @@ def jsonl(
     defaults = Task(
         id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment
     )
+    unread = {"reward": "reward function", "environment": "environment"}
+    unread = {name: what for name, what in unread.items() if name not in {*fields, *named.values()}}
     for _, where, row in rows:
-        if "reward" in row and "reward" not in {*fields, *named.values()}:
+        for name in unread.keys() & row.keys():
             raise DataError(
-                f"{where}: nothing reads the field 'reward'; set task.fields.reward=reward where it"
-                " names the row's reward function, and task.fields.reward=null to pass over it"
+                f"{where}: nothing reads the field '{name}'; set task.fields.{name}={name} where it"
+                f" names the row's {unread[name]}, and task.fields.{name}=null to pass over it"
             )
     tasks = [
         _task(where, row, named, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt)

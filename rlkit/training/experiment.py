@@ -75,7 +75,7 @@ class Sampling(NamedTuple):
     temperature=(0, None),
     curve_temperature=(0, None),
     max_new_tokens=(1, None),
-    stop_at=(0, None),
+    stop_at=(0, 1),
     max_time=(0.001, None),
 )
 class Evaluation(NamedTuple):

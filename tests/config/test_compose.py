@@ -4,6 +4,7 @@ imported; else it is built."""
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -201,6 +202,10 @@ def test_every_job_of_a_sweeping_preset_composes(name):
 REFUSALS = {
     "unknown option": (["algorithm=grp"], ["algorithm=grp", "Did you mean 'grpo'", "reinforce"]),
     "unknown key": (["optimizer.lrr=1"], ["optimizer.lrr", "Did you mean 'lr'"]),
+    "accuracy in percent": (
+        ["evaluation.stop_at=95", "evaluation.every=1"],
+        ["evaluation.stop_at=95", "1"],
+    ),
     "unknown key deep": (
         ["algorithm.policy_loss.clip_lo=0.1"],
         ["algorithm.policy_loss.clip_lo", "Did you mean 'clip_low'"],
@@ -617,6 +622,52 @@ def test_steps_that_the_run_never_reaches_are_a_warning(overrides, words):
     (text,) = warnings(experiment(compose(overrides)))
     assert text.startswith(words) and "trainer.steps=20" in text
     assert not warnings(experiment(compose([*overrides, "trainer.steps=21"])))
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (
+            ["schedule=on_reward", "schedule.phases.explore.until='reward/meen > 0.8'"],
+            "schedule.phases.explore.until: waits for 'reward/meen', .* Did you mean 'reward/mean'",
+        ),
+        (
+            ["schedule=kl_anneal", "kl=none", "reference=none"],
+            r"schedule\.numbers\.kl\.coef: kl=none",
+        ),
+    ],
+)
+def test_a_schedule_that_does_nothing_is_a_warning(overrides, words):
+    (text,) = warnings(experiment(compose(overrides)))
+    assert re.match(words, text)
+
+
+@pytest.mark.parametrize("overrides", [[], ["kl=none", "reference=none"]])
+@pytest.mark.parametrize("loss", ["detached", "of_old_policy"])
+def test_a_policy_loss_without_a_gradient_is_refused(overrides, loss):
+    """Beside a KL the run trained on the KL alone; without one torch's own words were shown."""
+    own = [f"algorithm.policy_loss._target_={__name__}.{loss}"]
+    own += ["~algorithm.policy_loss.clip_low", "~algorithm.policy_loss.clip_high"]
+    with pytest.raises(ConfigError, match=rf"^algorithm\.policy_loss \(.*{loss}\): .*no gradient"):
+        experiment(compose([*own, *overrides]))
+
+
+def detached(ratio, advantages):
+    return -ratio.detach() * advantages
+
+
+def of_old_policy(logprobs_old, advantages):
+    return -logprobs_old * advantages
+
+
+def test_an_advantage_of_zero_beside_a_kl_is_refused():
+    own = [f"algorithm.advantage._target_={__name__}.nothing"]
+    with pytest.raises(ConfigError, match="gradient is zero"):
+        experiment(compose([*own, "algorithm=reinforce", "kl=k3"]))
+
+
+def nothing(rewards):
+    return 0 * rewards
 
 
 @pytest.mark.slow

@@ -108,6 +108,11 @@ SAMPLES = {  # what it is → (the case, its exit status, words that it says)
         "memory ran out at",
     ),
     "a column of rewards": (rows({"reward": 0.5}, {}), 2, "nothing reads the field 'reward'"),
+    "a column of environments": (
+        rows({"environment": "tool_use"}, {}),
+        2,
+        "nothing reads the field 'environment'",
+    ),
     "a column of rewards that is passed over": (
         rows({"reward": 0.5}, {})._replace(
             words=[*rows({}).words, "+task.fields.reward=null"],

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, nearest
+from rlkit.training.glossary import meaning_of, sections
 from rlkit.training.schedules.controllers import condition
 from rlkit.training.schedules.paths import flat
 from rlkit.training.schedules.progress import (
@@ -108,12 +109,7 @@ def _check_waiting(experiment: Any) -> list[str]:
     """Metrics a phase waits for but will not or must not see."""
     problems = []
     evaluated = experiment.evaluation.n > 0 and experiment.evaluation.every > 0
-    waiting = {
-        path: metric
-        for i in range(len(experiment.schedule.phases) or 1)
-        for path, metric in watched(experiment, Progress(phase=i)).items()
-    }
-    for path, metric in waiting.items():
+    for path, metric in _awaited(experiment).items():
         if metric.startswith("test/"):
             instead = f"wait for 'eval/{metric[5:]}' (validation)"
             problems.append(
@@ -128,9 +124,29 @@ def _check_waiting(experiment: Any) -> list[str]:
     return problems
 
 
+def _awaited(experiment: Any) -> dict[str, str]:
+    """Path → the metric that it follows, in any phase."""
+    return {
+        path: metric
+        for i in range(len(experiment.schedule.phases) or 1)
+        for path, metric in watched(experiment, Progress(phase=i)).items()
+    }
+
+
 def schedule_warnings(experiment: Any) -> list[str]:
     """Settings of a schedule that are legal but probably not meant."""
-    out = []
+    known = [name for part in sections() for entry in part.entries for name in entry.names]
+    out = [
+        f"{path}: waits for '{metric}', which rlkit itself never measures.{nearest(metric, known)}"
+        " `rlkit metrics` lists its metrics; a part of your own may add others"
+        for path, metric in _awaited(experiment).items()
+        if meaning_of(metric) is None
+    ]
+    out += [
+        f"schedule.numbers.kl.coef: kl={x.kl.name} has no KL to weigh; choose a kl"
+        for x in phases(experiment).values()
+        if "kl.coef" in x.schedule.paths and x.kl.estimator is None
+    ]
     steps = 0
     given = experiment.schedule.phases
     for position, (name, phase) in enumerate(given.items()):

@@ -27,7 +27,6 @@ def dry_run(x: Experiment) -> None:
     Raises: ConfigError if a part fails, if the gradient is zero or not finite, or if a part falsely
       declares a vanishing gradient.
     """
-    import torch
 
     from rlkit.algorithm import asks
     from rlkit.training.metrics import UpdateTerms, update_metrics
@@ -51,7 +50,8 @@ def dry_run(x: Experiment) -> None:
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
         if x.algorithm.critic.active:
             loss = loss + value_surrogate(batch, scores, x.algorithm.critic)[0]
-        loss.backward(retain_graph=True)
+        if loss.requires_grad:
+            loss.backward(retain_graph=True)
         update_metrics(
             replace(batch, metrics={name: term for name, term in terms.items() if "/" in name}),
             UpdateTerms(),
@@ -62,7 +62,9 @@ def dry_run(x: Experiment) -> None:
             f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails:"
             f" {describe_error(error)}"
         ) from error
-    if logits.grad is None or not torch.isfinite(logits.grad).all() or not logits.grad.any():
+    alone = _policy_gradient(x, batch, scores, logits)
+    whole = logits.grad
+    if whole is None or not whole.isfinite().all() or not alone.isfinite().all() or not alone.any():
         made = {
             "advantage": batch.advantages,
             "correction": batch.scale,
@@ -79,6 +81,31 @@ def dry_run(x: Experiment) -> None:
             " check its numbers"
         )
     _check_vanishing(x, batch, scores)
+
+
+def _policy_gradient(
+    x: Experiment, batch: Minibatch, scores: TokenLogprobs, logits: Tensor
+) -> Tensor:
+    """The gradient of the policy loss alone. A KL or an entropy bonus would hide one of zero.
+
+    Raises: ConfigError if there is none.
+    """
+    import torch
+
+    from rlkit.algorithm import KL
+    from rlkit.training.update.loss import surrogate
+
+    loss, _ = surrogate(batch, scores, x.algorithm._replace(entropy_coef=0.0), KL("none"))
+    found = None
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)[0]
+    if found is None:
+        raise ConfigError(
+            f"algorithm.policy_loss ({written(x.algorithm.policy_loss)}): its value has no gradient"
+            " with respect to logprobs or ratio, so the rewards would train nothing; take out"
+            " detach(), item() or no_grad()"
+        )
+    return found
 
 
 def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
