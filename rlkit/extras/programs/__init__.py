@@ -4,8 +4,8 @@ come from MCP servers, games have two players or many boards.
 aiohttp is imported only when it is needed.
 
 Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _named_games,
-_two_players, contract, slots, _processes, _commands, tool_servers, wire, _mcp, conversations,
-server, _verifier, _players, _program, serving, commands.
+_two_players, contract, record, settings, slots, stopping, _processes, _commands, tool_servers,
+wire, _mcp, conversations, server, _verifier, _players, _program, serving, commands.
 """
 
 from rlkit.extras.programs._gymnasium_vector import gymnasium_vector
