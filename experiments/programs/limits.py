@@ -7,15 +7,15 @@ The embedded model's template and tokenizer; the engine answers at once with a w
 thread of its own sends the requests. The loop is asked every millisecond whether it still runs; its
 longest silence during a request is "stands still". Requests of 4 MB are one long text, many
 short messages, and a tool with a long schema; each is refused, since the context holds less. A turn
-is a request with the whole conversation so far, and its seconds are the mean of ten.
+is a request with the whole conversation so far, and its seconds are the mean of ten turns. All
+seconds are this process's on the processor, with the client's share, so that other work on the
+machine does not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 import time
 import urllib.error
 from collections.abc import Callable
@@ -47,12 +47,12 @@ LARGE: dict[str, dict[str, Any]] = {
 
 async def watched(work: Callable[[], None]) -> tuple[float, float]:
     """Run work in a thread. Returns: its seconds, and the longest silence of the loop meanwhile."""
-    begun = last = time.perf_counter()
+    begun = last = time.process_time()
     silence = 0.0
     task = asyncio.create_task(asyncio.to_thread(work))
     while not task.done():
         await asyncio.sleep(0.001)
-        now = time.perf_counter()
+        now = time.process_time()
         silence = max(silence, now - last)
         last = now
     await task
@@ -74,9 +74,8 @@ def played(policy: Policy, play: Callable[..., Any], turns: int) -> None:
         raise RuntimeError(rollout.error)
 
 
-def large_requests() -> dict[str, dict[str, float]]:
-    """The three requests of 4 MB."""
-    found: dict[str, dict[str, float]] = {}
+def large_requests() -> None:
+    """Print the figures of the three requests of 4 MB."""
 
     async def play(task: Task, client: Client) -> None:
         for name, body in LARGE.items():
@@ -88,34 +87,34 @@ def large_requests() -> dict[str, dict[str, float]]:
                     assert error.code == 400, error
 
             taken, silence = await watched(ask)
-            found[name] = {"seconds": round(taken, 2), "stands still": round(silence, 3)}
+            print(f"4 MB, {name}: {taken:.2f} s, stands still {silence:.3f} s", flush=True)
 
     played(load_policy(path="tiny"), play, 8)
-    return found
 
 
-def long_conversation(turns: int) -> dict[str, float]:
-    """Seconds of some turns of one conversation."""
+def long_conversation(turns: int) -> None:
+    """Print the seconds of some turns of one conversation."""
     taken: list[float] = []
 
     def play(task: Task, client: Client) -> None:
         messages: list[Any] = []
         for _ in range(turns):
             messages.append(USER)
-            begun = time.perf_counter()
+            begun = time.process_time()
             messages.append(client.chat(messages))
-            taken.append(time.perf_counter() - begun)
+            taken.append(time.process_time() - begun)
 
-    begun = time.perf_counter()
+    begun = time.process_time()
     played(load_policy(path="tiny")._replace(context_length=1 << 20), play, turns)
-    whole = time.perf_counter() - begun
-    ten = {n: sum(taken[n - 10 : n]) / 10 for n in (100, 500, 1000, turns) if n <= len(taken)}
-    return {f"turn {n}": round(mean, 4) for n, mean in ten.items()} | {"all": round(whole, 1)}
+    whole = time.process_time() - begun
+    for n in (100, 500, 1000, turns):
+        if n <= turns:
+            print(f"turn {n}: {sum(taken[n - 10 : n]) / 10:.4f} s")
+    print(f"{turns} turns: {whole:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=1500)
-    turns = parser.parse_args().turns
-    found = {"4 MB": large_requests(), "seconds": long_conversation(turns)}
-    json.dump(found, sys.stdout, indent=1)
+    long_conversation(parser.parse_args().turns)
+    large_requests()

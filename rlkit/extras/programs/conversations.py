@@ -98,7 +98,6 @@ class Conversations:
         self.seed = seed
         self.keys = keys
         self.ready = ready
-        self.strict_thinking = strict_thinking
         self.calls: list[Call] = []
         self.trees = Tree(thinking=strict_thinking), Tree(thinking=False)
         self.continued: set[int] = set()  # numbers of replies with another one behind them
@@ -166,9 +165,8 @@ class Conversations:
         found = strict.replies(tools, before) if before else ()
         fresh = (call for call in reversed(found) if call.number not in self.continued)
         parent = next(fresh, found[-1] if found else None)
-        own = copied(
-            list(messages[len(before) if parent else 0 :])
-        )  # the program may go on with it
+        behind = messages[len(before) :] if parent else messages
+        own = copied(list(behind))  # the program may go on with its own
         renderer = self.policy.renderer
         dropped = parent is None and bool(before) and bool(bare.replies(tools, before))
         if parent is None:

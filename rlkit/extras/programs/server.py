@@ -72,8 +72,7 @@ class Door:
 
     Args:
       ask: gives the reply to a conversation.
-      ignore: settings that cannot be honoured have no effect, as far as a program can check its
-        answer itself (`refuse_settings`).
+      ignore: unsupported settings of requests have no effect (`refuse_settings`).
     """
 
     def __init__(self, ask: Ask, *, ignore: bool = False):
@@ -147,6 +146,7 @@ class Endpoint:
         async with self.started:
             if self.runner is not None:
                 return
+            line = socket.create_server(("127.0.0.1", port))
             app = web.Application(client_max_size=MAX_BODY)
             app.router.add_route("*", "/{path:.*}", self.handle)
             runner = web.AppRunner(
@@ -158,7 +158,6 @@ class Endpoint:
                 keepalive_timeout=IDLE_SECONDS,
             )
             await runner.setup()
-            line = socket.create_server(("127.0.0.1", port))
             accept = partial(self._accept, runner)
             loop = asyncio.get_running_loop()
             loop.set_exception_handler(_pass_over_full)
@@ -256,6 +255,8 @@ class Endpoint:
         except Refused as error:
             door.refusals.append(str(error))
             return refusal(written, error.status, str(error))
+        except ConnectionError:  # the client has left
+            raise
         except Exception as error:
             why = f"the endpoint failed: {type(error).__name__}: {error}"
             door.refusals.append(why)
