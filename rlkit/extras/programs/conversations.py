@@ -53,8 +53,8 @@ LARGE = 1 << 16
 class Read(NamedTuple):
     """A conversation as the policy reads it."""
 
-    parent: Call | None  # the recorded reply that it continues
-    dropped: bool  # it continues none because the client dropped the thinking of a reply
+    parent: Call | None  # the recorded reply before it
+    dropped: bool  # it has none because the client dropped the thinking of a reply
     messages: list[Message]  # behind this reply
     ids: tuple[int, ...]  # of these messages
 
@@ -182,7 +182,7 @@ class Conversations:
     async def _sampled(
         self, read: Read, context: int, limit: int | None, stop: Sequence[str]
     ) -> Step:
-        """Sample the reply to a context, as a step whose content holds the stop text."""
+        """Sample the reply to a context. The step's content still holds the stop text."""
         depth = read.parent.depth + 1 if read.parent else 0
         ids = (*read.parent.ids, *read.ids) if read.parent else read.ids
         twin = self.drawn[context]
@@ -248,8 +248,8 @@ class Conversations:
         places = strict, bare
         call = Call(number, read.parent, after, step, read.dropped, depth, context, places)
         self.calls.append(call)
-        # A last token that goes on behind the stop text holds what the program never saw, so no
-        # later reply continues it.
+        # If the last token goes on behind the stop text, the program never saw the rest of it, and
+        # no later reply continues the row.
         if whole:
             for tree, place in zip(self.trees, places, strict=True):
                 tree.ends[place].append(call)

@@ -1,5 +1,4 @@
-"""The record of an episode's replies: the row that each continues, and the conversations that end
-with one."""
+"""The record of an episode's replies: their rows, and their conversations as a tree."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class Call(NamedTuple):
 
 
 class Tree:
-    """Recorded conversations: a place for the end of each beginning, and the replies that end
-    there.
+    """Recorded conversations: a place after each message, and the replies that end there.
 
     White space in a call's arguments and the order of its keys make no difference. Looking up a
     conversation costs one step a message.

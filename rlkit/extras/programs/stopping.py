@@ -1,4 +1,4 @@
-"""Stop texts of a request: the reply ends with the token that completes one."""
+"""Stop texts of a request: the reply ends with the last token of one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from rlkit.types import Generation, Policy
 def end_at(
     policy: Policy, context: Sequence[int], reply: Generation, stops: Sequence[str]
 ) -> Generation:
-    """The reply up to the token that completes a stop text of its content; the whole reply if none
-    does.
+    """Cut a reply behind the last token of the first stop text in its content. Thinking is not
+    looked at.
 
-    The first n tokens of a sample are a sample of n tokens, and whether the n-th one completes a
-    text depends on no later token. So what is left has the distribution and the log-probs of an
-    engine that stops there. Thinking is not looked at.
+    The decision to stop at a token depends on no later one. So the rest has the distribution and
+    the log-probs of an engine with this stop text.
 
     Args:
       context: the ids before the reply.
