@@ -197,8 +197,8 @@ def value_of(body: Mapping[str, Any], name: str) -> Any:
 
 
 def refuse_settings(body: Mapping[str, Any], path: str, *, ignore: bool) -> None:
-    """Raise ValueError for the first setting that the table refuses. `ignore`: unsupported ones have
-    no effect."""
+    """Raise ValueError for the first refused setting. `ignore`: unsupported ones have no
+    effect."""
     for row in SETTINGS:
         passes = ("honoured", "of the run", "unsupported" if ignore else "")
         if row.treatment in passes or path not in row.paths:
