@@ -1,7 +1,7 @@
-"""Writes docs/config/GROUP.md, extension_points.md and metrics.md from the code and the comments of
-conf/: python docs/generate.py
+"""Writes docs/config/GROUP.md, extension_points.md, metrics.md and the table of programs.md from
+the code and the comments of conf/: python docs/generate.py
 
-Do not edit those pages by hand. tests/laws/test_docs.py fails if they differ from the output of
+Do not edit those by hand. tests/laws/test_docs.py fails if they differ from the output of
 this script.
 """
 
@@ -19,6 +19,7 @@ import yaml
 import rlkit.types
 from rlkit.config.options import conf_dir, options_by_shelf, read_shelf
 from rlkit.config.schema import describe, resolve
+from rlkit.system.extras import list_extras
 from rlkit.training import glossary
 
 DOCS = Path(__file__).resolve().parent
@@ -32,6 +33,8 @@ def pages() -> dict[Path, str]:
     out[DOCS / "config" / "README.md"] = index(groups)
     out[DOCS / "extension_points.md"] = extension_points()
     out[DOCS / "metrics.md"] = metrics_page()
+    if "programs" in list_extras():
+        out[DOCS / "programs.md"] = programs_page()
     return out
 
 
@@ -580,6 +583,15 @@ def metrics_page() -> str:
             "",
         ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def programs_page() -> str:
+    """docs/programs.md, with the table of the settings of requests between its marks."""
+    from rlkit.extras.programs.settings import write_table
+
+    head, begin, rest = (DOCS / "programs.md").read_text().partition(MARK)
+    _, end, tail = rest.partition("<!-- end -->")
+    return f"{head}{begin}\n\n{write_table()}\n\n{end}{tail}"
 
 
 def main() -> None:

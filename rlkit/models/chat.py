@@ -26,6 +26,7 @@ from rlkit.types import THINK_TAGS, Message, Messages, Thinking
 # around a placeholder's number; a content with these marks is encoded like any other
 _OPEN = "\u27e6rlkit:"
 _CLOSE = "\u27e7"
+LONG = 1 << 16  # characters that other threads do not wait for
 _ASKED: Messages = [{"role": "user", "content": "?"}]  # before a reply, to find the text around it
 
 # goes in front of a template without tools
@@ -135,6 +136,8 @@ def _without_added_tokens(backend: Any) -> Any:
 
 def encode_text(renderer: Renderer, text: str) -> list[int]:
     """Text from outside as ids: no added token ever comes out of it."""
+    if len(text) > LONG:  # seconds, and `encode` would hold the interpreter's lock
+        return renderer.plain.encode_batch([text], add_special_tokens=False)[0].ids
     return renderer.plain.encode(text, add_special_tokens=False).ids
 
 

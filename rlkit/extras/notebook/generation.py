@@ -133,6 +133,9 @@ class Verbatim:
             text, add_special_tokens=not (self.begins and text.startswith(self.begins))
         )
 
+    def encode_batch(self, texts: Sequence[str], **_: Any) -> list[Any]:
+        return [self.encode(text) for text in texts]
+
 
 def engine_of(
     generator: Callable[..., Generation] | None, config: GenerationConfig, engine: Any = None

@@ -4,8 +4,9 @@ come from MCP servers, games have two players or many boards, tasks have Harbor'
 aiohttp is imported only when it is needed.
 
 Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _harbor,
-_named_games, _two_players, contract, slots, _processes, _commands, tool_servers, wire, _mcp,
-conversations, server, _verifier, hidden_tests, _players, _program, serving, commands.
+_named_games, _two_players, contract, record, settings, slots, stopping, _processes, _commands,
+tool_servers, wire, _mcp, conversations, server, _verifier, hidden_tests, _players, _program,
+serving, commands.
 """
 
 from rlkit.extras.programs._gymnasium_vector import gymnasium_vector

@@ -31,7 +31,6 @@ from rlkit.system.plain_files import read_plain_file
 from rlkit.system.waiting import Wait, waiting
 from rlkit.types import (
     Environment,
-    Messages,
     Playing,
     Rollout,
     Step,
@@ -64,6 +63,7 @@ def program(
     verify_time_limit: float = 60.0,
     reward_range: Sequence[float] = (0.0, 1.0),
     dropped_thinking: Literal["new_row", "continue"] = "new_row",
+    unsupported: Literal["refuse", "ignore"] = "refuse",
     variables: Mapping[str, str] | None = None,
     confined: bool | Literal["auto"] = "auto",
     readable: Sequence[str] = (),
@@ -110,6 +110,9 @@ def program(
       dropped_thinking: a conversation may come back without the thinking of a reply. It is then
         another conversation and begins a new row (new_row), or it continues the row, and the
         thinking stays there (continue).
+      unsupported: a request with a setting that cannot be honoured, such as a JSON format or a
+        forced tool, is refused (refuse), or the setting has no effect and the program checks its
+        answer itself (ignore). docs/programs.md has the table.
       variables: further variables of the program.
       confined: the program and its children write only its own folder. They read the system's
         programs and libraries, Python, the installations of the command's program and of its
@@ -160,7 +163,9 @@ def program(
         parse_calls=parse_calls,
         max_steps=max_turns,
         check=check,
-        play=partial(_play, player, verifier, check, time_limit, answer, strict, slots),
+        play=partial(
+            _play, player, verifier, check, time_limit, answer, strict, unsupported == "ignore", slots
+        ),
     )
 
 
@@ -245,6 +250,7 @@ async def _play(
     time_limit: float,
     answer: str,
     strict_thinking: bool,
+    ignore: bool,
     slots: AtMost | None,
     at: Playing,
 ) -> Rollout:
@@ -271,7 +277,7 @@ async def _play(
                 where = ""
                 play = partial(call_function, player)
                 named = player
-            episode = partial(_played, play, time_limit, named)
+            episode = partial(_played, play, time_limit, ignore, named)
             rollout = await asking(episode, strict_thinking=strict_thinking)(at)
             rollout = _with_answer(_with_requests(rollout), answer, where)
             judged = verifier.command or tests is not None
@@ -399,23 +405,27 @@ def answer_by_tool(rollout: Rollout, name: str) -> str:
 
 
 async def _played(
-    play: Callable[..., Awaitable[Ended]], time_limit: float, named: Any, task: Task, ask: Ask
+    play: Callable[..., Awaitable[Ended]],
+    time_limit: float,
+    ignore: bool,
+    named: Any,
+    task: Task,
+    ask: Ask,
 ) -> Ended:
-    """Play an episode with an endpoint of its own, within its time. `named`: the program, for
-    messages."""
+    """Play an episode with an endpoint of its own, within its time. `ignore`: unsupported settings
+    of requests have no effect. `named`: the program, for messages."""
     from rlkit.extras.programs.server import opened_door
 
     wait = Wait("the program", named)
 
-    async def answer(
-        messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
-    ) -> Step:
+    async def reply(*asked: Any, **settings: Any) -> Step:
         with wait.paused():  # meanwhile the program waits for the policy
-            return await ask(messages, tools, limit)
+            return await ask(*asked, **settings)
 
     said: dict[str, Any] = {}
+    door = opened_door(ask._replace(reply=reply), counts=said, ignore=ignore)
     try:
-        async with Countdown(time_limit).running(), opened_door(answer, counts=said) as opened:
+        async with Countdown(time_limit).running(), door as opened:
             with waiting(wait):
                 ended = await play(task, *opened)
     except DeadlinePassed:

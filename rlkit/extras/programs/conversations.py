@@ -10,10 +10,8 @@ a sub-agent) is rendered, and begins a tree of its own.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,11 +20,14 @@ from rlkit.episodes.episode import cut_off
 from rlkit.episodes.replies import check_generation, read_reply
 from rlkit.errors import Hung, TemplateError
 from rlkit.extras.programs.contract import Ask, Ended, RequestRefused
+from rlkit.extras.programs.record import Call, Schemas, Tree
 from rlkit.extras.programs.slots import AtMost
+from rlkit.extras.programs.stopping import cut_at, end_at
 from rlkit.extras.programs.wire import reply_message
 from rlkit.functional import mix
 from rlkit.models.chat import check_template, continuation, encode_prompt
 from rlkit.system.copies import copied
+from rlkit.system.deadline import in_worker
 from rlkit.system.loops import awaited, closing, is_over, result_of, settled, wind_up
 from rlkit.types import (
     Engine,
@@ -42,24 +43,25 @@ from rlkit.types import (
     ToolCall,
     ToolParser,
     ToolResult,
+    agreement,
 )
 
-Schemas = Sequence[Mapping[str, Any]]
+# Bytes of a request that is rendered in a thread. A smaller one takes a few milliseconds.
+LARGE = 1 << 16
 
 
-class Call(NamedTuple):
-    """A recorded reply."""
+class Read(NamedTuple):
+    """A conversation as the policy reads it."""
 
-    number: int  # in the order of recording
-    parent: Call | None  # the reply before it in its row
-    after: int | None  # number of the last reply before its request
-    step: Step  # with its whole context as prompt_ids
-    dropped: bool  # its row begins because the client dropped the thinking of a reply
+    parent: Call | None  # the recorded reply before it
+    dropped: bool  # it has none because the client dropped the thinking of a reply
+    messages: list[Message]  # behind this reply
+    ids: tuple[int, ...]  # of these messages
 
     @property
-    def path(self) -> list[Call]:
-        """The replies from the root to this one."""
-        return [*(self.parent.path if self.parent else ()), self]
+    def length(self) -> int:
+        """Tokens of the whole context."""
+        return len(self.ids) + (self.parent.length if self.parent else 0)
 
 
 class Conversations:
@@ -96,12 +98,11 @@ class Conversations:
         self.seed = seed
         self.keys = keys
         self.ready = ready
-        self.strict_thinking = strict_thinking
         self.calls: list[Call] = []
-        # digest of a conversation with its reply → the replies that end it
-        self.known: dict[bytes, list[Call]] = {}
-        self.bare: set[bytes] = set()  # digests of the same without thinking
-        self.drawn: Counter[tuple[int, ...]] = Counter()  # context → replies to it
+        self.trees = Tree(thinking=strict_thinking), Tree(thinking=False)
+        self.continued: set[int] = set()  # numbers of replies with another one behind them
+        self.drawn: Counter[int] = Counter()  # hash of a context → replies to it
+        self.numbered = 0  # tool calls, for their ids
         # requests; the limit met by the last one
         self.asked = 0
         self.refused = ""
@@ -109,7 +110,15 @@ class Conversations:
         self.sampling: set[int] = set()
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
-    async def ask(self, messages: Messages, tools: Schemas = (), limit: int | None = None) -> Step:
+    async def ask(
+        self,
+        messages: Messages,
+        tools: Schemas = (),
+        limit: int | None = None,
+        *,
+        stop: Sequence[str] = (),
+        size: int = 0,
+    ) -> Step:
         """See `rlkit.extras.programs.Ask`."""
         if self.asked >= self.environment.max_steps:
             self.refused = "steps"
@@ -118,41 +127,66 @@ class Conversations:
                 " (environment.max_turns)"
             )
         self.asked += 1
-        messages = copied(messages)  # the program may go on with its own
-        digests = self._digests(messages, tools)
-        bare = self._digests(messages, tools, thinking=False)
-        parent = self._continued(messages, digests)
-        known = len(messages) - self._new(messages)
-        dropped = parent is None and known < len(messages) and bare[known] in self.bare
-        new = self._named(messages[known:], parent) if parent else list(messages)
-        try:
-            ids = self._context(parent, new, tools)
-        except TemplateError as error:
-            raise RequestRefused(str(error)) from error
-        if len(ids) >= self.policy.context_length:
+        after = len(self.calls) - 1 if self.calls else None
+        read = await self._read_aside(messages, tools, size)
+        if read.length >= self.policy.context_length:
             self.asked -= 1
             self.refused = "context"
             raise RequestRefused(
-                f"context_length_exceeded: the conversation has {len(ids)} tokens, and the context"
-                f" is {self.policy.context_length}"
+                f"context_length_exceeded: the conversation has {read.length} tokens, and the"
+                f" context is {self.policy.context_length}"
             )
-        after = len(self.calls) - 1 if self.calls else None
-        step = await self._sampled(parent, new, ids, limit)
+        context = hash(read.ids)
+        if read.parent is not None:
+            context = hash((read.parent.context, read.parent.step.response_ids, read.ids))
+        step = await self._sampled(read, context, limit, stop)
         self.refused = ""
-        call = Call(len(self.calls), parent, after, step, dropped)
-        self.calls.append(call)
-        reply = reply_message(step, step.content)
-        self.known.setdefault(self._digest(digests[-1], reply), []).append(call)
-        self.bare.add(self._digest(bare[-1], reply, thinking=False))
+        self._record(read, tools, step, stop, after, context)
         return step
 
+    async def count(self, messages: Messages, tools: Schemas = (), *, size: int = 0) -> int:
+        """Tokens of the context of a reply. See `rlkit.extras.programs.Ask`."""
+        return (await self._read_aside(messages, tools, size)).length
+
+    async def _read_aside(self, messages: Messages, tools: Schemas, size: int) -> Read:
+        """`_read`, for a large request in a thread, so that the engine decodes meanwhile."""
+        read = partial(self._read, messages, tools)
+        try:
+            return read() if size < LARGE else await in_worker(read, None, "")
+        except TemplateError as error:
+            raise RequestRefused(str(error)) from error
+
+    def _read(self, messages: Messages, tools: Schemas) -> Read:
+        """Find the recorded reply that a conversation continues, and render the messages behind it;
+        or render all of it."""
+        new = next((i for i, m in enumerate(reversed(messages)) if m["role"] == "assistant"), 0)
+        before = messages[: len(messages) - new] if new else []
+        strict, bare = self.trees
+        found = strict.replies(tools, before) if before else ()
+        fresh = (call for call in reversed(found) if call.number not in self.continued)
+        parent = next(fresh, found[-1] if found else None)
+        behind = messages[len(before) :] if parent else messages
+        own = copied(list(behind))  # the program may go on with its own
+        renderer = self.policy.renderer
+        dropped = parent is None and bool(before) and bool(bare.replies(tools, before))
+        if parent is None:
+            check_template(renderer, tools)
+            ids = encode_prompt(renderer, own, tools)
+        else:
+            own = self._named(own, parent)
+            last = parent.step.response_ids[-1]
+            cut = last not in self.policy.eos_token_ids
+            ids = continuation(renderer, own, last, cut=cut)
+        return Read(parent, dropped, own, tuple(ids))
+
     async def _sampled(
-        self, parent: Call | None, new: list[Message], ids: tuple[int, ...], limit: int | None
+        self, read: Read, context: int, limit: int | None, stop: Sequence[str]
     ) -> Step:
-        """Sample the reply to a context, as a step."""
-        depth = len(parent.path) if parent else 0
-        twin = self.drawn[ids]
-        self.drawn[ids] += 1
+        """Sample the reply to a context. The step's content still holds the stop text."""
+        depth = read.parent.depth + 1 if read.parent else 0
+        ids = (*read.parent.ids, *read.ids) if read.parent else read.ids
+        twin = self.drawn[context]
+        self.drawn[context] += 1
         params = (
             self.params
             if limit is None
@@ -178,37 +212,47 @@ class Conversations:
                 self.engine.release(key)
             else:
                 self.resting = key
-        before = Rollout(self.task, tuple(c.step for c in parent.path) if parent else ())
-        return read_reply(self.policy, self.environment, before, new, ids, reply)
+        reply = end_at(self.policy, ids, reply, stop)
+        start = Rollout(self.task, ())
+        step = read_reply(self.policy, self.environment, start, read.messages, ids, reply)
+        given = sum(len(m.get("tool_calls") or ()) for m in read.messages)
+        first = max(self.numbered, given)
+        self.numbered = first + len(step.tool_calls)
+        calls = (c._replace(id=f"call_{first + i}") for i, c in enumerate(step.tool_calls))
+        kept = len(ids) - len(read.ids)
+        return step._replace(tool_calls=tuple(calls), prompt_ids=read.ids, kept=kept)
 
-    def _context(self, parent: Call | None, new: list[Message], tools: Schemas) -> tuple[int, ...]:
-        """The ids of a conversation: the row's ids and the new messages, or all of it rendered."""
-        renderer = self.policy.renderer
-        if parent is None:
-            check_template(renderer, tools)
-            return tuple(encode_prompt(renderer, new, tools))
-        said = parent.step.response_ids
-        cut = parent.step.finish_reason == "length"
-        return parent.step.prompt_ids + said + tuple(continuation(renderer, new, said[-1], cut=cut))
-
-    def _new(self, messages: Messages) -> int:
-        """Count the messages after the last reply."""
-        return next(
-            (i for i, m in enumerate(reversed(messages)) if m["role"] == "assistant"), len(messages)
+    def _record(
+        self,
+        read: Read,
+        tools: Schemas,
+        step: Step,
+        stop: Sequence[str],
+        after: int | None,
+        context: int,
+    ) -> None:
+        """Record a reply. Its content ends before a stop text, as for the program."""
+        content, stopped = cut_at(step.content, stop)
+        whole = content + stopped == step.content
+        step = step._replace(content=content)
+        said = [*read.messages, reply_message(step, content)]
+        begun = read.parent.places if read.parent else [tree.begin(tools) for tree in self.trees]
+        strict, bare = (
+            tree.extend(place, said) for tree, place in zip(self.trees, begun, strict=True)
         )
-
-    def _continued(self, messages: Messages, digests: list[bytes]) -> Call | None:
-        """The recorded reply at the end of this conversation, without the messages after the last
-        reply."""
-        new = self._new(messages)
-        if not 0 < new < len(messages):
-            return None
-        found = self.known.get(digests[len(messages) - new], [])
-        continued = {call.parent.number for call in self.calls if call.parent}
-        return next(
-            (call for call in reversed(found) if call.number not in continued),
-            found[-1] if found else None,
-        )
+        depth = 0
+        if read.parent is not None:
+            depth = read.parent.depth + 1
+            self.continued.add(read.parent.number)
+        number = len(self.calls)
+        places = strict, bare
+        call = Call(number, read.parent, after, step, read.dropped, depth, context, places)
+        self.calls.append(call)
+        # If the last token goes on behind the stop text, the program never saw the rest of it, and
+        # no later reply continues the row.
+        if whole:
+            for tree, place in zip(self.trees, places, strict=True):
+                tree.ends[place].append(call)
 
     def _named(self, messages: Messages, parent: Call) -> list[Message]:
         """Add the names of their calls to results of tools, as rlkit's environments do."""
@@ -226,27 +270,6 @@ class Conversations:
             )
             for m in messages
         ]
-
-    def _digests(self, messages: Messages, tools: Schemas, *, thinking: bool = True) -> list[bytes]:
-        """Make one digest for each number of first messages."""
-        out = [hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).digest()]
-        for message in messages:
-            out.append(self._digest(out[-1], message, thinking=thinking))
-        return out
-
-    def _digest(self, before: bytes, message: Message, *, thinking: bool = True) -> bytes:
-        """Digest a conversation with one more message. White space in a call's arguments and the
-        order of its keys make no difference."""
-        calls = [call["function"] for call in message.get("tool_calls") or ()]
-        thought = message.get("reasoning_content", "")
-        said = [
-            message["role"],
-            message.get("content", ""),
-            thought if thinking and self.strict_thinking else "",
-            calls,
-            message.get("tool_call_id", ""),
-        ]
-        return hashlib.sha256(before + json.dumps(said, sort_keys=True).encode()).digest()
 
     def release(self) -> None:
         """Make the engine forget the episode."""
@@ -278,11 +301,13 @@ class Conversations:
             ordered.append(pending.pop())
             pending += sorted(children.get(ordered[-1].number, []), key=lambda c: -last[c.number])
         place = {call.number: i for i, call in enumerate(ordered)}
-        rollout = Rollout(self.task, ())
+        steps: list[Step] = []
         begun: list[dict[str, Any]] = []
         for i, call in enumerate(ordered):
-            rollout = rollout.add(_answered(call, children.get(call.number, [])))
-            if i and (call.parent is None or place[call.parent.number] != i - 1):
+            step = _answered(call, children.get(call.number, []))
+            if i and call.parent is not ordered[i - 1]:
+                kept = agreement(ordered[i - 1].ids, call.prompt_ids)
+                step = step._replace(prompt_ids=call.prompt_ids[kept:], kept=kept)
                 origin = call.after if call.parent is None else call.parent.number
                 why = "thinking" if call.dropped else "new"
                 begun.append(
@@ -292,17 +317,15 @@ class Conversations:
                         "why": "fork" if call.parent else why,
                     }
                 )
+            steps.append(step)
         metrics = self._metrics(len(begun) + bool(ordered))
-        return rollout._replace(metadata={"rows": begun} if begun else {}, metrics=metrics)
+        metadata = {"rows": begun} if begun else {}
+        return Rollout(self.task, tuple(steps), metadata=metadata, metrics=metrics)
 
     def _metrics(self, rows: int) -> dict[str, float]:
         """Rows and prompt tokens of the episode, and of the rows begun by dropped thinking."""
         dropped = [len(call.step.prompt_ids) for call in self.calls if call.dropped]
-        prompts = 0
-        for call in self.calls:
-            before = call.parent.step if call.parent else None
-            kept = len(before.prompt_ids) + len(before.response_ids) if before else 0
-            prompts += len(call.step.prompt_ids) - kept
+        prompts = sum(len(call.step.prompt_ids) for call in self.calls)
         return {
             "program/rows": float(rows),
             "program/thinking_rows": float(len(dropped)),
@@ -383,7 +406,8 @@ async def play_program(program: Program, conversations: Conversations) -> Rollou
       for this. A crash after an unreadable call is the policy's fault and truncates nothing.
     Raises: every error of the engine.
     """
-    work = asyncio.ensure_future(program(copied(conversations.task), conversations.ask))
+    ask = Ask(conversations.ask, conversations.count)
+    work = asyncio.ensure_future(program(copied(conversations.task), ask))
     assert isinstance(work, asyncio.Task)
     try:
         await settled([work, conversations.failure], until=is_over)

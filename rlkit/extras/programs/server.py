@@ -11,17 +11,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
+import resource
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from rlkit.extras.programs.contract import Ask, RequestRefused
-from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply, Wire, cut_at
+from rlkit.extras.programs.conversations import LARGE
+from rlkit.extras.programs.settings import CHAT, MESSAGES
+from rlkit.extras.programs.stopping import cut_at
+from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply, Wire, read_request
+from rlkit.system.deadline import in_worker
 from rlkit.system.loops import wind_up
 from rlkit.types import Step
 
@@ -30,6 +38,25 @@ BODY_SECONDS = 30.0  # until a request must be there, counted from its head
 IDLE_SECONDS = 75.0  # until a connection has sent the next request's head
 ANSWER_SECONDS = 60.0  # until an answer is in the kernel's buffers; they hold at least 100 kB
 FINAL = {"x-should-retry": "false"}  # otherwise clients ask again after 409 and 5xx
+MOST_CONNECTIONS = 4096  # of all episodes; fewer if the process may open few files
+ACCEPTED = 64  # connections taken in at once, before their number is looked at
+# aiohttp would print a traceback for each request that is no HTTP; its client reads 400
+QUIET = logging.Logger("rlkit.programs", logging.CRITICAL)
+COUNT = f"{MESSAGES}/count_tokens"
+# the fields of both protocols
+MODEL = {
+    "id": "policy",
+    "object": "model",
+    "created": 0,
+    "owned_by": "rlkit",
+    "type": "model",
+    "display_name": "policy",
+    "created_at": "1970-01-01T00:00:00Z",
+}
+MODELS = {
+    "/v1/models": {"object": "list", "data": [MODEL], "has_more": False},
+    "/v1/models/policy": MODEL,
+}
 
 
 class Refused(Exception):
@@ -45,10 +72,12 @@ class Door:
 
     Args:
       ask: gives the reply to a conversation.
+      ignore: unsupported settings of requests have no effect (`refuse_settings`).
     """
 
-    def __init__(self, ask: Ask):
+    def __init__(self, ask: Ask, *, ignore: bool = False):
         self.ask = ask
+        self.ignore = ignore
         self.token = f"rlkit-{secrets.token_hex(16)}"
         self.open = True
         # digest of a request â†’ the last reply to it
@@ -73,7 +102,10 @@ class Door:
         ):
             self.retries += 1
             return known
-        task = asyncio.ensure_future(self.ask(request.messages, request.tools, request.limit))
+        asked = self.ask(
+            request.messages, request.tools, request.limit, stop=request.stop, size=request.size
+        )
+        task = asyncio.ensure_future(asked)
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # its reader may be gone
         self.numbers[task] = len(self.numbers)
         self.replies[digest] = task
@@ -103,34 +135,58 @@ class Endpoint:
         self.doors: dict[str, Door] = {}
         self.users = 0
         self.runner: web.AppRunner | None = None
+        self.listener: asyncio.Server | None = None
         self.started: asyncio.Lock = asyncio.Lock()
         self.port = 0
+        self.most = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self.busy: set[Any] = set()  # connections with a request in progress
 
     async def start(self, port: int = 0) -> None:
         """Listen on loopback. Raises: OSError if the port is taken."""
         async with self.started:
             if self.runner is not None:
                 return
+            line = socket.create_server(("127.0.0.1", port))
             app = web.Application(client_max_size=MAX_BODY)
             app.router.add_route("*", "/{path:.*}", self.handle)
             runner = web.AppRunner(
                 app,
                 access_log=None,
+                logger=QUIET,
                 handle_signals=False,
                 shutdown_timeout=0.2,
                 keepalive_timeout=IDLE_SECONDS,
             )
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
-            await site.start()
+            accept = partial(self._accept, runner)
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(_pass_over_full)
+            self.listener = await loop.create_server(accept, sock=line, backlog=ACCEPTED)
+            line.listen(1024)  # many programs begin together, and the kernel lets them wait
             self.runner = runner
-            self.port = runner.addresses[0][1]
+            self.port = line.getsockname()[1]
+
+    def _accept(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
+        """Take in a connection. If there are too many, the oldest one without a request in progress
+        is closed for it; if all have one, the new one is."""
+        server = runner.server
+        assert server is not None
+        lines = [line for line in server.connections if line.transport is not None]
+        lines = [line for line in lines if not line.transport.is_closing()]
+        if len(lines) >= self.most:
+            idle = next((line for line in lines if line not in self.busy), None)
+            if idle is None:
+                return Closing()
+            idle.transport.abort()
+        return server()
 
     async def stop(self) -> None:
         """Close the socket and all connections, including ones with an unread answer."""
         if self.runner is not None:
             runner = self.runner
             self.runner = None
+            if self.listener is not None:
+                self.listener.close()
             lines = [c.transport for c in runner.server.connections] if runner.server else []
             await runner.cleanup()
             for line in lines:
@@ -141,6 +197,13 @@ class Endpoint:
     async def handle(self, request: web.Request) -> web.Response:
         """Answer any request. A client that does not read its answer in time loses the
         connection."""
+        self.busy.add(request.protocol)
+        try:
+            return await self._handled(request)
+        finally:
+            self.busy.discard(request.protocol)
+
+    async def _handled(self, request: web.Request) -> web.Response:
         response = await self._response(request)
         line = request.transport
         if line is not None:
@@ -157,8 +220,9 @@ class Endpoint:
 
     async def _response(self, request: web.Request) -> web.Response:
         path = request.path.rstrip("/")
-        wire = WIRES.get(path)
-        written = wire or WIRES["/v1/chat/completions"]
+        route = MESSAGES if path == COUNT else path
+        wire = WIRES.get(route)
+        written = wire or WIRES[CHAT]
         given = request.headers.get("Authorization", "").removeprefix(
             "Bearer "
         ).strip() or request.headers.get("x-api-key", "")
@@ -172,27 +236,36 @@ class Endpoint:
             )
         if not door.open:
             return refusal(written, 409, "the episode is over")
-        if path == "/v1/models" and request.method == "GET":
-            return web.json_response(
-                {
-                    "object": "list",
-                    "data": [
-                        {"id": "policy", "object": "model", "created": 0, "owned_by": "rlkit"}
-                    ],
-                }
-            )
+        if path in MODELS and request.method == "GET":
+            return web.json_response(MODELS[path])
         try:
             if wire is None:
-                raise Refused(404, f"there is no {path[:100]!r} here; there are {', '.join(WIRES)}")
+                known = ", ".join((*WIRES, COUNT, *MODELS))
+                raise Refused(404, f"there is no {path[:100]!r} here; there are {known}")
             if request.method != "POST":
                 raise Refused(405, f"{path} takes POST")
-            return await self._answered(request, wire, door)
+            asked, digest = await self._read(request, route, door)
+            if path == COUNT:
+                count = await door.ask.count_tokens(asked.messages, asked.tools, size=asked.size)
+                return web.json_response({"input_tokens": count})
+            return await self._answered(request, wire, door, asked, digest)
+        except RequestRefused as error:
+            door.refusals.append(str(error))
+            return refusal(written, 400, str(error))
         except Refused as error:
             door.refusals.append(str(error))
             return refusal(written, error.status, str(error))
+        except ConnectionError:  # the client has left
+            raise
+        except Exception as error:
+            why = f"the endpoint failed: {type(error).__name__}: {error}"
+            door.refusals.append(why)
+            return refusal(written, 500, why)
 
-    async def _answered(self, request: web.Request, wire: Wire, door: Door) -> web.Response:
-        """Answer a request to sample. Raises: Refused."""
+    async def _read(
+        self, request: web.Request, route: str, door: Door
+    ) -> tuple[ChatRequest, bytes]:
+        """Read a request and the digest of its body, a large one in a thread. Raises: Refused."""
         try:
             # not read at all; a body without a length is counted as it comes
             if (request.content_length or 0) > MAX_BODY:
@@ -205,32 +278,53 @@ class Endpoint:
             raise Refused(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
         except web.RequestPayloadError as error:
             raise Refused(400, f"the body cannot be decoded: {error}") from error
+
+        def read() -> tuple[ChatRequest, bytes]:
+            digest = hashlib.sha256(request.path.encode() + b"\0" + raw).digest()
+            return read_request(route, raw, ignore=door.ignore), digest
+
         try:
-            body = json.loads(raw)
-            if not isinstance(body, dict):
-                raise ValueError("the body must be a JSON object")
-            asked = wire.read(body)
+            return read() if len(raw) < LARGE else await in_worker(read, None, "")
         except (ValueError, RecursionError, TypeError, AttributeError) as error:
             raise Refused(400, str(error) or "the body cannot be read") from error
+
+    async def _answered(
+        self, request: web.Request, wire: Wire, door: Door, asked: ChatRequest, digest: bytes
+    ) -> web.Response:
+        """Answer a request to sample. Raises: RequestRefused."""
+        if not door.open:  # while the request was read
+            return refusal(wire, 409, "the episode is over")
         retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
-        task = door.reply(
-            asked, hashlib.sha256(request.path.encode() + b"\0" + raw).digest(), retry=retry
-        )
+        task = door.reply(asked, digest, retry=retry)
         number = door.numbers[task]
         try:
             step = await asyncio.shield(task)
-        except RequestRefused as error:
-            raise Refused(400, str(error)) from error
+        except RequestRefused:
+            raise
         except asyncio.CancelledError:
             if task.cancelled():
                 return refusal(wire, 409, "the episode is over")
             raise
         except Exception as error:
             return refusal(wire, 500, f"no reply could be sampled: {type(error).__name__}: {error}")
-        reply = Reply(number, door.created, step, cut_at(step.content, asked.stop))
+        reply = Reply(number, door.created, step, *cut_at(step.content, asked.stop))
         if not asked.stream:
             return web.json_response(wire.write(reply))
         return streamed(wire, reply, asked)
+
+
+def _pass_over_full(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Print nothing if no file is left for a connection: asyncio takes it in later."""
+    if "out of system resource" not in context.get("message", ""):
+        loop.default_exception_handler(context)
+
+
+class Closing(asyncio.Protocol):
+    """Closes its connection at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
 
 
 def streamed(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
@@ -264,16 +358,16 @@ SERVERS: WeakKeyDictionary[Any, Endpoint] = WeakKeyDictionary()  # event loop â†
 
 @asynccontextmanager
 async def opened_door(
-    ask: Ask, *, port: int = 0, counts: dict[str, Any] | None = None
+    ask: Ask, *, port: int = 0, counts: dict[str, Any] | None = None, ignore: bool = False
 ) -> AsyncIterator[tuple[Door, str]]:
     """Give an episode a place at the server of this event loop, and the server's address,
     `http://127.0.0.1:PORT`.
 
     The server starts with its first episode and stops with its last one. `counts` receives
-    `Door.counts` at the end.
+    `Door.counts` at the end. `ignore`: see `Door`.
     """
     server = SERVERS.setdefault(asyncio.get_running_loop(), Endpoint())
-    door = Door(ask)
+    door = Door(ask, ignore=ignore)
     server.users += 1
     try:
         await server.start(port)
@@ -293,6 +387,7 @@ def addresses(door: Door, address: str) -> dict[str, str]:
     """The variables that clients read for their endpoint and their key."""
     return {
         "OPENAI_BASE_URL": f"{address}/v1",
+        "OPENAI_API_BASE": f"{address}/v1",  # aider's
         "OPENAI_API_KEY": door.token,
         "ANTHROPIC_BASE_URL": address,
         "ANTHROPIC_API_KEY": door.token,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
 from rlkit.errors import ConfigError
+from rlkit.extras.programs.contract import Ask
 from rlkit.extras.programs.conversations import Conversations
 from rlkit.training.experiment import ModelSpec, Sampling, TrainerSettings
 from rlkit.types import (
     Environment,
-    Messages,
     Policy,
     SamplingParams,
     Step,
@@ -42,8 +42,8 @@ class ServeRun(NamedTuple):
 async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
     """Run the endpoint while the block runs; yield the variables that clients read for it.
 
-    Conversations that extend a recorded one continue it by token ids, as in training. Raises:
-    ConfigError if the port is taken.
+    Conversations that extend a recorded one continue it by token ids, as in training. Settings that
+    `environment.unsupported` decides have no effect. Raises: ConfigError if the port is taken.
     """
     from rlkit.extras.programs.server import addresses, opened_door
 
@@ -72,16 +72,17 @@ async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
 
     known = fresh()
 
-    async def ask(
-        messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
-    ) -> Step:
+    async def reply(*asked: Any, **settings: Any) -> Step:
         nonlocal known
         if known.asked >= REMEMBERED:  # requests in progress end in the old one
             known = fresh()
-        return await known.ask(messages, tools, limit)
+        return await known.ask(*asked, **settings)
+
+    async def counted(*asked: Any, **settings: Any) -> int:
+        return await known.count(*asked, **settings)
 
     try:
-        async with opened_door(ask, port=x.port) as (door, address):
+        async with opened_door(Ask(reply, counted), port=x.port, ignore=True) as (door, address):
             try:
                 yield addresses(door, address)
             finally:

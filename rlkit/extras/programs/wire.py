@@ -2,17 +2,16 @@
 waits or samples.
 
 Every client parses leniently: a missing field becomes None and its program fails far away from the
-cause. So every field of the protocol is written. A setting that would change the meaning of a
-request (n > 1, log-probs, a JSON format) is refused, not ignored. Sampling settings are the run's
-own: temperature, top_p, seed and penalties of a request change nothing.
+cause. So every field of the protocol is written. `settings` says which settings of a request hold.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from rlkit.extras.programs.settings import CHAT, MESSAGES, RESPONSES, refuse_settings
 from rlkit.types import Message, Step
 
 Body = Mapping[str, Any]
@@ -28,6 +27,7 @@ class ChatRequest(NamedTuple):
     stop: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False  # a stream ends with a count of tokens
+    size: int = 0  # bytes of its body
 
 
 class Reply(NamedTuple):
@@ -37,6 +37,7 @@ class Reply(NamedTuple):
     created: int  # seconds since 1970
     step: Step
     content: str  # of the step, up to the first stop text
+    stopped: str = ""  # this stop text
 
     @property
     def calls(self) -> list[tuple[str, str, str]]:
@@ -131,30 +132,8 @@ def _stops(value: Any, where: str) -> tuple[str, ...]:
     return tuple(filter(None, stops))
 
 
-def _refuse_settings(body: Body) -> None:
-    """Raise ValueError for an unsupported setting that would change the reply."""
-    if body.get("n") not in (None, 1):
-        raise ValueError("n must be 1: ask once for each reply")
-    if body.get("logprobs") or body.get("top_logprobs"):
-        raise ValueError("logprobs are recorded by rlkit and are not given to the program")
-    shape = body.get("response_format") or (body.get("text") or {}).get("format") or {}
-    if isinstance(shape, Mapping) and shape.get("type", "text") != "text":
-        raise ValueError("response_format must be text: the policy is sampled without a grammar")
-    if isinstance(body.get("tool_choice"), Mapping) and body["tool_choice"].get("type") not in (
-        "auto",
-        "any",
-        "none",
-    ):
-        raise ValueError("tool_choice cannot name a tool: the policy chooses")
-    if body.get("previous_response_id"):
-        raise ValueError(
-            "previous_response_id is not supported: send the whole conversation as input"
-        )
-
-
 def read_chat(body: Body) -> ChatRequest:
     """/v1/chat/completions. Raises: ValueError."""
-    _refuse_settings(body)
     messages: list[Message] = []
     for i, given in enumerate(_items(body.get("messages"), "messages")):
         role = {"developer": "system"}.get(given.get("role", ""), given.get("role"))
@@ -207,7 +186,6 @@ def read_chat(body: Body) -> ChatRequest:
 def read_responses(body: Body) -> ChatRequest:
     """Read /v1/responses. Consecutive reasoning, text and calls are one reply. Raises:
     ValueError."""
-    _refuse_settings(body)
     given = body.get("input")
     items = (
         [{"role": "user", "content": given}] if isinstance(given, str) else _items(given, "input")
@@ -261,7 +239,6 @@ def read_responses(body: Body) -> ChatRequest:
 def read_messages(body: Body) -> ChatRequest:
     """Read /v1/messages. Results of tools in a user's message become messages of their own. Raises:
     ValueError."""
-    _refuse_settings(body)
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"], "system")})
@@ -309,6 +286,16 @@ def read_messages(body: Body) -> ChatRequest:
     return _checked(
         ChatRequest(messages, tools, _limit(body, "max_tokens"), stops, bool(body.get("stream")))
     )
+
+
+def read_request(path: str, raw: bytes, *, ignore: bool = False) -> ChatRequest:
+    """Read the body of a request to a route. `ignore`: see `refuse_settings`. Raises: ValueError
+    with a sentence; for JSON of a strange shape also RecursionError, TypeError, AttributeError."""
+    body = json.loads(raw)
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    refuse_settings(body, path, ignore=ignore)
+    return WIRES[path].read(body)._replace(size=len(raw))
 
 
 def _checked(request: ChatRequest) -> ChatRequest:
@@ -497,7 +484,8 @@ def write_messages(reply: Reply) -> dict[str, Any]:
     for id, name, arguments in reply.calls:
         given = {"id": id, "name": name, "input": json.loads(arguments)}
         blocks.append({"type": "tool_use", **given})
-    why = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}[_finish(reply)]
+    end = "stop_sequence" if reply.stopped else "end_turn"
+    why = {"length": "max_tokens", "tool_calls": "tool_use", "stop": end}[_finish(reply)]
     return {
         "id": f"msg_{reply.number}",
         "type": "message",
@@ -505,7 +493,7 @@ def write_messages(reply: Reply) -> dict[str, Any]:
         "model": "policy",
         "content": blocks,
         "stop_reason": why,
-        "stop_sequence": None,
+        "stop_sequence": reply.stopped if why == "stop_sequence" else None,
         "usage": _usage(reply, "input_tokens", "output_tokens"),
     }
 
@@ -530,7 +518,7 @@ def messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
         )
         events.append(("content_block_delta", {"index": index, "delta": delta}))
         events.append(("content_block_stop", {"index": index}))
-    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    end = {key: whole[key] for key in ("stop_reason", "stop_sequence")}
     events += [("message_delta", {"delta": end, "usage": whole["usage"]}), ("message_stop", {})]
     yield from ((name, {"type": name, **data}) for name, data in events)
 
@@ -549,16 +537,10 @@ def anthropic_error(status: int, sentence: str) -> dict[str, Any]:
 
 
 WIRES = {
-    "/v1/chat/completions": Wire(read_chat, write_chat, chat_events, openai_error),
-    "/v1/responses": Wire(read_responses, write_responses, responses_events, openai_error),
-    "/v1/messages": Wire(read_messages, write_messages, messages_events, anthropic_error),
+    CHAT: Wire(read_chat, write_chat, chat_events, openai_error),
+    RESPONSES: Wire(read_responses, write_responses, responses_events, openai_error),
+    MESSAGES: Wire(read_messages, write_messages, messages_events, anthropic_error),
 }
-
-
-def cut_at(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of the stop texts."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
 
 
 def reply_message(step: Step, content: str) -> Message:

@@ -260,9 +260,10 @@ def test_a_refusal_keeps_its_sentence(tiny):
 
     rollout = played(tiny, play)
     assert rollout.metadata["refused"] == 3 and rollout.metrics["program/refused"] == 3.0
-    assert rollout.metadata["refusal"] == "n must be 1: ask once for each reply"
+    assert rollout.metadata["refusal"] == "n=2 is not supported: ask once for each reply"
     assert refusals([rollout]) == (
-        "requests were refused in 1 of 1 episodes; the first: n must be 1: ask once for each reply"
+        "requests were refused in 1 of 1 episodes; the first: n=2 is not supported: ask once for"
+        " each reply"
     )
     assert summarize([rollout])["program/refused"] == 3.0
 
@@ -271,7 +272,9 @@ def test_an_episode_of_refusals_alone_says_so(tiny):
     def play(task, client):
         status_of(client, {"messages": list(task.messages), "n": 2})
 
-    with pytest.raises(EnvironmentFailed, match="all 1 requests were refused, the first: n must"):
+    with pytest.raises(
+        EnvironmentFailed, match="all 1 requests were refused, the first: n=2 is not"
+    ):
         collect_one(tiny, play)
 
 
@@ -293,7 +296,7 @@ def test_refusals_are_kept_where_the_time_is_up(tiny):
 
     rollout = played(tiny, play, time_limit=1.0)
     assert rollout.truncation == "deadline" and rollout.metadata["refused"] == 1
-    assert "n must be 1" in rollout.error and "time_limit" in rollout.error
+    assert "n=2 is not supported" in rollout.error and "time_limit" in rollout.error
 
 
 def test_rows_that_begin_because_thinking_was_dropped_are_counted(tiny):

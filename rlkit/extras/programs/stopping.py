@@ -1,0 +1,50 @@
+"""Stop texts of a request: the reply ends with the last token of one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from rlkit.environments import split_reply
+from rlkit.types import Generation, Policy
+
+
+def end_at(
+    policy: Policy, context: Sequence[int], reply: Generation, stops: Sequence[str]
+) -> Generation:
+    """Cut a reply behind the last token of the first stop text in its content. Thinking is not
+    looked at.
+
+    The decision to stop at a token depends on no later one. So the rest has the distribution and
+    the log-probs of an engine with this stop text.
+
+    Args:
+      context: the ids before the reply.
+    """
+    tags = policy.renderer.thinking
+    opened = tags.opened(context)
+    whole = len(reply.token_ids) - (reply.token_ids[-1] in policy.eos_token_ids)
+
+    def is_stopped(length: int) -> bool:
+        _, content, _ = split_reply(tags, reply.token_ids[:length], opened=opened)
+        return any(stop in content for stop in stops)
+
+    if not stops or not is_stopped(whole):
+        return reply
+    length = bisect_left(range(whole), True, key=is_stopped)
+    return reply._replace(
+        token_ids=reply.token_ids[:length],
+        logprobs=reply.logprobs[:length],
+        finish_reason="stop",
+        forced=tuple(i for i in reply.forced if i < length),
+        versions=tuple(span for span in reply.versions if span[0] < length),
+    )
+
+
+def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text up to the first of the stop texts, and this stop text; "" if there is none."""
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, ""
+    at, stop = min(found)
+    return text[:at], stop
