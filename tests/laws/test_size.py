@@ -23,7 +23,7 @@ TOKENS = {
     "forecast": 8_400,
     "notebook": 18_500,
     "pretrained": 1_000,
-    "programs": 32_500,
+    "programs": 33_100,
     "report": 13_000,
     "vllm": 9_000,
     "why": 14_000,

@@ -171,13 +171,13 @@ class Endpoint:
         is closed for it; if all have one, the new one is."""
         server = runner.server
         assert server is not None
-        lines = [line for line in server.connections if line.transport is not None]
-        lines = [line for line in lines if not line.transport.is_closing()]
+        open_ones = {line: line.transport for line in server.connections if line.transport}
+        lines = {line: own for line, own in open_ones.items() if not own.is_closing()}
         if len(lines) >= self.most:
-            idle = next((line for line in lines if line not in self.busy), None)
+            idle = next((own for line, own in lines.items() if line not in self.busy), None)
             if idle is None:
                 return Closing()
-            idle.transport.abort()
+            idle.abort()
         return server()
 
     async def stop(self) -> None:
