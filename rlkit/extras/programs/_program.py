@@ -164,7 +164,15 @@ def program(
         max_steps=max_turns,
         check=check,
         play=partial(
-            _play, player, verifier, check, time_limit, answer, strict, unsupported == "ignore", slots
+            _play,
+            player,
+            verifier,
+            check,
+            time_limit,
+            answer,
+            strict,
+            unsupported == "ignore",
+            slots,
         ),
     )
 
