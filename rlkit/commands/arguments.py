@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
     shown: str = ""  # part of the config to print instead of a run: job, hydra, all, info
     resolved: bool = False  # with it: values in place of references to them
     words: tuple[str, ...] = ()  # all words as given
-    texts: tuple[str, ...] = ()  # words other than overrides, for a command that takes them
+    texts: tuple[str, ...] = ()  # words other than overrides, if the command takes them
     sources: Mapping[str, str] = {}  # key of an override → its file of --config
     trusted: bool = False  # trust=true, taken by every command; no override
 

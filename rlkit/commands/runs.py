@@ -1,4 +1,4 @@
-"""`rlkit runs`: the runs that there are, newest first, filtered by settings; and in what two of
+"""`rlkit runs`: all runs, newest first, filtered by settings; and in what two of
 them differ."""
 
 from __future__ import annotations

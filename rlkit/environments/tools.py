@@ -42,13 +42,6 @@ from rlkit.types import HasSchema, Tool, ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result, for the policy
 TIMEOUT = 30.0  # seconds of a call
-EXAMPLE = '''def add(a: int, b: int) -> int:
-    """Adds two numbers.
-
-    Args:
-        a: The first number.
-        b: The second number.
-    """'''
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
@@ -74,7 +67,8 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:
         raise ConfigError(
             f"{defined_at(function)}: no schema can be made of the tool {tool_name(tool)!r}:"
-            f" {_reason(error)}. Write it like this:\n{EXAMPLE}"
+            f" {_reason(error)}. Give each parameter a type hint and a line under `Args:` in the"
+            " docstring"
         ) from error
     parameters = schema["function"]["parameters"]
     for name in bound:

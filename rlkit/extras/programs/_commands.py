@@ -1,4 +1,4 @@
-"""A command of a config: what it lacks before it starts, and what it reads if it is confined."""
+"""A command of a config: its missing files before it starts, and its readable ones."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def find_files(command: Sequence[str], found: Callable[[str], bool] = os.path.is
 
 
 def check_command(key: str, words: Sequence[str], path: str | None = None) -> str:
-    """Find what a command lacks, before anything starts.
+    """Find missing files of a command, before anything starts.
 
     Args:
       key: its key in the config.
       words: see `find_files`.
       path: PATH of the command; None: this process's own.
-    Returns: a relative path that is not there, since files of a task may bring it; else "".
+    Returns: a missing relative path, since files of a task may bring it; else "".
     Raises: ConfigError if the program, its interpreter or its script is missing, or if the program
       has no right to be executed.
     """
@@ -119,7 +119,7 @@ def confined_limits(
     path: str | None = None,
     closed: Sequence[str] = (),
 ) -> Limits:
-    """Add to the limits of a command what it reads when it is confined, beside its own folder.
+    """Add to the limits of a confined command the paths it reads beside its own folder.
 
     It reads and runs the system's programs and libraries, this Python, the installations of the
     command's program and interpreter, the files of the command, the folder of its own code, and
@@ -128,7 +128,7 @@ def confined_limits(
     Args:
       words: see `find_files`.
       path: PATH of the command; None: this process's own.
-      closed: words of another command, whose files it does not read in the folder of its code.
+      closed: words of another command; its files in the folder of the code stay closed.
     """
     program = shutil.which(words[0], path=path) or words[0]
     interpreter = shutil.which(read_interpreter(program), path=path) or program
@@ -156,7 +156,7 @@ def installation(program: str) -> list[str]:
 
 
 def node_packages(file: str) -> list[str]:
-    """Packages of npm for a file to import: those of every folder above it."""
+    """Packages of npm for a file to import, in every folder above it."""
     above = Path(os.path.abspath(file)).parents
     paths = [folder / name for folder in above for name in ("node_modules", "package.json")]
     return [str(path) for path in paths if path.exists()]
@@ -165,7 +165,7 @@ def node_packages(file: str) -> list[str]:
 def folder_of_code(file: str, closed: Sequence[str]) -> list[str]:
     """Paths of the open files and folders beside a command's own code.
 
-    Closed are links, names that begin with a dot, the records of runs, and `closed`. The home
+    Closed are links, names with a dot in front, the records of runs, and `closed`. The home
     folder, a folder above it, and the folder of temporary files stay closed whole, and so does a
     folder of installed programs, `bin`.
     """

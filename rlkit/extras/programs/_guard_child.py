@@ -27,7 +27,7 @@ REWARD_FD = 3  # a verifier's; one digit, because the plain shell needs it
 # of mount, linux/mount.h
 BIND = 0x1000
 RECURSIVE = 0x4000
-ROOT_BYTES = 1 << 20  # of a file tree's top, which holds no files
+ROOT_BYTES = 1 << 20  # of a file tree's top, without files
 OPEN_FILES = 64  # more than the guard and its parent hand down
 
 

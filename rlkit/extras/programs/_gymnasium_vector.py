@@ -153,7 +153,7 @@ class Lane:
         return await answer
 
     async def close(self) -> None:
-        """End the episode, so that the others no longer wait for it."""
+        """End the episode; the others no longer wait for it."""
         vector = self.vector
         vector.live.discard(self.number)
         vector.waiting.pop(self.number, None)

@@ -60,7 +60,7 @@ def harbor(
     copied into the program's folder. After the episode, `tests/test.sh` gives the reward.
 
     Args:
-      path: one task, or a folder whose subfolders are tasks. A task holds `task.toml`.
+      path: one task, or a folder of tasks. A task holds `task.toml`.
       split: train, validation or test. "validation" and "test" are shares, and "train" leaves them
         out.
       seed: of the order. It moves no task from one split to another.
@@ -94,7 +94,7 @@ def harbor(
 
 
 def _tasks_in(source: Path) -> list[Path]:
-    """The folders of a set that hold a task. Raises: DataError if there is none."""
+    """The folders of a set with a task. Raises: DataError if there is none."""
     found = [file.parent for file in source.glob("*/task.toml")]
     if not found:
         raise DataError(f"task.path={source} holds no task; a task is a folder with task.toml")

@@ -40,7 +40,7 @@ class Limits(NamedTuple):
     memory_mb: int | None = None  # address space of each process
     readable: Sequence[str] | None = None  # if it is confined; None: it has the user's rights
     port: int | None = None  # a confined one may connect to it
-    listed: Sequence[str] = ()  # folders whose names a confined one may list
+    listed: Sequence[str] = ()  # a confined one may list their names
     root: Root | None = None  # file tree of a confined one; None: this machine's
 
 

@@ -186,7 +186,7 @@ def _check_choice(
     verify: Sequence[str],
     confined: bool | Literal["auto"],
 ) -> None:
-    """Raise ConfigError for unknown choices, or choices that contradict each other."""
+    """Raise ConfigError for unknown or contradictory choices."""
     if bool(command) == (function is not None):
         raise ConfigError(
             "environment: set one of environment.command=[PROGRAM, …] and"
@@ -228,7 +228,7 @@ def _check_choice(
 
 
 def _check_settings(time_limit: float, readable: Sequence[str], parse_calls: ToolParser) -> None:
-    """Raise ConfigError for a setting that cannot work here."""
+    """Raise ConfigError for an impossible setting."""
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
     lost = [path for path in readable if not os.path.exists(path)]
@@ -242,7 +242,7 @@ def _check_settings(time_limit: float, readable: Sequence[str], parse_calls: Too
 
 
 def require_positive(**limits: int | None) -> None:
-    """Raise ConfigError that names the first limit below 1; None is no limit."""
+    """Raise ConfigError naming the first limit below 1; None is no limit."""
     for key, limit in limits.items():
         if limit is not None and limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")

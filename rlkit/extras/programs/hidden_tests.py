@@ -40,7 +40,7 @@ class HiddenTests(NamedTuple):
 
 
 def hidden_tests(task: Task) -> HiddenTests | None:
-    """The tests that a task brings; None if it brings none."""
+    """The tests of a task; None if it has none."""
     own = task.metadata.get("harbor")
     return None if own is None else HiddenTests(**own)
 

@@ -1,4 +1,4 @@
-"""The settings of requests, and what becomes of each: the table of docs/programs.md.
+"""The settings of requests, and the fate of each: the table of docs/programs.md.
 
 A setting in no row changes nothing of a reply (`user`, `metadata`, `store`, …) and has no effect.
 """
@@ -47,7 +47,7 @@ def _ends_in_a_reply(messages: Any) -> bool:
 
 
 class Setting(NamedTuple):
-    """A setting of some routes, and what becomes of it."""
+    """A setting of some routes, and its fate."""
 
     name: str  # with dots for a part of an object
     paths: tuple[str, ...]

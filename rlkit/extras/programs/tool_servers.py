@@ -70,7 +70,7 @@ class ListedTool(NamedTuple):
 def read_server(name: str, given: Any) -> ToolServer:
     """Read a server from its config: a command as a list, a URL, or a mapping with one of them.
 
-    Raises: ConfigError that names the mistake.
+    Raises: ConfigError naming the mistake.
     """
     where = f"environment.servers.{name}"
     if isinstance(given, str):
@@ -421,5 +421,5 @@ def background() -> asyncio.AbstractEventLoop:
 
 
 async def elsewhere(work: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine that runs in the background loop. A cancellation here cancels it there."""
+    """Await a coroutine of the background loop. A cancellation here cancels it there."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background()))

@@ -16,7 +16,7 @@ from rlkit.types import Rollout, Task, ToolResult
 
 FAILED = 0.02  # share of episodes with a failure of the reward or the environment
 UNREAD = 0.05  # share of rows without any scored reply
-BROKEN = 0.9  # share of a tool's calls that fail
+BROKEN = 0.9  # share of a tool's failed calls
 CALLS = 10  # fewer calls of a tool say nothing
 # An engine has old weights if its difference from the trainer grew by this factor, and by more than
 # this many nats a token.
@@ -79,7 +79,7 @@ def unread_truths(e: Evidence) -> Finding | None:
 
 
 def failing_tool(e: Evidence) -> Finding | None:
-    """Find a tool that fails in nearly every call. It must already fail in the first step: later
+    """Find a tool with an error in nearly every call. It must already fail in the first step: later
     calls may come from a policy that forgot how to call it."""
     every = results_of(e.rollouts)
     first = results_of(next(iter(e.played.values()), ()))

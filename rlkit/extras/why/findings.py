@@ -1,4 +1,4 @@
-"""All findings of a run that cost nothing, the likeliest cause first."""
+"""All free findings of a run, the likeliest cause first."""
 
 from __future__ import annotations
 

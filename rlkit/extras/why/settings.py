@@ -16,7 +16,7 @@ HARD = 0.9  # share of groups without a good reply
 EASY = 0.8  # share of groups of good replies alone, in the first third
 EQUAL = 0.4  # share of groups with equal rewards; from here on a small group is to blame
 SMALL = 4  # rollouts of a small group
-COPIES = 0.6  # share of replies that copy another of their group
+COPIES = 0.6  # share of replies equal to another of their group
 COLD = 0.7  # copies are the fault of a lower temperature
 HOT = 1.25  # above this temperature replies are noise
 STILL = 1e-4  # KL to the start, in nats a token; a policy below it has not moved (docs/choosing.md)
@@ -228,7 +228,7 @@ def suited_rate(e: Evidence) -> float:
 
 
 def high_rate(e: Evidence) -> Finding | None:
-    """Steps are so large that the policy is destroyed."""
+    """Too large steps destroy the policy."""
     rate = e.number("optimizer.lr")
     suited = suited_rate(e)
     moved = e.mean("kl/step")

@@ -1,4 +1,4 @@
-"""One sampled token of a run: its distribution then, its advantage, and what its step did to it.
+"""One sampled token of a run: its distribution then, its advantage, and the effect of its step.
 
 The policies are computed again from the nearest checkpoint and the recorded rollouts. Nothing is
 sampled, and nothing is written.
@@ -38,7 +38,7 @@ EXACT = 1e-4  # nats; a larger difference from the recorded log-prob is named
 class Token(NamedTuple):
     """A sampled token of a recorded rollout."""
 
-    step: int  # RL step that learned from it
+    step: int  # RL step trained on it
     rollout: int  # position in the step
     token: int  # position among the rollout's sampled tokens
     reply: int
@@ -46,11 +46,11 @@ class Token(NamedTuple):
     id: int
     context: tuple[int, ...]  # all ids before it
     logprob: float  # by the sampler
-    version: int  # RL steps done by the weights that sampled it
+    version: int  # RL steps of the weights at its sampling
 
 
 class TokenEffect(NamedTuple):
-    """What a step made of a token."""
+    """The effect of a step on a token."""
 
     advantage: float
     scale: float  # off-policy correction × token filter
