@@ -480,9 +480,17 @@ class Adapter(nn.Linear):
 
 def add_lora(model: Any, lora: LoRA) -> Any:
     """The model with float32 adapters on its attention and MLP projections, computed in the base's
-    precision; the base is frozen."""
+    precision; the base is frozen. Raises: ConfigError if no layer has the name of a target."""
     from peft import LoraConfig, get_peft_model
 
+    names = [f".{name}" for name, _ in model.named_modules()]
+    if not any(name.endswith(f".{target}") for name in names for target in lora.targets):
+        linear = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+        own = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigError(
+            f"model.lora.targets={list(lora.targets)}: the model has no such layer; its linear ones"
+            f" are {', '.join(own)}"
+        )
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -78,7 +78,11 @@ def read_split(
     own = {"validation": validation_path, "test": test_path}
     source = own.get(split)
     if source:
-        return source, _numbered(read_rows(source, split=split))
+        try:
+            return source, _numbered(read_rows(source, split=split))
+        except DataError as error:  # of a reader that knows one key
+            said = str(error).replace("task.path=", f"task.{split}_path=")
+            raise DataError(said) from error
     found = _sources(path, name)
     if split != "train" and split in found:
         return path, _numbered(found[split]())

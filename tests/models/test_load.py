@@ -181,3 +181,9 @@ def save_to(folder, policy):
     policy.model.save_pretrained(folder)
     policy.renderer.tokenizer.save_pretrained(folder)
     return folder
+
+
+def test_adapters_on_layers_that_the_model_lacks_are_refused_with_its_names():
+    """PEFT's own error named a class of PEFT and no key."""
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets=\['foo'\].*down_proj.*q_proj"):
+        load_policy(path="tiny", lora=LoRA(rank=2, targets=("foo",)))

@@ -115,3 +115,9 @@ def test_a_row_that_makes_no_task_is_named(tmp_path, row, words):
     write(tmp_path / "train.jsonl", [{"q": "x", "a": "1"}, row])
     with pytest.raises(DataError, match=rf"train\.jsonl:2: .*{words}"):
         prompts(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_missing_file_is_named_with_its_own_key(file, split):
+    with pytest.raises(DataError, match=rf"task\.{split}_path=nowhere\.jsonl does not exist"):
+        jsonl(path=file, fields=FIELDS, split=split, seed=0, **{f"{split}_path": "nowhere.jsonl"})
