@@ -69,14 +69,14 @@ def command(arguments: Arguments) -> Answer:
 
 
 def list_suspicions(folders: Sequence[Path]) -> list[str]:
-    """What the command `why` says of runs that do not learn, in short, and how to prove it. Nothing
-    without that command."""
+    """Ask the command `why`, if there is one, for the likeliest cause in runs without progress, and
+    for the command to prove it."""
     why = load_command("why")
     if why is None:
         return []
     try:
         return why(Arguments(["brief=true"], texts=tuple(map(str, folders)))).text.splitlines()
-    except (Refusal, OSError):  # a folder that cannot be read is named elsewhere
+    except (Refusal, OSError):  # an unreadable folder is named elsewhere
         return []
 
 

@@ -1,4 +1,4 @@
-"""The evidence in the folder of a run that does not learn: its rows, its settings, its rollouts."""
+"""The evidence in a run folder: its rows, its settings, its rollouts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Evidence(NamedTuple):
         return otherwise if value is None else value
 
     def number(self, key: str) -> float:
-        """A setting that is a number; nan for anything else."""
+        """A setting as a number; nan for anything else."""
         value = self.setting(key)
         return float(value) if isinstance(value, int | float) else math.nan
 
@@ -135,7 +135,7 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def read_played(folder: Path) -> dict[int, Sequence[Rollout]]:
-    """Read the rollouts of a few steps. A step that cannot be read is left out."""
+    """Read the rollouts of a few steps. An unreadable step is left out."""
     parts = recorded(folder / "rollouts")
     steps = list(parts)
     chosen = steps
