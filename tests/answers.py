@@ -93,6 +93,7 @@ ANSWERS: dict[str, Any] = {
             }
         ],
         "sentences": [str],
+        "suspicions": [str],
     },
     "plan": {
         "figure": str,

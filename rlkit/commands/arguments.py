@@ -156,7 +156,7 @@ def take_settings(arguments: Arguments, names: Sequence[str], command: str) -> d
 
 
 def read_flag(key: str, value: str | None) -> bool:
-    """A setting that is on or off; None is off. Raises: ConfigError for another word."""
+    """Read true or false; None is false. Raises: ConfigError for another word."""
     if value not in (None, "true", "false"):
         raise ConfigError(f"{key}={value}: must be true or false")
     return value == "true"

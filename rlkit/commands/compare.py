@@ -69,8 +69,8 @@ def command(arguments: Arguments) -> Answer:
 
 
 def list_suspicions(folders: Sequence[Path]) -> list[str]:
-    """The findings of the command `why` on runs without learning, in short, with the way to prove
-    them. Nothing without this command."""
+    """Ask the command `why`, if there is one, for the likeliest cause in runs without progress, and
+    for the command to prove it."""
     why = load_command("why")
     if why is None:
         return []

@@ -64,7 +64,7 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
 
 
 def negative_weights(reward: Reward) -> list[tuple[str, float]]:
-    """Dotted key and weight of the terms that count against the reward."""
+    """Dotted key and weight of the terms with a weight below 0."""
     named = ((f"reward.terms.{name}.weight", term.weight) for name, term in reward.terms.items())
     return [(key, weight) for key, weight in named if weight < 0]
 

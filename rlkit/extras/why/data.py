@@ -79,7 +79,7 @@ def unread_truths(e: Evidence) -> Finding | None:
 
 
 def failing_tool(e: Evidence) -> Finding | None:
-    """Find a tool with an error in nearly every call. It must already fail in the first step: later
+    """Find a tool with failures in nearly every call. It must already fail in the first step: later
     calls may come from a policy that forgot how to call it."""
     every = results_of(e.rollouts)
     first = results_of(next(iter(e.played.values()), ()))

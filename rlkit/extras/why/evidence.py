@@ -1,4 +1,4 @@
-"""The evidence in the folder of a run without learning: its rows, its settings, its rollouts."""
+"""The evidence in a run folder: its rows, its settings, its rollouts."""
 
 from __future__ import annotations
 

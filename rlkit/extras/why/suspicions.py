@@ -26,7 +26,7 @@ class Suspicion(NamedTuple):
 
 
 def say_suspicions(folders: Sequence[Path]) -> list[str]:
-    """Say at most two sentences on why these runs do not learn, and the commands that prove them.
+    """Say in two sentences at most why these runs do not learn, and write the commands as proof.
 
     One line of runs gets the cause and its numbers; several lines get a sentence each. Only the
     folders are read: no reward is called, and no config is composed.
@@ -55,8 +55,8 @@ def suspect_line(group: Group) -> Suspicion | None:
 
 
 def suspect_run(run: ReadRun) -> Suspicion | None:
-    """The first finding on a run of ten steps or more whose reward does not rise. Drifts have
-    warnings of their own."""
+    """The first finding on a run of ten steps or more without a rise. Drifts have warnings of their
+    own."""
     bare = Evidence(run, {})
     if bare.steps < LONG or bare.progress.rose:
         return None

@@ -1,4 +1,4 @@
-"""One sampled token of a run: its distribution then, its advantage, and the effect of its step.
+"""One sampled token of a run: its distribution then, its advantage, and its change by its step.
 
 The policies are computed again from the nearest checkpoint and the recorded rollouts. Nothing is
 sampled, and nothing is written.
@@ -38,7 +38,7 @@ EXACT = 1e-4  # nats; a larger difference from the recorded log-prob is named
 class Token(NamedTuple):
     """A sampled token of a recorded rollout."""
 
-    step: int  # RL step trained on it
+    step: int  # the RL step with it in its batch
     rollout: int  # position in the step
     token: int  # position among the rollout's sampled tokens
     reply: int
@@ -46,11 +46,11 @@ class Token(NamedTuple):
     id: int
     context: tuple[int, ...]  # all ids before it
     logprob: float  # by the sampler
-    version: int  # RL steps of the weights at its sampling
+    version: int  # RL steps done by the sampling weights
 
 
 class TokenEffect(NamedTuple):
-    """The effect of a step on a token."""
+    """The part of a token in its step."""
 
     advantage: float
     scale: float  # off-policy correction × token filter
@@ -62,9 +62,9 @@ def read_step(folder: Path, step: int) -> list[Rollout]:
     """Read all rollouts of a step. Raises: ConfigError if they are not recorded."""
     parts = recorded(folder / "rollouts")
     if step not in parts:
-        known = f"those of {min(parts)} to {max(parts)}" if parts else "none"
+        known = f"steps {min(parts)} to {max(parts)}" if parts else "no step"
         raise ConfigError(
-            f"step {step}: its rollouts are not in {folder}/rollouts, which has {known};"
+            f"step {step}: its rollouts are not in {folder}/rollouts ({known});"
             " callbacks.rollouts.every=1 keeps all"
         )
     return load_rollouts(parts[step])
@@ -112,8 +112,8 @@ def repeat_steps(
 ) -> Iterator[Learner]:
     """Train again on the recorded rollouts, from the nearest checkpoint.
 
-    Yields: the learner with the weights of the checkpoint, which is `version` or older, and after
-      each further step up to `last`.
+    Yields: the learner with the weights of the checkpoint, at most `version`, and after each
+      further step up to `last`.
     Raises: ConfigError if a step is not recorded or learned from kept groups too.
     """
     if x.reuse.active:
@@ -141,8 +141,8 @@ def repeat_steps(
 def choose_trained(
     x: Experiment, policy: Policy, played: Sequence[Rollout], *, step: int
 ) -> list[Rollout]:
-    """The rollouts of a step that were trained on: all, or with refills the accepted groups, round
-    by round as in `rlkit.training.groups.experience`."""
+    """The trained rollouts of a step: all, or with refills the accepted groups, in rounds as in
+    `rlkit.training.groups.experience`."""
     if not x.algorithm.max_refills:
         return list(played)
     accepted: list[Rollout] = []
@@ -186,10 +186,9 @@ def measure_gaps(x: Experiment, tasks: Splits, e: Evidence, tokens: Sequence[Tok
 
 
 def read_effect(learner: Learner, token: Token) -> TokenEffect:
-    """Read a token's advantage from the batch of the step that the learner has just taken.
+    """Read a token's advantage from the batch of the learner's newest step.
 
-    Raises: ConfigError if the batch holds another token there, because the run is not what its
-      config says.
+    Raises: ConfigError if the batch holds another token there; the config has changed since.
     """
     batch = learner.batch
     assert batch is not None
@@ -213,7 +212,7 @@ def read_effect(learner: Learner, token: Token) -> TokenEffect:
 
 
 def name_sample(rollout: Rollout) -> tuple[int, int, int | None]:
-    """The place of a rollout in its step, which a normalised copy shares."""
+    """The place of a rollout in its step, the same for its normalised copy."""
     return rollout.group, rollout.sample, rollout.player
 
 
@@ -221,7 +220,7 @@ def name_sample(rollout: Rollout) -> tuple[int, int, int | None]:
 
 
 def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> Iterator[str]:
-    """Say where a token came from, what its advantage was made of, and what its step did to it."""
+    """Describe the origin of a token, the parts of its advantage, and its change by its step."""
     start, _ = nearest_checkpoint(e.run.folder, token.version)
     yield f"(computed again from step {start} in {token.step - start} updates)"
     learner = None
@@ -259,15 +258,15 @@ def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> It
     )
 
 
-def say_effect_of_step(effect: TokenEffect, token: Token, *, grouped: bool) -> Iterator[str]:
-    """Name the advantage, and the rollouts of the group that made it."""
-    if not effect.trained:
+def say_effect_of_step(made: TokenEffect, token: Token, *, grouped: bool) -> Iterator[str]:
+    """Name the advantage, and the other rollouts of the group."""
+    if not made.trained:
         yield "The step did not train on it: its rollout or its group was left out."
         return
-    rewards = dict(effect.group)
+    rewards = dict(made.group)
     own = rewards.pop(token.rollout)
-    scaled = f", times {effect.scale:.3g} by correction and filter" if effect.scale != 1 else ""
-    yield f"Its advantage was {effect.advantage:+.3f}{scaled}. Its rollout earned {own:.3g}."
+    scaled = f", times {made.scale:.3g} by correction and filter" if made.scale != 1 else ""
+    yield f"Its advantage was {made.advantage:+.3f}{scaled}. Its rollout earned {own:.3g}."
     if grouped and rewards:
         others = ", ".join(f"{i}: {reward:.3g}" for i, reward in rewards.items())
         yield f"It was compared with these rollouts of its group: {others}."

@@ -105,7 +105,7 @@ def test_the_command_tells_all_and_writes_nothing(run, capsys):
     ("words", "said"),
     [
         (["rollout=1", "token=4"], "name a token together"),
-        (["step=9", "rollout=1", "token=4"], "those of 1 to 3"),
+        (["step=9", "rollout=1", "token=4"], "steps 1 to 3"),
         (["step=1", "rollout=8", "token=4"], "step 1 has 8, counted from 0"),
         (["step=1", "rollout=1", "token=9999"], "sampled tokens, counted from 0"),
     ],

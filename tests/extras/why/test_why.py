@@ -248,7 +248,7 @@ def test_the_weight_of_a_reversed_reward_is_turned():
     assert found.cause == "sign" and found.remedy == ("reward.terms.task.weight=1",)
 
 
-@each(("fn", "why"), [(of_all, "batch"), (asking, "async"), (served, "address"), (numeric, "")])
+@each(("fn", "why"), [(of_all, "batch"), (asking, "async"), (served, "server"), (numeric, "")])
 def test_rewards_that_may_cost_something_are_not_called_unasked(fn, why):
     reason = unsafe_reason(Reward("mine", {"mine": Term(1.0, fn)}), tasks_of(2))
     assert why in reason and bool(why) == bool(reason)

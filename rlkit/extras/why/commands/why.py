@@ -29,8 +29,8 @@ def command(arguments: Arguments) -> int | Answer:
     minutes=N    continue it with the remedies, as many as fit
     steps=N      RL steps of each continuation, 8 by default
     step=N       begin at the checkpoint of this step; 0 is the start
-    step=N rollout=I token=J  where a sampled token came from, and what its step did to it; rollouts
-                 of the step and tokens of the rollout are counted from 0
+    step=N rollout=I token=J  the origin of a sampled token, and its change by its step; rollouts of
+                 the step and tokens of the rollout are counted from 0
     attack=true  try empty and constant answers also on a reward that is async, takes the whole
                  batch or contacts a server
     brief=true   two sentences at most on one run or on several, as at the end of a run; nothing is
@@ -91,7 +91,7 @@ def read_settings(arguments: Arguments) -> dict[str, str]:
 
 
 def explain(e: Evidence, given: Mapping[str, str], named: str, arguments: Arguments) -> int:
-    """Print where a token came from, and what its step did to it."""
+    """Print the origin of a token, and its change by its step."""
     from rlkit.config.problems.rows import load_tasks
     from rlkit.extras.why.tokens import explain_token, find_token, read_step
 
