@@ -43,7 +43,7 @@ def gymnasium(
         (observation, reward, terminated, truncated, info), and perhaps `close()`. It and the
         methods may be async. Episodes then wait for theirs at the same time. If there is an `id`:
         id → such a function, called once, at the start of the run.
-      id: a name for `make`, as of `rlkit.extras.programs.named_game`.
+      id: a name for `make`, for example FrozenLake-v1.
       parse_action: content of a reply, thinking excluded → action. ValueError means that it is no
         action: the policy reads the error, and loses its turn with reward 0.
       render: observation → text.
