@@ -159,22 +159,9 @@ def program(
     strict = dropped_thinking == "new_row"
     slots = AtMost(max_programs) if max_programs else None
     check = partial(_check_row, tuple(metadata), awaited, paths, bool(verify or score))
-    return Environment(
-        parse_calls=parse_calls,
-        max_steps=max_turns,
-        check=check,
-        play=partial(
-            _play,
-            player,
-            verifier,
-            check,
-            time_limit,
-            answer,
-            strict,
-            unsupported == "ignore",
-            slots,
-        ),
-    )
+    ignore = unsupported == "ignore"
+    play = partial(_play, player, verifier, check, time_limit, answer, strict, ignore, slots)
+    return Environment(parse_calls=parse_calls, max_steps=max_turns, check=check, play=play)
 
 
 def _check_choice(
