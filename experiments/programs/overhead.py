@@ -41,7 +41,7 @@ async def measure(requests: int) -> dict[str, dict[str, float]]:
     async def echo(request: web.Request) -> web.Response:
         return web.json_response(await request.json())
 
-    async def answer(messages, tools=(), limit=None) -> Step:
+    async def answer(messages, tools=(), limit=None, **settings) -> Step:
         return STEP
 
     app = web.Application()

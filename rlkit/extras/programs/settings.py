@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 Treatment = Literal["honoured", "of the run", "unsupported", "refused"]
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+ALL = (CHAT, RESPONSES, MESSAGES)
 
 MEANINGS: dict[Treatment, str] = {
     "honoured": "applied",
@@ -76,10 +77,10 @@ SETTINGS = (
     Setting("max_output_tokens", (RESPONSES,), "honoured", 7),
     Setting("stop", (CHAT,), "honoured", ["b"]),
     Setting("stop_sequences", (MESSAGES,), "honoured", ["b"]),
-    Setting("stream", (CHAT, RESPONSES, MESSAGES), "honoured", True),
+    Setting("stream", ALL, "honoured", True),
     Setting("stream_options.include_usage", (CHAT,), "honoured", True),
-    Setting("temperature", (CHAT, RESPONSES, MESSAGES), "of the run", 0.5),
-    Setting("top_p", (CHAT, RESPONSES, MESSAGES), "of the run", 0.5),
+    Setting("temperature", ALL, "of the run", 0.5),
+    Setting("top_p", ALL, "of the run", 0.5),
     Setting("top_k", (MESSAGES,), "of the run", 5),
     Setting("seed", (CHAT,), "of the run", 5),
     Setting("presence_penalty", (CHAT,), "of the run", 0.5),
@@ -92,7 +93,7 @@ SETTINGS = (
     Setting("text.verbosity", (RESPONSES,), "of the run", "low"),
     Setting(
         "response_format",
-        (CHAT,),
+        ALL,
         "unsupported",
         {"type": "json_object"},
         NO_GRAMMAR,
@@ -137,9 +138,9 @@ SETTINGS = (
         {"edits": []},
         "the policy reads the conversation as it was sent",
     ),
-    Setting("n", (CHAT,), "refused", 2, "ask once for each reply", lambda value: value != 1),
-    Setting("logprobs", (CHAT,), "refused", True, "they are recorded, and not told"),
-    Setting("top_logprobs", (CHAT, RESPONSES), "refused", 5, "they are recorded, and not told"),
+    Setting("n", ALL, "refused", 2, "ask once for each reply", lambda value: value != 1),
+    Setting("logprobs", ALL, "refused", True, "they are recorded, and not told"),
+    Setting("top_logprobs", ALL, "refused", 5, "they are recorded, and not told"),
     Setting("functions", (CHAT,), "refused", [{"name": "f"}], "send `tools`"),
     Setting("function_call", (CHAT,), "refused", "auto", "send `tools`"),
     Setting(
@@ -170,7 +171,7 @@ SETTINGS = (
         _has_other_tools,
         "a tool of another type than function",
     ),
-    Setting("previous_response_id", (RESPONSES,), "refused", "resp_0", WHOLE),
+    Setting("previous_response_id", ALL, "refused", "resp_0", WHOLE),
     Setting("conversation", (RESPONSES,), "refused", "conv_0", WHOLE),
     Setting("prompt", (RESPONSES,), "refused", {"id": "pmpt_0"}, WHOLE),
     Setting("background", (RESPONSES,), "refused", True, "wait for the reply, or stream it"),

@@ -624,7 +624,7 @@ def test_an_answer_that_is_not_read_is_cut_off_and_leaves_nothing(monkeypatch, s
 
     monkeypatch.setattr(Endpoint, "handle", told)
 
-    async def answer(messages, tools=(), limit=None):
+    async def answer(messages, tools=(), limit=None, **settings):
         return Step(
             (),
             (1,),
