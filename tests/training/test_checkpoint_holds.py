@@ -54,6 +54,7 @@ MADE_ANEW = {
     "rollouts": "of the step that is done",
     "trained": "of the step that is done",
     "batch": "of the step that is done",
+    "claims": "a proof begins anew, since the weights of earlier versions are gone",
     "clock": "of the step that is done",
 }
 

@@ -304,7 +304,7 @@ def test_what_a_second_process_cannot_sample_is_refused(case):
 def test_python_objects_are_refused():
     x = experiment(compose([*COMMON, "asynchrony=overlap"]))
     with (
-        pytest.raises(ConfigError, match="Python objects are not part of"),
+        pytest.raises(ConfigError, match="cannot hold Python objects"),
         group_source(x, []),
     ):
         pass

@@ -39,7 +39,6 @@ def command(arguments: Arguments) -> int | Answer:
 
         rlkit why outputs/latest
         rlkit why outputs/latest minutes=10
-        rlkit why outputs/latest step=12 rollout=3 token=41
     """
     from rlkit.extras.why.evidence import read_evidence
     from rlkit.extras.why.findings import say_findings, say_progress
