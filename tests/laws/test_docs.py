@@ -109,11 +109,14 @@ NEEDS = {  # what a shown command leaves to the reader
     ],
     "hydra.launcher.gpus_per_node=null": ["experiment=sweep_slurm"],
     "task=conversations": ["task.path=rows.jsonl"],
+    "environment.id=MiniGrid-Empty-5x5-v0": ["task=episodes", "environment=gymnasium"],
     **{
         word: ["environment=program", "environment.command=[python]"]
         for word in (
             "environment.score=exit",
             "environment.dropped_thinking=continue",
+            "environment.confined=auto",
+            "environment.confined=true",
         )
     },
 }
@@ -425,7 +428,7 @@ def test_the_first_own_task_goes_as_the_page_tells(tmp_path, monkeypatch, capsys
     *_, counts = re.finditer(r"^data: (\d+) training, (\d+) test problems$", printed, re.M)
     assert f"`{counts[0]}`" in page
     validation = len(rows) - int(counts[1]) - int(counts[2])
-    assert f"The other {validation} rows are for validation" in page
+    assert f"The other {validation} rows are for validation" in " ".join(page.split())
     [played] = [
         json.loads(file.read_text()) for file in tmp_path.glob("outputs/rollout/*/summary.json")
     ]

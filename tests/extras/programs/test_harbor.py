@@ -401,6 +401,7 @@ def test_five_tasks_train_end_to_end(tmp_path, monkeypatch):
         "trainer.steps=1",
         "batch.prompts=5",
         "batch.group_size=3",
+        "algorithm.minibatches=1",
         "evaluation.n=0",
         "logger=none",
         f"hydra.run.dir={run}",
