@@ -51,7 +51,7 @@ def train_in(
         `rlkit.config.problems.rows.load_tasks`).
       folder: for all files; with `resume`, the folder of the run to continue.
       provenance: config, versions and git state of this process, for checkpoints and loggers.
-      resume: a checkpoint, or a folder, whose newest checkpoint is taken; None starts anew.
+      resume: a checkpoint, or a folder, whose newest checkpoint is taken; None starts a new run.
       started: time.perf_counter() of the command's start.
       again: builds the experiment again in a second process (`rlkit.config.compose.builder`), for
         asynchrony=overlap.

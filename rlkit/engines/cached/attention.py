@@ -53,7 +53,7 @@ def grouped_attention(config: Any) -> AbstractContextManager[None]:
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Use any attention kernel of CUDA but cuDNN's, which plans anew for every length."""
+    """Use any attention kernel of CUDA but cuDNN's, which makes a new plan for every length."""
     if device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -92,7 +92,7 @@ def sampling_main() -> None:
 
     # the trainer prints lines of the watcher: the output of this process goes into a file
     WATCHER.tell = lambda line: send(pickle.dumps(line))
-    with suppress(Interrupted, OSError):  # told to end, or nobody reads the answers
+    with suppress(Interrupted, OSError):  # told to end, or the reader of the answers is gone
         serve(lambda: pickle.load(sys.stdin.buffer), messages.get, send, memory)
 
 

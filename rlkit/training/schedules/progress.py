@@ -42,7 +42,7 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    # starts anew when the phase begins, besides the replaced groups
+    # starts again when the phase begins, besides the replaced groups
     reset: Sequence[Literal["optimizer", "reference"]] = ()
 
     @property
@@ -244,7 +244,7 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
     """The progress after an RL step with these `metrics`.
 
     Controllers move. If the phase's end condition holds, the next phase begins: its own controllers
-    start anew, and shared ones go on.
+    start again, and shared ones go on.
     """
     phase, x = _current(experiment, progress)
     now = controllers_of(x)
