@@ -268,7 +268,7 @@ def complete():
     `follow(index, reply)` gives the next prompt of the same episode and its seed, or None; without
     it each has one completion.
     """
-    from rlkit.system.loops import run, together
+    from rlkit.system.loops import run, run_together
     from rlkit.types import SamplingParams
 
     def complete(engine, policy, prompts, seeds, follow=lambda index, reply: None, **params):
@@ -285,7 +285,7 @@ def complete():
 
         async def all_of_them():
             await engine.load(policy, 0)
-            return await together(
+            return await run_together(
                 episode(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))
             )
 

@@ -29,7 +29,7 @@ import torch
 
 from rlkit.commands.cli import main
 from rlkit.runs.sweeps import runner, warm
-from rlkit.system.parent import tied
+from rlkit.system.parent import make_child_environment
 
 # A pool of threads does not survive a fork. A copy of a process that has one makes its own at once,
 # or threads that load a model ask for it together and one of them finds none.
@@ -266,7 +266,7 @@ def begin_server(self: Any) -> None:
         warm.serve_jobs()
 
     with theirs:
-        self.process = Copy(copied(serve, os.environ | self.environment | tied()))
+        self.process = Copy(copied(serve, os.environ | self.environment | make_child_environment()))
 
 
 # -------------------------------------------------------------------------------- ranks and scripts

@@ -305,9 +305,9 @@ def check_a_second_start(words: list[str], place: Path, monkeypatch, capsys) -> 
     root = place / "outputs" / "sweep"
     root.mkdir(parents=True)
     living = {
-        **owner.identity(),
+        **owner.identify_process(),
         "pid": os.getppid(),
-        "started": owner.started(os.getppid()),
+        "started": owner.find_start_time(os.getppid()),
         "token": "other",
     }
     (root / "owner.json").write_text(json.dumps(living))

@@ -58,7 +58,7 @@ def rows_of(
         )
     ]
     cells = list(dict.fromkeys(cells))
-    with owner.owned(folder):
+    with owner.own_folder(folder):
         _, received = bench.run_all(cells, folder, jobs=jobs, config_dir=None)
     if received:
         raise SystemExit(128 + received[0])

@@ -155,14 +155,16 @@ def decode_seconds(policy: Any, rows: int, tokens: int, clock: Callable[[], floa
     """Of one decode step of so many rows, the cached engine's own work included."""
     from rlkit.engines import Cached
     from rlkit.functional import mix
-    from rlkit.system.loops import run, together
+    from rlkit.system.loops import run, run_together
     from rlkit.types import SamplingParams
 
     params = SamplingParams(max_new_tokens=tokens)
 
     async def sampled(engine: Any) -> None:
         await engine.load(policy, 0)
-        await together(engine.generate(i, range(100, 132), mix(0, i), params) for i in range(rows))
+        await run_together(
+            engine.generate(i, range(100, 132), mix(0, i), params) for i in range(rows)
+        )
 
     engine = Cached()
     return taken(lambda: run(sampled(engine)), clock) / tokens

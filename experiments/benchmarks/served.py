@@ -55,7 +55,7 @@ def engine_of(name: str, max_rows: int, kernel: str) -> Any:
 def _played(
     engine: Any, policy: Any, prompts: Any, seeds: Any, follow: Follow, given: dict[str, Any]
 ) -> list[Any]:
-    from rlkit.system.loops import run, together
+    from rlkit.system.loops import run, run_together
     from rlkit.types import SamplingParams
 
     params = SamplingParams(**given)
@@ -73,7 +73,7 @@ def _played(
 
     async def all_of_them() -> list[Any]:
         await engine.load(policy, 0)
-        return await together(
+        return await run_together(
             [
                 episode(i, prompt, seed)
                 for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))

@@ -174,10 +174,10 @@ def roofline_row(expected: Any) -> dict[str, Any]:
 def ready(x: Any, tasks: Any) -> tuple[Any, Any, bool]:
     """The policy on its device, checked as before a run; the device; whether log-probs agree."""
     from rlkit.system import rng
-    from rlkit.system.device import on_device
+    from rlkit.system.device import load_on_device
 
     rng.seed(x.seed)
-    policy, device = on_device(x)
+    policy, device = load_on_device(x)
     with rlkit.autocast(x, device):
         return policy, device, check_policy(policy, tasks, x).exact
 

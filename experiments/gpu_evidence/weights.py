@@ -14,7 +14,7 @@ from rlkit.extras.forecast import CARDS, KNOWN, Card, Shape
 from rlkit.functional import mix
 from rlkit.models import LoRA, load_policy, make_policy, pretrained_tokenizer
 from rlkit.models.load import add_lora
-from rlkit.system.loops import run, together
+from rlkit.system.loops import run, run_together
 from rlkit.types import Generation, Policy, SamplingParams
 
 RANK = 16
@@ -120,7 +120,7 @@ def sample(
 
     async def all_of_them() -> list[Generation]:
         await engine.load(policy, 0)
-        return await together([episode(i, prompt) for i, prompt in enumerate(prompts)])
+        return await run_together([episode(i, prompt) for i, prompt in enumerate(prompts)])
 
     return run(all_of_them())
 

@@ -296,9 +296,9 @@ def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> Agent
     refuse_problems(sampling_problems(x.generation))
     tools = find_tools(x)
     from rlkit.commands.evaluate import restored_policy
-    from rlkit.system.device import autocast, on_device
+    from rlkit.system.device import autocast, load_on_device
 
-    policy, device = on_device(x)
+    policy, device = load_on_device(x)
     if checkpoint is not None:
         restored_policy(policy, checkpoint)
     with autocast(x, device):

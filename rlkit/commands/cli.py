@@ -24,7 +24,7 @@ from rlkit.errors import (
     visible,
 )
 from rlkit.system import extras
-from rlkit.system.files import finite
+from rlkit.system.files import replace_nonfinite
 from rlkit.system.leaving import leave_process
 from rlkit.system.output import guard_output
 from rlkit.system.parent import end_with_parent
@@ -83,7 +83,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
     if isinstance(found, int):
         return found
     if as_json:  # in ASCII, so that no terminal obeys text of a model or a file
-        print(json.dumps(finite(found.data), indent=2, default=str))
+        print(json.dumps(replace_nonfinite(found.data), indent=2, default=str))
     else:
         print(visible(found.text, kept="\n"))
     return found.status
@@ -155,7 +155,9 @@ def run_command(argv: Sequence[str]) -> int:
 
 def list_commands() -> tuple[str, ...]:
     """Commands of the core, of the present extras, and of other packages."""
-    return tuple(dict.fromkeys([*COMMANDS, *extras.find_commands(), *extras.outside_commands()]))
+    return tuple(
+        dict.fromkeys([*COMMANDS, *extras.find_commands(), *extras.find_outside_commands()])
+    )
 
 
 def find_command(name: str) -> Callable[[Arguments], int | Answer]:

@@ -8,7 +8,7 @@ import yaml
 from rlkit.commands.arguments import Arguments
 from rlkit.config.compose import choices, compose, conf_dir, unresolved
 from rlkit.errors import ConfigError
-from rlkit.system.redaction import redacted
+from rlkit.system.redaction import redact_config
 
 ENTRIES = {
     "train": "train",
@@ -38,7 +38,7 @@ def command(name: str, arguments: Arguments) -> int:
     hydra = unresolved(composed.full, of_hydra=True)
     parts = {"job": own, "hydra": hydra, "all": {**own, **hydra}}
     print(
-        yaml.safe_dump(redacted(parts[arguments.shown]), sort_keys=False, allow_unicode=True),
+        yaml.safe_dump(redact_config(parts[arguments.shown]), sort_keys=False, allow_unicode=True),
         end="",
     )
     return 0

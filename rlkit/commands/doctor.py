@@ -124,9 +124,11 @@ def processors() -> list[Finding]:
     """Report the cores for this process, and torch's threads."""
     import torch
 
-    from rlkit.system.processors import cores
+    from rlkit.system.processors import count_cores
 
-    return [Finding("processors", f"{cores()} cores, {torch.get_num_threads()} threads of torch")]
+    return [
+        Finding("processors", f"{count_cores()} cores, {torch.get_num_threads()} threads of torch")
+    ]
 
 
 def devices() -> list[Finding]:

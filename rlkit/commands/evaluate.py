@@ -12,7 +12,7 @@ from rlkit.commands.trust import asker, with_limits
 from rlkit.episodes.record import failed_rollout_kept, save_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
-from rlkit.system.files import LOST, lenient, write_json
+from rlkit.system.files import LOST, report_write_errors, write_json
 from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.experiment import Experiment
 from rlkit.types import SPLITS, Policy, Split, Task
@@ -41,12 +41,12 @@ def evaluate_run(
     Raises: RewardError if a reward fails. Its note names the rollout's file in the new folder.
     """
     from rlkit.sandbox import seen
-    from rlkit.system.device import autocast, on_device, versions
+    from rlkit.system.device import autocast, load_on_device, versions
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy
     from rlkit.training.windows import window_line
 
-    policy, device = on_device(x)
+    policy, device = load_on_device(x)
     path, step = (
         restored_policy(policy, checkpoint, x.generation.engine) if checkpoint else (None, None)
     )
@@ -77,7 +77,7 @@ def evaluate_run(
         "versions": versions(),
         "sandbox": str(level) if level else None,
     }
-    with lenient("result.json"):
+    with report_write_errors("result.json"):
         write_json(out / "result.json", result)
     return result, out
 
@@ -92,7 +92,7 @@ def _evaluate_greedily(
 
     with failed_rollout_kept(out), in_time(x.evaluation, "the greedy evaluation"):
         result, rollouts = greedy_accuracy(policy, tasks, version=version, **x.held_out(0.0))
-        with lenient("greedy.jsonl.gz"):
+        with report_write_errors("greedy.jsonl.gz"):
             save_rollouts(out / "greedy.jsonl.gz", rollouts)
         for said in filter(None, (failures(rollouts), refusals(rollouts))):
             print(f"warning: {said}", flush=True)
@@ -117,7 +117,7 @@ def _evaluate_samples(
             version=version,
             **x.held_out(settings.temperature),
         )
-        with lenient("sampled.jsonl.gz"):
+        with report_write_errors("sampled.jsonl.gz"):
             save_rollouts(out / "sampled.jsonl.gz", rollouts)
     return result
 

@@ -12,7 +12,7 @@ from rlkit.commands.trust import model_of
 from rlkit.errors import ConfigError, refuse_problems
 from rlkit.runs import folder as runs
 from rlkit.runs.card import model_card
-from rlkit.system.files import refusing
+from rlkit.system.files import refuse_unwritable
 
 
 def export(
@@ -43,12 +43,12 @@ def export(
     from rlkit.models.load import EMBEDDED, base_of_adapters
     from rlkit.models.save import save_policy
     from rlkit.system.adapters import has_adapters
-    from rlkit.system.device import quiet
+    from rlkit.system.device import silence_frameworks
 
     refuse_problems(check(dict(model), "model"))
     if out.exists():
         raise ConfigError(f"to={out}: exists already; name a folder that does not")
-    quiet()
+    silence_frameworks()
     # the caller has checked its code: rlkit.config.trust
     policy = build(dict(model))(device="cpu")
     adapters = has_adapters(policy.model)
@@ -61,7 +61,7 @@ def export(
     path, step = restored_policy(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
     card = model_card(run, step, adapters=adapters and not merge) if run else ""
-    with refusing(out):
+    with refuse_unwritable(out):
         save_policy(out, policy._replace(model=written), card=card)
     return path, step
 

@@ -58,7 +58,7 @@ def full_help() -> str:
     lines = [f"  rlkit {name:<40} {said}" for name, said in extras.summarize_commands().items()]
     lines += [
         f"  rlkit {name:<40} from {point.value}"
-        for name, point in extras.outside_commands().items()
+        for name, point in extras.find_outside_commands().items()
     ]
     more = "\n".join(lines)
     return HELP.format(more=f"\n{more}" if more else "") + list_groups()

@@ -29,7 +29,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     from rlkit.config.schema import build, check
     from rlkit.config.trust import Folder, outside, require_trust, with_environment
     from rlkit.runs import folder as runs
-    from rlkit.system.device import autocast, on_device
+    from rlkit.system.device import autocast, load_on_device
     from rlkit.training.callbacks.checkpoints import read_checkpoint
     from rlkit.training.callbacks.faults import BATCH, STATE
     from rlkit.training.learner import Learner
@@ -52,7 +52,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     learn(config, written)
     refuse_problems(check(config, f"{folder}/config.yaml"))
     x = build(config)
-    policy, device = on_device(x)
+    policy, device = load_on_device(x)
     learner = Learner(x, policy)
     learner.load_state_dict(read_checkpoint(folder / STATE))
     batch = batch_on(Minibatch(**read_checkpoint(folder / BATCH)), device)

@@ -18,7 +18,13 @@ from rlkit.episodes.summary import by_part, failing_tools, failures, refusals, s
 from rlkit.errors import ConfigError, refuse_problems
 from rlkit.runs import folder as runs
 from rlkit.system.contents import PROMPTS
-from rlkit.system.files import LOST, finite, lenient, write_atomic, write_json
+from rlkit.system.files import (
+    LOST,
+    replace_nonfinite,
+    report_write_errors,
+    write_atomic,
+    write_json,
+)
 from rlkit.training.experiment import RolloutRun
 from rlkit.types import Environment, Rollout, Task
 
@@ -43,12 +49,12 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     from rlkit.config.problems.rows import check_truths
     from rlkit.episodes import collect, transcript
     from rlkit.rewards import score
-    from rlkit.system.device import autocast, on_device, versions
+    from rlkit.system.device import autocast, load_on_device, versions
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_contexts
 
     check_truths(tasks, x.reward, x.environment)
-    policy, device = on_device(x)
+    policy, device = load_on_device(x)
     environment = limited(x.environment, x.max_steps)
     with autocast(x, device):
         tools, prompts = check_contexts(policy, tasks, environment)
@@ -72,11 +78,11 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
             for line in filter(None, said):
                 print(f"warning: {line}", file=sys.stderr)
             rollouts = score(rollouts, x.reward)
-            with lenient(f"rollouts.{x.format}"):
+            with report_write_errors(f"rollouts.{x.format}"):
                 save_rollouts(out / f"rollouts.{x.format}", rollouts)
-    with lenient(PROMPTS):
+    with report_write_errors(PROMPTS):
         write_atomic(out / PROMPTS, prompts.encode(errors="backslashreplace"))
-    with lenient("conversations.txt"):
+    with report_write_errors("conversations.txt"):
         text = "\n\n".join([prompts, *(transcript(r) for r in rollouts[:8])])
         write_atomic(out / "conversations.txt", text.encode(errors="backslashreplace"))
     figures = {
@@ -85,10 +91,10 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
         "seed": x.seed,
         "versions": versions(),
     }
-    with lenient("summary.json"):
+    with report_write_errors("summary.json"):
         write_json(
             out / "summary.json",
-            finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures,
+            replace_nonfinite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures,
         )
     return rollouts, out
 
@@ -105,7 +111,7 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
 
         def keep(rollout: Rollout) -> None:
             nonlocal done
-            with lenient(path.name):
+            with report_write_errors(path.name):
                 append_rollouts(path, [rollout])
             done += 1
             bar.advance(task)

@@ -22,7 +22,7 @@ from rlkit.runs import folder as runs
 from rlkit.system import extras, owner
 from rlkit.system.contents import clear_places, set_aside
 from rlkit.system.device import versions
-from rlkit.system.files import LOST, lenient, refusing
+from rlkit.system.files import LOST, refuse_unwritable, report_write_errors
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.training.run import train_in
 
@@ -114,7 +114,7 @@ def _given_folder(overrides: Sequence[str]) -> Path | None:
     place = option(overrides, "hydra.run.dir")
     if not place:
         return None
-    with refusing(place):
+    with refuse_unwritable(place):
         Path(place).exists()  # raises if the name is too long
     return Path(place).absolute()
 
@@ -131,7 +131,7 @@ def _train_owned(
 
         def own(run: Path) -> Path:
             return ranks.broadcast(
-                lambda: owning.enter_context(owner.owned(run, takeover=x.takeover)) or run
+                lambda: owning.enter_context(owner.own_folder(run, takeover=x.takeover)) or run
             )
 
         identity = ""
@@ -161,7 +161,7 @@ def _train_owned(
             return run_in_folder(x, composed.config, tasks, target, started=STARTED, resume=resume)
 
         status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
-        if status == 2 and not known and ranks.rank() == 0 and not owner.lost(target):
+        if status == 2 and not known and ranks.rank() == 0 and not owner.explain_loss(target):
             remove_start(target, whole=not occupied)
             if folder is None:
                 runs.point_latest(outputs, target)
@@ -189,7 +189,7 @@ def note_start(folder: Path, composed: Composed, identity: str) -> None:
     """
     config = composed.config
     overrides = [str(text) for text in composed.full.hydra.overrides.task]
-    with refusing(folder):
+    with refuse_unwritable(folder):
         # from a process that ended before it wrote config.yaml
         if not identity and (folder / "run.json").exists():
             set_aside(folder, "run.json")
@@ -285,7 +285,7 @@ def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
             "hydra.yaml": own,
             "overrides.yaml": config.hydra.overrides.task,
         }
-        with refusing(folder):
+        with refuse_unwritable(folder):
             for name, part in parts.items() if place else ():
                 runs.write_hydra(folder, f"{place}/{name}", OmegaConf.to_yaml(part))
         return job()
@@ -312,7 +312,7 @@ def run_in_folder(
 
     fresh = resume is None
     try:
-        with refusing(folder):
+        with refuse_unwritable(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
             if ranks.rank() == 0 and fresh:
                 runs.write_config(folder, config, provenance["identity"], new=True)
@@ -331,7 +331,7 @@ def run_in_folder(
     except Exception as error:
         return report(error, f"run folder: {runs.shown(folder)}")
     if ranks.rank() == 0:
-        with lenient("config.yaml"):
+        with report_write_errors("config.yaml"):
             # for a resumed run, once it has gone on with this config
             runs.write_config(folder, config, provenance["identity"])
     print(closing_lines(summary, folder), flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import ConfigError
-from rlkit.system.redaction import redacted
+from rlkit.system.redaction import redact_config
 from rlkit.training.schedules.paths import flat
 
 ONCE = ("resume", "takeover")  # keys of one process only; they do not describe the run
@@ -52,7 +52,7 @@ def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key → value, without secrets, advice and shelves."""
     return {
         key: value
-        for key, value in flat(redacted(config)).items()
+        for key, value in flat(redact_config(config)).items()
         if not {"suggests", "shelf"} & set(key.split("."))
     }
 

@@ -27,7 +27,7 @@ import yaml
 
 from rlkit.config.compose import PRESETS, Composed, Layer, compose, layers, unresolved
 from rlkit.config.suggestions import RESOLVERS
-from rlkit.system.redaction import redacted
+from rlkit.system.redaction import redact_config
 from rlkit.training.schedules.paths import flat
 
 COMMAND_LINE = "command line"
@@ -158,7 +158,7 @@ def _values(
     """Every key with a value of its own, in the order of the config."""
     now = flat(composed.config)
     before = flat(standard.config)
-    shown = flat(redacted(composed.config))
+    shown = flat(redact_config(composed.config))
     raw = flat(unresolved(composed.full))
     owners: dict[str, str] = {}
     for layer in files:

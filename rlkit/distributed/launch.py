@@ -47,7 +47,7 @@ def start_ranks(command: Sequence[str], count: int) -> int:
 
     Returns: 0, or the exit status of the rank that failed first (128 + its number for a signal).
     """
-    from rlkit.system.parent import tied
+    from rlkit.system.parent import make_child_environment
 
     with socket.create_server(("127.0.0.1", 0)) as found:  # no one listens there now
         port = found.getsockname()[1]
@@ -64,7 +64,11 @@ def start_ranks(command: Sequence[str], count: int) -> int:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            environ = os.environ | {name: str(value) for name, value in place.items()} | tied()
+            environ = (
+                os.environ
+                | {name: str(value) for name, value in place.items()}
+                | make_child_environment()
+            )
             # a Ctrl-C comes through here, once
             ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))
         return _watch(ranks)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.system.adapters import base_model
-from rlkit.system.sharding import holds_shards, is_sharded, sharded
+from rlkit.system.sharding import find_sharded_modules, holds_shards, is_sharded
 from rlkit.system.waiting import waiting_outside
 
 T = TypeVar("T")
@@ -273,7 +273,7 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
         for layer in stack:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for part in sharded(model):
+    for part in find_sharded_modules(model):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # Gloo knows no scaled sum
     model.call_inside = lambda function, *arguments, **settings: function(*arguments, **settings)
@@ -288,7 +288,7 @@ def unsharded_copy(model: Any) -> Any:
 
     For a sharded model this is a collective: all ranks must call it.
     """
-    if not sharded(model):
+    if not find_sharded_modules(model):
         return copy.deepcopy(model).requires_grad_(False).eval()
     (empty,) = base_model(model).unsharded
     reshard(model)
@@ -310,7 +310,7 @@ def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settin
 
 def reshard(*models: Any) -> None:
     """Shard the weights again. A forward pass without a backward pass leaves them gathered."""
-    for part in sharded(*models) if size() > 1 else ():
+    for part in find_sharded_modules(*models) if size() > 1 else ():
         part.reshard()
 
 
@@ -320,7 +320,7 @@ def whole_weights(model: Any) -> Iterator[None]:
 
     Inside, each rank may generate as many tokens as it needs, and any engine sees plain tensors.
     """
-    parts = sharded(model) if size() > 1 else []
+    parts = find_sharded_modules(model) if size() > 1 else []
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()

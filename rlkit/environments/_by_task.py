@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, require_arguments, written
-from rlkit.system.copies import copied
+from rlkit.system.copies import copy_value
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Task, safe
 
@@ -75,7 +75,7 @@ def environment_of(
     if isinstance(environment, Environment):
         return environment
     require_arguments(environment, "environment", task)
-    found = environment(copied(task))
+    found = environment(copy_value(task))
     if not isinstance(found, Environment):
         raise ConfigError(
             f"environment: {written(environment)} gives {found!r:.100} for a task; let it return"

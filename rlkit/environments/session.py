@@ -18,8 +18,8 @@ from typing import Any
 from rlkit.environments.toolbox import closed
 from rlkit.environments.tools import execute, marked
 from rlkit.errors import EnvironmentFailed, RLKitError, defined_at, describe_error
-from rlkit.system.deadline import call_user, in_worker
-from rlkit.system.loops import awaited, closing, together
+from rlkit.system.deadline import call_user, run_in_worker
+from rlkit.system.loops import await_value, closing, run_together
 from rlkit.system.waiting import waiting
 from rlkit.types import (
     Environment,
@@ -201,9 +201,9 @@ async def answer_calls(
             waiting("the executor of tool calls", execute),
         ):
             if inspect.iscoroutinefunction(execute) or marked(execute, "bounded"):
-                return await awaited(execute(asked, tools))
-            return await awaited(
-                await in_worker(
+                return await await_value(execute(asked, tools))
+            return await await_value(
+                await run_in_worker(
                     partial(execute, asked, tools), None, f"the executor of the call {asked.name}"
                 )
             )
@@ -217,7 +217,7 @@ async def answer_calls(
     if all(marked(tool, "independent") for tool in known) and not all(
         marked(tool, "bounded") for tool in known
     ):
-        results = await together(answered(i, asked) for i, asked in enumerate(step.tool_calls))
+        results = await run_together(answered(i, asked) for i, asked in enumerate(step.tool_calls))
     else:
         results = [await answered(i, asked) for i, asked in enumerate(step.tool_calls)]
     messages: Messages = [

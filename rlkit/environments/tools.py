@@ -30,13 +30,13 @@ from rlkit.errors import ConfigError, Hung, defined_at, name_error
 from rlkit.system.deadline import (
     DeadlinePassed,
     ProcessEndAsked,
-    contained,
-    containing,
-    in_worker,
+    cancel_after,
+    contain_block,
+    contain_call,
+    run_in_worker,
     warn_once,
-    within,
 )
-from rlkit.system.shared_state import current
+from rlkit.system.shared_state import get_current_watch
 from rlkit.system.waiting import waiting
 from rlkit.types import HasSchema, Tool, ToolCall, ToolResult
 
@@ -152,7 +152,7 @@ async def execute(
       tools: name → function.
       max_chars: longest content, in characters. A longer one is cut and says so.
       timeout: seconds, for tools without the mark `bounded`; None: no limit. An async tool is then
-        cancelled. A plain one is ended if it says how (rlkit.system.deadline.ended_by, as the
+        cancelled. A plain one is ended if it says how (rlkit.system.deadline.end_when_left, as the
         python tool does). Otherwise its thread goes on, and its result is dropped.
     Returns: a ToolResult with the call's id and name. `ok` is False for an unknown tool, for
       arguments that do not fit the signature or its types, and for a tool that raises, tries to end
@@ -214,19 +214,21 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
     deadline. Nothing is awaited for a bounded tool."""
 
     bounded = marked(tool, "bounded")
-    watch = current()
+    watch = get_current_watch()
     here = bounded or inspect.iscoroutinefunction(tool)
 
     def run() -> Any:
-        with watch.calling(tool) if here else watch.in_worker(tool):
+        with watch.watch_call(tool) if here else watch.watch_worker(tool):
             given = tool(**call.arguments)
             return given if inspect.isawaitable(given) else _as_text(given)
 
-    given = contained(run) if here else await in_worker(run, timeout, f"the tool {call.name}")
+    given = (
+        contain_call(run) if here else await run_in_worker(run, timeout, f"the tool {call.name}")
+    )
     if isinstance(given, str):
         return given
-    with containing(asyncio.CancelledError, GeneratorExit):
-        async with within(None if bounded else timeout):
+    with contain_block(asyncio.CancelledError, GeneratorExit):
+        async with cancel_after(None if bounded else timeout):
             text = _as_text(await given)
             if not bounded:
                 # count as waiting even if the answer came at once, for example from a cache

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.system.copies import copied
+from rlkit.system.copies import copy_value
 from rlkit.types import Batch, Rollout
 
 
@@ -129,7 +129,7 @@ def assemble(
             for name in dict.fromkeys(n for r in rollouts for n in r.rewards)
         },
         metadata=tuple(
-            copied({"player": r.player, "state": r.state, **r.task.metadata, **r.metadata})
+            copy_value({"player": r.player, "state": r.state, **r.task.metadata, **r.metadata})
             for r in rollouts
         ),
     )

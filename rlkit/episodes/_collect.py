@@ -17,8 +17,8 @@ from rlkit.errors import ConfigError, Hung, nearest
 from rlkit.functional import mix
 from rlkit.models import load_policy
 from rlkit.system import rng
-from rlkit.system.copies import copied
-from rlkit.system.loops import awaited, blocking, instead, together, was_left
+from rlkit.system.copies import copy_value
+from rlkit.system.loops import await_value, make_blocking, run_together, set_substitute, was_left
 from rlkit.system.shared_state import guard_state
 from rlkit.types import (
     Engine,
@@ -119,7 +119,7 @@ async def other_player(path: str, policy: Policy, params: SamplingParams) -> Spe
     rival, engine = _loaded(path, str(weights.device))
     # load once: its weights stay, and episodes of other calls may be in play
     if not isinstance(engine, Cached) or engine.decoder is None:
-        await awaited(engine.load(rival, 0))
+        await await_value(engine.load(rival, 0))
     return Speaker(rival, engine, params._replace(admission="free"), encoder(rival))
 
 
@@ -151,14 +151,14 @@ def samples_of(
         return [alone(seat(j)) for j in range(size)]
     make, players, opponent = how.table
     if not players:
-        shared = make(copied(task), size)
+        shared = make(copy_value(task), size)
         return [alone(seat(j, shared, j)) for j in range(size)]
     played: list[Played] = []
     for j in range(0, size - 1, 2) if opponent is None else ():
-        first = seat(j, make(copied(task), 2))
+        first = seat(j, make(copy_value(task), 2))
         first.turns.players = 2
         played += [alone(first), alone(first._replace(sample=j + 1, player=1))]
-    rest = [seat(j, make(copied(task), 2)) for j in range(len(played), size)]
+    rest = [seat(j, make(copy_value(task), 2)) for j in range(len(played), size)]
     return played + [against(at._replace(player=(at.group + at.sample) % 2)) for at in rest]
 
 
@@ -208,7 +208,7 @@ async def collected(
         raise ConfigError(f"rlkit.collect: there is no '{unknown[0]}'.{near}")
     engine, sampling = Cached() if engine is None else engine, SamplingParams(**params)
     check_engine(engine)
-    await awaited(engine.load(policy, version))
+    await await_value(engine.load(policy, version))
     start, own = (
         Start(waits=sampling.admission != "free"),
         Speaker(policy, engine, sampling, encoder(policy)),
@@ -261,7 +261,7 @@ async def collected(
                 so_far=played.append,
             )
 
-        instead(lost)
+        set_substitute(lost)
         try:
             if how.play is None:
                 rollout = await converse()
@@ -307,7 +307,7 @@ async def collected(
         else:
             rival = await other_player(opponent, policy, sampling)
             other = other._replace(turns=Turns(next(KEYS)), place=Start(waits=False).place())
-        return (await together([episode(own, how, one), episode(rival, how, other)]))[0]
+        return (await run_together([episode(own, how, one), episode(rival, how, other)]))[0]
 
     def group_of(task: Task, i: int) -> list[Played]:
         how = environment_of(environment, task)
@@ -333,14 +333,14 @@ async def collected(
             how, task, group_size, seat, partial(episode, who, how), partial(against, how)
         )
 
-    with rng.kept(), guard_state(environment):
-        return await together(
+    with rng.keep_generators(), guard_state(environment):
+        return await run_together(
             (coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)),
             announced=True,
         )
 
 
-collect = blocking(collected, name="collect")
+collect = make_blocking(collected, name="collect")
 
 
 def named_limit(policy: Policy, rollout: Rollout) -> Rollout:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import DataError
-from rlkit.system.files import atomic, put_aside, reason
+from rlkit.system.files import open_atomically, put_aside, reason
 from rlkit.types import Message, Rollout
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
     # a reader who opens the folder skips hidden files, so a kill leaves nothing half-written to
     # read
     hidden = path.with_name(f".{path.name}")
-    with atomic(hidden) as file:
+    with open_atomically(hidden) as file:
         pyarrow.parquet.write_table(table, file, compression="zstd")
     os.replace(hidden, path)
 

@@ -11,7 +11,7 @@ from rlkit.environments.session import blamed, opened, with_state
 from rlkit.errors import EpisodeOver, Hung
 from rlkit.functional import mix
 from rlkit.system import rng
-from rlkit.system.copies import copied
+from rlkit.system.copies import copy_value
 from rlkit.system.deadline import Countdown, DeadlinePassed, call_user
 from rlkit.system.loops import run
 from rlkit.system.shared_state import guard_state
@@ -80,15 +80,15 @@ async def _play_to_the_end(
     limit = Countdown(environment.deadline)
     session = None
     # the session gets a copy of the episode, so that it cannot change training rows or the record
-    theirs = copied(rollout)
+    theirs = copy_value(rollout)
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
         try:
             async with limit.running():
-                session = await rng.drawing(
+                session = await rng.await_with_seed(
                     mix(seed, 0), stack.enter_async_context(opened(environment, theirs.task))
                 )
-                prompt: Messages | None = await rng.drawing(
+                prompt: Messages | None = await rng.await_with_seed(
                     mix(seed, 1), _first_prompt(session, theirs.task)
                 )
             while prompt is not None:
@@ -97,7 +97,7 @@ async def _play_to_the_end(
                     rollout = cut_off(rollout, "context")
                     break
                 rollout = rollout.add(step)
-                theirs = theirs.add(copied(step))
+                theirs = theirs.add(copy_value(step))
                 keep(rollout)
                 if step.finish_reason == "length":
                     rollout = cut_off(rollout, "length")
@@ -106,7 +106,7 @@ async def _play_to_the_end(
                     with blamed("answer", task):
                         given = theirs
                         draws = mix(seed, 1 + len(rollout.steps))
-                        theirs, prompt = await rng.drawing(draws, _answer(session, given))
+                        theirs, prompt = await rng.await_with_seed(draws, _answer(session, given))
                         rollout = keep_record(theirs, given, rollout)
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
                     rollout = cut_off(rollout, "steps")
@@ -132,14 +132,16 @@ def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
     def step_of(own: Step, before: Step, kept: Step) -> Step:
         if own is before:
             return kept
-        prompt = kept.prompt if own.prompt is before.prompt else copied(own.prompt)
-        calls = kept.tool_calls if own.tool_calls is before.tool_calls else copied(own.tool_calls)
+        prompt = kept.prompt if own.prompt is before.prompt else copy_value(own.prompt)
+        calls = (
+            kept.tool_calls if own.tool_calls is before.tool_calls else copy_value(own.tool_calls)
+        )
         return own._replace(prompt=prompt, tool_calls=calls)
 
     known = zip(said.steps, given.steps, record.steps, strict=False)
-    steps = tuple(step_of(*three) for three in known) + copied(said.steps[len(record.steps) :])
-    task = record.task if said.task is given.task else copied(said.task)
-    metadata = record.metadata if said.metadata is given.metadata else copied(said.metadata)
+    steps = tuple(step_of(*three) for three in known) + copy_value(said.steps[len(record.steps) :])
+    task = record.task if said.task is given.task else copy_value(said.task)
+    metadata = record.metadata if said.metadata is given.metadata else copy_value(said.metadata)
     return said._replace(task=task, steps=steps, metadata=metadata)
 
 
@@ -157,7 +159,7 @@ def opening(task: Task, environment: Environment) -> Opening:
     session and close it again."""
 
     async def look() -> Opening:
-        own = copied(task)
+        own = copy_value(task)
         async with opened(environment, own) as session:
             prompt = await _first_prompt(session, own)
             tools = session.tools
@@ -196,7 +198,7 @@ def _messages(said: Any) -> Messages:
         said = [{"role": "user", "content": said}]
     if not (isinstance(said, list | tuple) and said and all(map(_is_message, said))):
         raise TypeError(f"it must be messages, each with a role, or a text; it is {said!r:.200}")
-    return copied(said)  # the session may go on with its own
+    return copy_value(said)  # the session may go on with its own
 
 
 def _is_message(said: Any) -> bool:

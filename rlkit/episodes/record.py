@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import ConfigError, DataError, visible
 from rlkit.system import shards
-from rlkit.system.files import lenient, write_atomic
+from rlkit.system.files import report_write_errors, write_atomic
 from rlkit.system.shards import Part
 from rlkit.types import Message, Rollout, Step, Task, ToolCall, ToolResult
 
@@ -93,7 +93,7 @@ def failed_rollout_kept(folder: Path) -> Iterator[None]:
         yield
     except RewardError as error:
         if error.rollout is not None:
-            with lenient(FAILED):
+            with report_write_errors(FAILED):
                 save_rollouts(folder / FAILED, [error.rollout])
                 error.add_note(f"the rollout on which it failed: {folder / FAILED}")
         raise
@@ -153,7 +153,7 @@ def _part(path: Path | str | Part, step: int | None) -> Part:
         return path
     if step is None:
         return Part(_checked(Path(path)))
-    found = shards.recorded(Path(path))
+    found = shards.index_steps(Path(path))
     if step not in found:
         held = (
             f"it holds {len(found)} from {min(found)} to {max(found)}"

@@ -14,7 +14,7 @@ from rlkit.episodes.episode import Say
 from rlkit.errors import EngineError
 from rlkit.functional import mix
 from rlkit.models.chat import continuation, encode_prompt
-from rlkit.system.loops import awaited
+from rlkit.system.loops import await_value
 from rlkit.types import (
     Engine,
     Environment,
@@ -66,7 +66,7 @@ def speaker(
         )
         if len(ids) >= policy.context_length:
             return None
-        reply = await awaited(engine.generate(key, ids, mix(seed, len(rollout.steps)), params))
+        reply = await await_value(engine.generate(key, ids, mix(seed, len(rollout.steps)), params))
         check_generation(engine, reply)
         return read_reply(policy, environment, rollout, messages, ids, reply, dropped=dropped)
 

@@ -23,7 +23,7 @@ from rlkit.models.head import Float32Head
 from rlkit.models.packing import allow_packing
 from rlkit.models.shape import model_shape
 from rlkit.system.adapters import lora_layers
-from rlkit.system.digest import SUMS, folder_damage
+from rlkit.system.digest import SUMS, find_folder_damage
 from rlkit.system.files import cache_folder
 from rlkit.types import Policy, ranges, reaches, safe
 
@@ -409,7 +409,7 @@ def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
     written by rlkit has changed since (`weights`: check weight files too), or if the block cannot
     load it."""
     source = _source(path)
-    why = folder_damage(Path(source), weights=weights)
+    why = find_folder_damage(Path(source), weights=weights)
     if why:
         again = (
             f"fetch it again (rlkit get {path.removeprefix(FETCHED)})"

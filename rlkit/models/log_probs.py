@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rlkit.functional import chunked_log_probs
 from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.packing import Packed, trunk_states
-from rlkit.system.sharding import sharded
+from rlkit.system.sharding import find_sharded_modules
 from rlkit.types import TokenLogprobs
 
 CHUNK_LOGITS = 1 << 25  # logits held at once on a GPU: 128 MiB in float32
@@ -65,7 +65,7 @@ def forward_logprobs(
         chunk_size=max(1, logits_at_once(hidden.device) // sum(sizes)),
         entropy_gradient=entropy_gradient,
         # a backward pass inside the forward one would gather and free shards out of turn
-        frozen_head=not sharded(trunk)
+        frozen_head=not find_sharded_modules(trunk)
         and not any(weight.requires_grad for weight in head.module.parameters()),
         reference=reference,
     )

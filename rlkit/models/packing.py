@@ -22,7 +22,7 @@ from torch.nn import functional as nn_functional
 from rlkit.models.fused import fused_states, kernel_of, serves
 from rlkit.models.shape import whole_context
 from rlkit.system.adapters import base_model
-from rlkit.system.sharding import sharded
+from rlkit.system.sharding import find_sharded_modules
 
 ATTENTION = "rlkit_packed"
 # most new tokens of a row for attention through a mask: masks then grow linearly with the tokens of
@@ -302,7 +302,7 @@ def _read_rows(trunk: Any, packed: Packed) -> Iterator[Tensor]:
     """The states [R, L, H] of the rows of each path. They are right-padded. Causal attention never
     looks at padding, so no attention mask is built."""
     rows = [path.keys for path in packed.paths]
-    if sharded(trunk):
+    if find_sharded_modules(trunk):
         # One call, because other ranks have other numbers of paths, and each call gathers weights.
         width = max(keys.shape[1] for keys in rows)
         padded = [nn_functional.pad(keys, (0, width - keys.shape[1])) for keys in rows]

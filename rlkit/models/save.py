@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from rlkit.system.adapters import has_adapters
-from rlkit.system.digest import only_listed, write_sums
-from rlkit.system.files import as_oserror, put_aside, sync
+from rlkit.system.digest import lists_every_file, write_sums
+from rlkit.system.files import convert_write_errors, put_aside, sync
 from rlkit.types import Policy
 
 
@@ -46,7 +46,7 @@ def save_policy(
     if state is not None:
         settings["state_dict"] = dict(state)
     try:
-        with as_oserror():
+        with convert_write_errors():
             model.save_pretrained(part, **settings)
             if tokenizer:
                 policy.renderer.tokenizer.save_pretrained(part)
@@ -56,7 +56,7 @@ def save_policy(
         for path in part.rglob("*"):
             sync(path)
         if folder.is_dir() and not folder.is_symlink():
-            if only_listed(folder):
+            if lists_every_file(folder):
                 shutil.rmtree(folder)
             elif any(folder.iterdir()):  # somebody put files of his own there
                 print(

@@ -12,7 +12,7 @@ from rlkit.rewards.calls import call, call_term, on_copy, spread
 from rlkit.rewards.checks import LARGEST, Checked, RewardError, check_value, reward_error
 from rlkit.rewards.declarations import declared
 from rlkit.rewards.terms import Reward, Term, require_terms
-from rlkit.system.shared_state import current, guard_state
+from rlkit.system.shared_state import get_current_watch, guard_state
 from rlkit.system.waiting import waiting
 from rlkit.types import Measured, Rollout, unpacked
 
@@ -167,7 +167,7 @@ def _aggregates(term: Term, rollouts: Sequence[Rollout], reward: Reward) -> Sequ
     count = len(rollouts)
     if not weights or not rollouts:
         return [0.0] * count
-    watch = current()
+    watch = get_current_watch()
     if not term.takes_all:
         own = [{name: rollout.rewards[name] for name in weights} for rollout in rollouts]
         return [call(partial(term.fn, scores, dict(weights)), term, watch) for scores in own]

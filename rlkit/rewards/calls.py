@@ -13,18 +13,24 @@ from typing import Any
 
 from rlkit.errors import Refusal
 from rlkit.rewards.terms import Term
-from rlkit.system.copies import copied
-from rlkit.system.deadline import DeadlinePassed, contained, in_thread, in_worker, within
+from rlkit.system.copies import copy_value
+from rlkit.system.deadline import (
+    DeadlinePassed,
+    cancel_after,
+    contain_call,
+    run_in_thread,
+    run_in_worker,
+)
 from rlkit.system.loops import (
-    error_of,
+    get_error,
+    get_result,
     has_failed,
     is_over,
     leave_behind,
-    result_of,
     run,
-    settled,
+    wait_for_tasks,
 )
-from rlkit.system.shared_state import Watch, current
+from rlkit.system.shared_state import Watch, get_current_watch
 from rlkit.system.waiting import note_movement, waiting
 from rlkit.types import Rollout
 
@@ -69,13 +75,13 @@ def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
     """
     with waiting("the reward", term.fn, count=len(rollouts)):
         if term.takes_all:
-            values = call(partial(on_copy, term.fn, list(rollouts)), term, current())
+            values = call(partial(on_copy, term.fn, list(rollouts)), term, get_current_watch())
             values = _awaited([values], term)[0] if inspect.isawaitable(values) else values
             yield from spread(values, len(rollouts))
             return
         here = term.threads == 1
         calls = [
-            partial(call, partial(on_copy, term.fn, rollout), term, current(), here=here)
+            partial(call, partial(on_copy, term.fn, rollout), term, get_current_watch(), here=here)
             for rollout in rollouts
         ]
         if not here:
@@ -91,11 +97,15 @@ def call(function: Callable[[], Any], term: Term, watch: Watch, *, here: bool = 
     call runs in the thread of `watch`."""
 
     def work() -> Any:
-        with watch.calling(term.fn) if here and term.timeout is None else watch.in_worker(term.fn):
+        with (
+            watch.watch_call(term.fn)
+            if here and term.timeout is None
+            else watch.watch_worker(term.fn)
+        ):
             return function()
 
     try:
-        return contained(work) if term.timeout is None else in_thread(work, term.timeout)
+        return contain_call(work) if term.timeout is None else run_in_thread(work, term.timeout)
     except Refusal:
         raise
     except Exception as error:
@@ -104,7 +114,7 @@ def call(function: Callable[[], Any], term: Term, watch: Watch, *, here: bool = 
 
 def on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
     """Call a function with a copy of its first argument."""
-    return function(copied(given), *more)
+    return function(copy_value(given), *more)
 
 
 def spread(values: Any, count: int) -> Sequence[Any]:
@@ -137,13 +147,13 @@ def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
 
         async def one(function: Callable[[], Any]) -> Any:
             async with places:
-                value = await in_worker(function, None, "a reward function")
+                value = await run_in_worker(function, None, "a reward function")
                 note_movement()
                 return value
 
         return await asyncio.gather(*map(one, calls))
 
-    return in_thread(lambda: run(together()), None)
+    return run_in_thread(lambda: run(together()), None)
 
 
 def _closed(value: Any) -> Any:
@@ -163,20 +173,22 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0)
     if not awaitables:
         return []
     timeout = term.timeout
-    watch = current()
+    watch = get_current_watch()
 
     def work() -> list[Any]:
-        with watch.in_worker(term.fn):
+        with watch.watch_worker(term.fn):
             return run(together())
 
     async def one(awaitable: Awaitable[Any]) -> Any:
         with waiting("the reward", awaitable):
-            async with within(timeout):
+            async with cancel_after(timeout):
                 return await awaitable
 
     async def together() -> list[Any]:
         tasks = [asyncio.create_task(one(awaitable)) for awaitable in awaitables]
-        await settled(tasks, until=lambda task: has_failed(task) and _too_many(tasks, allowed))
+        await wait_for_tasks(
+            tasks, until=lambda task: has_failed(task) and _too_many(tasks, allowed)
+        )
         for task in tasks:
             if not is_over(task):
                 task.cancel()
@@ -184,7 +196,7 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0)
         return [_outcome(task) for task in tasks]
 
     try:
-        results = in_thread(work, None if timeout is None else timeout + GRACE)
+        results = run_in_thread(work, None if timeout is None else timeout + GRACE)
     except TimeoutError as error:
         return [error] * len(awaitables)
     for result in results:
@@ -197,12 +209,12 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0)
 
 def _outcome(task: asyncio.Task[Any]) -> Any:
     try:
-        return result_of(task)
+        return get_result(task)
     except BaseException as error:  # returned; the caller decides what to raise
         return error
 
 
 def _too_many(tasks: Sequence[asyncio.Task[Any]], allowed: int) -> bool:
     """Whether the step has failed already, whatever the other tasks give."""
-    errors = [error for task in tasks if is_over(task) and (error := error_of(task)) is not None]
+    errors = [error for task in tasks if is_over(task) and (error := get_error(task)) is not None]
     return len(errors) > allowed or any(isinstance(error, Refusal) for error in errors)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from rlkit.system.copies import copied
+from rlkit.system.copies import copy_value
 from rlkit.system.shared_state import is_own
 from rlkit.types import Task
 
@@ -89,4 +89,4 @@ def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
     problems = declared(fn).problems
     if problems is None or not tasks:
         return [""] * len(tasks)
-    return problems(tasks if is_own(problems) else copied(list(tasks)))
+    return problems(tasks if is_own(problems) else copy_value(list(tasks)))

@@ -18,12 +18,12 @@ from rlkit.config.changes import ONCE, identify, other_run
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError
 from rlkit.system.contents import require_readable
-from rlkit.system.files import put_aside, read_regular, refusing, write_atomic
+from rlkit.system.files import put_aside, read_regular, refuse_unwritable, write_atomic
 from rlkit.system.identity import identity_line, read_identity
 from rlkit.system.noted import is_noted, note
-from rlkit.system.redaction import FROM_ENVIRONMENT, REDACTED, is_secret_key, redacted
+from rlkit.system.redaction import FROM_ENVIRONMENT, REDACTED, is_secret_key, redact_config
 from rlkit.system.rows import read_rows
-from rlkit.system.shards import recorded
+from rlkit.system.shards import index_steps
 
 OUTPUTS = Path("outputs")
 LATEST = "latest"  # in OUTPUTS, a link to the newest run
@@ -40,7 +40,7 @@ def fresh(parent: Path, label: str = "") -> Path:
     parent = parent.absolute()  # a user's function may change the working directory
     folder = parent / stamp
     number = 2
-    with refusing(parent):
+    with refuse_unwritable(parent):
         parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:
@@ -100,7 +100,7 @@ def require_writable(folder: Path) -> None:
     before anything is computed."""
     made = not folder.exists()
     try:
-        with refusing(folder):
+        with refuse_unwritable(folder):
             write_atomic(folder / ".writable", b"rlkit\n")
             (folder / ".writable").unlink()
     except ConfigError:
@@ -224,7 +224,7 @@ def write_config(
       new: whether the folder is made now. It is noted as the user's own.
     """
     cover_overrides(folder)
-    content = identity_line(identity or identify(config)) + dump(redacted(config))
+    content = identity_line(identity or identify(config)) + dump(redact_config(config))
     if new:
         note(folder, {"config.yaml": content})
     rewrite(folder, "config.yaml", content)
@@ -271,11 +271,11 @@ def without_secrets(node: Any) -> Any:
     if isinstance(node, list):
         return [without_secrets(value) for value in node]
     if isinstance(node, dict):
-        return {key: without_secrets(value) for key, value in redacted(node).items()}
+        return {key: without_secrets(value) for key, value in redact_config(node).items()}
     found = OVERRIDE.fullmatch(node) if isinstance(node, str) else None
     if found and is_secret_key(found[1].rpartition(".")[2]) and not FROM_ENVIRONMENT.search(node):
         return f"{found[1]}={REDACTED}"
-    return redacted(node)
+    return redact_config(node)
 
 
 def write_start(
@@ -300,7 +300,7 @@ def write_start(
         "started": started,
         "identity": identity,
         "overrides": without_secrets(list(overrides)),
-        "config": redacted(config),
+        "config": redact_config(config),
         "versions": dict(versions),
         "git": git_state(),
     }
@@ -476,7 +476,7 @@ def lost_steps(folder: Path) -> int:
     summary = read_summary(folder) or {}
     steps = max(
         [row["step"] for row in read_rows(folder / "metrics.jsonl")]
-        + [*recorded(folder / "rollouts")],
+        + [*index_steps(folder / "rollouts")],
         default=0,
     )
     ended = (

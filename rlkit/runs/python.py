@@ -21,7 +21,7 @@ from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.system import owner
 from rlkit.system.device import autocast, versions
-from rlkit.system.files import refusing, write_atomic
+from rlkit.system.files import refuse_unwritable, write_atomic
 from rlkit.system.rows import read_rows
 from rlkit.training.experiment import Experiment
 from rlkit.types import Policy, Rollout, Splits
@@ -180,10 +180,10 @@ def _begun(x: Experiment, folder: Path) -> Any:
     else:
         config = described(x)
     identity = identify(config)
-    with refusing(folder):
+    with refuse_unwritable(folder):
         if overrides is not None:
             (folder / ".hydra").mkdir(exist_ok=True)
             write_atomic(folder / ".hydra" / "overrides.yaml", runs.dump(list(overrides)))
         runs.write_start(folder, config, versions(), identity=identity, overrides=overrides or ())
         runs.write_config(folder, config, identity, new=True)
-    return owner.owned(folder)
+    return owner.own_folder(folder)

@@ -11,7 +11,7 @@ from rlkit.config.changes import ONCE
 from rlkit.episodes.record import FORMATS
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
-from rlkit.system.redaction import redacted
+from rlkit.system.redaction import redact_config
 from rlkit.system.rows import read_lines
 from rlkit.training.schedules.paths import flat
 
@@ -92,14 +92,14 @@ def read_run(folder: Path) -> ReadRun:
     settings: dict[str, Any] = {}
     if runs.is_run(folder):
         try:
-            settings = flat(redacted(runs.read_config(folder)))
+            settings = flat(redact_config(runs.read_config(folder)))
         except (DataError, RecursionError) as error:
             notes.append(
                 f"{error}; the settings are left out"
                 if str(error)
                 else f"{folder}/config.yaml: the settings are left out"
             )
-    summary = redacted(runs.read_summary(folder) or {})
+    summary = redact_config(runs.read_summary(folder) or {})
     merged: dict[int, dict[str, Any]] = {}
     switches = []
     lines = read_lines(folder / "metrics.jsonl")

@@ -29,7 +29,7 @@ from rlkit.sandbox.process import (
     heard,
 )
 from rlkit.sandbox.values import records
-from rlkit.system.deadline import ended_by
+from rlkit.system.deadline import end_when_left
 
 # seconds of processor time of a session: each program has its own time on the parent's clock
 LIFETIME = 1_000_000.0
@@ -122,7 +122,7 @@ class Interpreter:
 
     def _outcome(self, code: str) -> Outcome:
         start = monotonic()
-        with ended_by(self.kill):
+        with end_when_left(self.kill):
             try:
                 if not self._send(code.encode("utf-8", "replace"), self.sandbox.time_limit):
                     return Outcome("timeout", seconds=monotonic() - start)

@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from rlkit.errors import ConfigError, RLKitError
 from rlkit.sandbox.values import Malformed, decode_value, records
-from rlkit.system.deadline import ended_by
-from rlkit.system.processors import cores
+from rlkit.system.deadline import end_when_left
+from rlkit.system.processors import count_cores
 from rlkit.types import ranges, reaches
 
 CHILD = Path(__file__).with_name("_child.py")
@@ -125,7 +125,7 @@ def check_settings(sandbox: Sandbox) -> None:
 def workers(sandbox: Sandbox) -> int:
     """Programs at once: as asked, or one a core up to 8; never more than fit in half of the
     memory."""
-    asked = sandbox.workers or min(cores(), 8)
+    asked = sandbox.workers or min(count_cores(), 8)
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return asked
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -160,7 +160,7 @@ def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     with folder() as path, tempfile.TemporaryFile() as given:
         given.write(job)
         given.seek(0)
-        with child_in(path, given) as (child, kill), ended_by(kill):
+        with child_in(path, given) as (child, kill), end_when_left(kill):
             assert child.stdout is not None
             return _read(child.stdout.fileno(), sandbox)
 

@@ -21,7 +21,7 @@ from rlkit.errors import DataError
 from rlkit.system.digest import digest_more
 from rlkit.system.files import open_regular, read_regular, reason
 from rlkit.system.rows import digest_line
-from rlkit.system.shards import members
+from rlkit.system.shards import scan_members
 
 ASIDE = "aside"  # folder for files that are not the run's own, each under its own name
 METRICS = "metrics.jsonl"
@@ -81,7 +81,7 @@ def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashe
         read.
     """
     found = {}
-    for path in _appended(folder):
+    for path in _list_appended(folder):
         name = path.relative_to(folder).as_posix()
         with suppress(OSError):
             # raised on one rank alone, it would leave the others waiting for their part of the
@@ -111,11 +111,11 @@ def list_files(folder: Path, measured: Mapping[str, Hashed]) -> dict[str, Any]:
     }
 
 
-def _appended(folder: Path) -> list[Path]:
-    return _matching(folder, APPENDED)
+def _list_appended(folder: Path) -> list[Path]:
+    return _match_files(folder, APPENDED)
 
 
-def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+def _match_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
@@ -130,7 +130,7 @@ def clear_places(folder: Path) -> None:
     """
     for name in FOLDERS:
         _clear(folder, folder / name, Path.is_dir, "folder")
-    for path in _matching(folder, (METRICS, *APPENDED, *REWRITTEN)):
+    for path in _match_files(folder, (METRICS, *APPENDED, *REWRITTEN)):
         _clear(folder, path, Path.is_file, "regular file")
 
 
@@ -150,10 +150,10 @@ def require_readable(path: Path) -> None:
         else:
             open_regular(path).close()
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _make_read_error(path, error) from None
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def _make_read_error(path: Path, error: OSError) -> DataError:
     return DataError(
         f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run"
         " folder"
@@ -166,7 +166,7 @@ def set_aside(folder: Path, name: str) -> str:
 
     Raises: DataError if it cannot be moved.
     """
-    target = folder / free_place(folder, name)
+    target = folder / find_free_place(folder, name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(folder / name, target)
@@ -178,7 +178,7 @@ def set_aside(folder: Path, name: str) -> str:
     return target.relative_to(folder).as_posix()
 
 
-def free_place(folder: Path, name: str) -> str:
+def find_free_place(folder: Path, name: str) -> str:
     """The place `set_aside` would choose for a file, as a path in the folder."""
     places = (
         f"{ASIDE}/{name}" if number == 1 else f"{ASIDE}_{number}/{name}"
@@ -200,10 +200,10 @@ def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: i
     """
     faults: dict[tuple[str, str], list[str]] = {}
     for name, (size, digest) in files.items():
-        why = _fault(folder / name, size, digest, step)
+        why = _find_fault(folder / name, size, digest, step)
         if why:
             faults.setdefault((Path(name).parts[0], why), []).append(name)
-    for path in _appended(folder):
+    for path in _list_appended(folder):
         name = path.relative_to(folder).as_posix()
         if name not in files and any(held <= step for held, _ in _steps(path)):
             fault = Path(name).parts[0], "was not there at the checkpoint"
@@ -216,7 +216,7 @@ def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: i
         print(f"resume: {', '.join(names[:SHOWN])} {why}{more}{where}; {goes_on}", flush=True)
 
 
-def _fault(path: Path, size: int, digest: str, step: int) -> str:
+def _find_fault(path: Path, size: int, digest: str, step: int) -> str:
     """The difference between a file and the run's own bytes, in a few words; empty if there is
     none."""
     try:
@@ -227,7 +227,7 @@ def _fault(path: Path, size: int, digest: str, step: int) -> str:
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _make_read_error(path, error) from None
     if same and not foreign:
         return ""
     return "does not begin with what this run wrote" if held else "is empty"
@@ -236,7 +236,7 @@ def _fault(path: Path, size: int, digest: str, step: int) -> str:
 def _steps(path: Path) -> Iterator[tuple[int, int]]:
     """(RL step, its first byte) for each step in a file, as far as known without unpacking it."""
     if path.name.endswith(".jsonl.gz"):
-        yield from ((step, part.start) for step, part in members(path))
+        yield from ((step, part.start) for step, part in scan_members(path))
     elif path.suffix == ".parquet":
         found = SPAN.match(path.name)
         if found:

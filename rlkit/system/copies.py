@@ -12,7 +12,7 @@ ATOMS = frozenset((str, int, float, bool, bytes, complex, NoneType))
 SHORT = 16  # a longer tuple is judged by its ends
 
 
-def copied(value: T) -> T:
+def copy_value(value: T) -> T:
     """Copy a value so that no changeable part is shared with the original.
 
     Mappings, lists, sets and (named) tuples are copied at every depth, other objects with
@@ -21,19 +21,19 @@ def copied(value: T) -> T:
     episode therefore takes as many operations as it has messages, not as it has tokens.
     """
     try:
-        return _copied(value)
+        return _copy_value(value)
     except RecursionError:  # it contains itself
-        return _deep(value)
+        return _copy_deeply(value)
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     kind = type(value)
     if kind in ATOMS:
         return value
     if kind is dict:
-        return {key: own if type(own) in ATOMS else _copied(own) for key, own in value.items()}
+        return {key: own if type(own) in ATOMS else _copy_value(own) for key, own in value.items()}
     if kind is list:
-        return [own if type(own) in ATOMS else _copied(own) for own in value]
+        return [own if type(own) in ATOMS else _copy_value(own) for own in value]
     if kind is tuple:
         if (
             len(value) > SHORT
@@ -41,15 +41,15 @@ def _copied(value: Any) -> Any:
             and type(value[-1]) in (int, float)
         ):
             return value
-        return tuple(map(_copied, value))
+        return tuple(map(_copy_value, value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copied, value))
+        return type(value)(*map(_copy_value, value))
     if kind is MappingProxyType:
-        return MappingProxyType(_copied(dict(value)))
-    return _deep(value)
+        return MappingProxyType(_copy_value(dict(value)))
+    return _copy_deeply(value)
 
 
-def _deep(value: Any) -> Any:
+def _copy_deeply(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception:

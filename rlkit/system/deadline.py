@@ -25,7 +25,7 @@ from rlkit.system import waiting
 from rlkit.system.loops import leave_behind, was_left
 
 T = TypeVar("T")
-end_process = os._exit  # the system's own; `containing` replaces os._exit
+end_process = os._exit  # the system's own; `contain_block` replaces os._exit
 MOST_THREADS = 256  # at work for one event loop at the same time; further calls wait for a place
 
 
@@ -51,7 +51,7 @@ CALLED: ContextVar[int] = ContextVar("CALLED", default=0)
 
 
 @contextmanager
-def containing(*passing: type[BaseException]) -> Iterator[None]:
+def contain_block(*passing: type[BaseException]) -> Iterator[None]:
     """Keep a block of user code from ending the process or the run; it may await.
 
     SystemExit, KeyboardInterrupt, any other BaseException from the block, and os._exit in its
@@ -61,7 +61,7 @@ def containing(*passing: type[BaseException]) -> Iterator[None]:
     """
     outer = CALLED.get()
     CALLED.set(os.getpid())
-    os._exit = _asked  # type: ignore[assignment]  # it stays: outside of user code it is the system's own
+    os._exit = _refuse_exit  # type: ignore[assignment]  # it stays: outside of user code it is the system's own
     try:
         yield
     except BaseException as error:
@@ -76,14 +76,14 @@ def containing(*passing: type[BaseException]) -> Iterator[None]:
         CALLED.set(outer)
 
 
-def contained(call: Callable[[], T]) -> T:
+def contain_call(call: Callable[[], T]) -> T:
     """Return a call's result or raise its exception. The call ends neither the process nor the run
-    (`containing`)."""
-    with containing():
+    (`contain_block`)."""
+    with contain_block():
         return call()
 
 
-def _asked(status: int) -> None:
+def _refuse_exit(status: int) -> None:
     """os._exit while user code runs: an exception in the user code itself, and the real exit
     anywhere else or in a fork."""
     if CALLED.get() == os.getpid():
@@ -115,7 +115,7 @@ class _Work(Generic[T]):
         WORK.set(self)
         waiting.CURRENT.set(self.waits)
         try:
-            result = contained(call)
+            result = contain_call(call)
         except BaseException as error:  # raised again in the waiting thread
             # an asyncio future refuses StopIteration, and its waiter would wait for ever
             stop = isinstance(error, StopIteration)
@@ -124,8 +124,8 @@ class _Work(Generic[T]):
             self.future.set_result(result)
 
     def give_up(self, what: str = "") -> None:
-        """Stop waiting for the call. If the call has said how to end it (`ended_by`), it is ended;
-        otherwise it goes on, and `what` is named once."""
+        """Stop waiting for the call. If the call has said how to end it (`end_when_left`), it is
+        ended; otherwise it goes on, and `what` is named once."""
         with self.lock:  # so no call is ended after it is over
             if self.future.done() or self.given_up:
                 return
@@ -138,7 +138,7 @@ class _Work(Generic[T]):
             warn_once(
                 f"{what} was given up and goes on in a thread beside the training, since a thread"
                 " cannot be killed; what it gives is dropped. Make it async, or have it wait"
-                " inside `with rlkit.system.deadline.ended_by(end)`, and it ends in time"
+                " inside `with rlkit.system.deadline.end_when_left(end)`, and it ends in time"
             )
 
 
@@ -152,7 +152,7 @@ def warn_once(text: str) -> None:
 
 
 @contextmanager
-def ended_by(end: Callable[[], None]) -> Iterator[None]:
+def end_when_left(end: Callable[[], None]) -> Iterator[None]:
     """Inside a tool or a reward in a thread: call `end()` when nobody waits for the thread any
     longer. It ends the call the block waits for.
 
@@ -175,12 +175,12 @@ def ended_by(end: Callable[[], None]) -> Iterator[None]:
             work.ends.remove(end)
 
 
-def in_thread(call: Callable[[], T], seconds: float | None) -> T:
+def run_in_thread(call: Callable[[], T], seconds: float | None) -> T:
     """Run a call in a thread of its own, and return its result or raise its exception. The thread
     does not keep the process alive.
 
-    A thread cannot be killed. A call given up without a way to end it (`ended_by`) goes on in the
-    background. A call that never lets go of the interpreter (a single huge power, a C function
+    A thread cannot be killed. A call given up without a way to end it (`end_when_left`) goes on in
+    the background. A call that never lets go of the interpreter (a single huge power, a C function
     holding the lock) is not even noticed in time. Code that may truly hang belongs in a child
     process, as in the python tool and math_verify.
 
@@ -203,8 +203,8 @@ def in_thread(call: Callable[[], T], seconds: float | None) -> T:
 PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> T:
-    """`in_thread` for a coroutine: the event loop goes on meanwhile, with at most MOST_THREADS
+async def run_in_worker(call: Callable[[], T], seconds: float | None, what: str) -> T:
+    """`run_in_thread` for a coroutine: the event loop goes on meanwhile, with at most MOST_THREADS
     calls at the same time.
 
     A call is given up too if its coroutine is cancelled. `what` names the call, for the warning if
@@ -213,7 +213,7 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
     async with PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)):
         work = _Work(call)
         try:
-            async with within(seconds):
+            async with cancel_after(seconds):
                 return await asyncio.wrap_future(work.future)
         finally:
             work.give_up(what)
@@ -256,7 +256,7 @@ class Countdown:
         def leave() -> None:
             assert task is not None
             words = (
-                f"{waiting.waits_of(task)} did not end within {self.seconds:g} s, nor"
+                f"{waiting.describe_wait(task)} did not end within {self.seconds:g} s, nor"
                 f" {waiting.GRACE:g} s after it was cancelled"
             )
             leave_behind(task, Hung(words))
@@ -293,7 +293,7 @@ class Countdown:
                 handle.cancel()
 
 
-def within(seconds: float | None) -> AbstractAsyncContextManager[None]:
+def cancel_after(seconds: float | None) -> AbstractAsyncContextManager[None]:
     """Cancel a block's awaiting after these seconds (`Countdown`). None: never. Raises:
     DeadlinePassed."""
     return Countdown(seconds).running()

@@ -12,7 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rlkit.errors import ConfigError, distribution
-from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, machine_memory, threads_for
+from rlkit.system.processors import (
+    PARAMETERS_PER_THREAD,
+    choose_threads,
+    count_cores,
+    machine_memory,
+)
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.types import ThreadedEngine
 
@@ -39,9 +44,9 @@ def pick_device(x: Any) -> Any:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if joined else 0)
 
 
-def on_device(x: Any) -> tuple[Any, Any]:
+def load_on_device(x: Any) -> tuple[Any, Any]:
     """Load the policy on its device, with the run's threads. Returns the policy and the device."""
-    quiet()
+    silence_frameworks()
     device = pick_device(x)
     if device.type == "cpu":
         keep_freed_memory()
@@ -50,8 +55,8 @@ def on_device(x: Any) -> tuple[Any, Any]:
     use_threads(x.trainer, policy.model, device)
     # of the cached engine's compiled step: its threads do not spin, and every core helps
     if isinstance(x.generation.engine, ThreadedEngine):
-        available = max(1, cores() // x.trainer.devices)
-        x.generation.engine.threads = x.trainer.threads or threads_for(
+        available = max(1, count_cores() // x.trainer.devices)
+        x.generation.engine.threads = x.trainer.threads or choose_threads(
             available * PARAMETERS_PER_THREAD, available
         )
     return policy, device
@@ -66,7 +71,7 @@ def use_threads(settings: Any, model: Any, device: Any) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     elif device.type == "cpu":
-        torch.set_num_threads(threads_for(parameters, max(1, cores() // settings.devices)))
+        torch.set_num_threads(choose_threads(parameters, max(1, count_cores() // settings.devices)))
 
 
 def total_memory(device: Any) -> int:
@@ -121,7 +126,7 @@ def autocast(x: Any, device: Any, *, updates: bool = False) -> AbstractContextMa
     )
 
 
-def quiet() -> None:
+def silence_frameworks() -> None:
     """Silence the frameworks' adverts and tips, but not their warnings about our calls."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

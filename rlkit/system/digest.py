@@ -43,7 +43,7 @@ def seal(file: IO[bytes], write: Callable[[Any], object]) -> None:
     file.write(MARK + hashing.digest.hexdigest().encode() + b"\n")
 
 
-def damage(path: Path) -> str:
+def find_damage(path: Path) -> str:
     """Say why a sealed file is damaged, in a few words; empty if it is whole."""
     try:
         with open_regular(path) as file:
@@ -78,7 +78,7 @@ def write_sums(folder: Path) -> None:
     (folder / SUMS).write_text("".join(f"{_sum(folder / name)}  {name}\n" for name in names))
 
 
-def only_listed(folder: Path) -> bool:
+def lists_every_file(folder: Path) -> bool:
     """Whether rlkit.sha256 lists every file of a folder. If so, deleting the folder loses nobody
     else's file."""
     try:
@@ -91,7 +91,7 @@ def only_listed(folder: Path) -> bool:
     )
 
 
-def folder_damage(folder: Path, *, weights: bool = True) -> str:
+def find_folder_damage(folder: Path, *, weights: bool = True) -> str:
     """Name a file whose digest differs from rlkit.sha256, as a phrase; empty if there is none, or
     no list.
 

@@ -23,10 +23,10 @@ def list_extras() -> list[str]:
     return sorted(file.parent.name for file in FOLDER.glob("*/__init__.py"))
 
 
-def extra_of(name: str) -> str | None:
+def find_extra(name: str) -> str | None:
     """The extra in a dotted name; None for a name of the core or of another package.
 
-    >>> extra_of("rlkit.extras.vllm.VLLM"), extra_of("rlkit.rewards.numeric")
+    >>> find_extra("rlkit.extras.vllm.VLLM"), find_extra("rlkit.rewards.numeric")
     ('vllm', None)
     """
     rest = name.removeprefix(f"{PACKAGE}.")
@@ -35,7 +35,7 @@ def extra_of(name: str) -> str | None:
 
 def explain_missing(name: str) -> str | None:
     """A sentence for a dotted name in a missing extra, else None."""
-    extra = extra_of(name)
+    extra = find_extra(name)
     if extra is None or extra in list_extras():
         return None
     return (
@@ -63,14 +63,14 @@ def summarize_commands() -> dict[str, str]:
     return lines
 
 
-def outside_commands() -> dict[str, importlib.metadata.EntryPoint]:
+def find_outside_commands() -> dict[str, importlib.metadata.EntryPoint]:
     """Command → entry point, for the installed packages that declare the group."""
     return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
 
 
 def has_command(name: str) -> bool:
     """Whether an extra or an outside package has the command; nothing is imported."""
-    return name in find_commands() or name in outside_commands()
+    return name in find_commands() or name in find_outside_commands()
 
 
 def load_command(name: str) -> Callable[[Any], Any] | None:
@@ -78,5 +78,5 @@ def load_command(name: str) -> Callable[[Any], Any] | None:
     module = find_commands().get(name)
     if module is not None:
         return importlib.import_module(module).command
-    point = outside_commands().get(name)
+    point = find_outside_commands().get(name)
     return None if point is None else point.load()

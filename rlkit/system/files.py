@@ -1,8 +1,8 @@
 """Write a run's files whole or not at all, and handle failed writes: one place for all of them.
 
-Before the first step, a file that cannot be written refuses the run (`refusing`). From then on
-no file is worth a run: each loss is reported at once, the run goes on, and its end names the
-missing files (`lenient`, `LOST`).
+Before the first step, a file that cannot be written refuses the run (`refuse_unwritable`). From
+then on no file is worth a run: each loss is reported at once, the run goes on, and its end names
+the missing files (`report_write_errors`, `LOST`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cache_folder() -> Path | None:
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[IO[bytes]]:
+def open_atomically(path: Path) -> Iterator[IO[bytes]]:
     """Open a file to write into. It takes its place, on the disk, when the block ends. If the block
     fails, the old file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def sync(path: Path) -> None:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write beside the target, flush to the disk, rename. A reader never sees half a file."""
-    with atomic(path) as file:
+    with open_atomically(path) as file:
         file.write(data)
 
 
@@ -118,7 +118,7 @@ LOST: dict[str, str] = {}
 
 
 @contextmanager
-def lenient(what: str, kind: str = "") -> Iterator[None]:
+def report_write_errors(what: str, kind: str = "") -> Iterator[None]:
     """Run a block whose output the run can do without. A full disk or a read-only folder is
     reported, not raised.
 
@@ -132,7 +132,7 @@ def lenient(what: str, kind: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = unwritable(error)
+        why = explain_write_error(error)
         if why is None:
             raise
         lose(what, why, kind, quiet=getattr(error, "elsewhere", False))
@@ -153,7 +153,7 @@ def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
 
 
 @contextmanager
-def refusing(place: Path | str) -> Iterator[None]:
+def refuse_unwritable(place: Path | str) -> Iterator[None]:
     """Run a block that writes before anything is computed. If it cannot write, the command is
     refused in one sentence.
 
@@ -162,7 +162,7 @@ def refusing(place: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = unwritable(error)
+        why = explain_write_error(error)
         if why is None or isinstance(error, Refusal):
             raise
         raise ConfigError(
@@ -180,7 +180,7 @@ TORCH = re.compile(
 )
 
 
-def unwritable(error: BaseException) -> str | None:
+def explain_write_error(error: BaseException) -> str | None:
     """Say why a file could not be written, in a few words; None for any other error."""
     if isinstance(error, OSError):
         return reason(error)
@@ -196,12 +196,12 @@ def unwritable(error: BaseException) -> str | None:
 
 
 @contextmanager
-def as_oserror() -> Iterator[None]:
+def convert_write_errors() -> Iterator[None]:
     """Run a library's writer. Its own errors about the disk become OSErrors, on all ranks alike."""
     try:
         yield
     except Exception as error:
-        why = None if isinstance(error, OSError) else unwritable(error)
+        why = None if isinstance(error, OSError) else explain_write_error(error)
         if why is None:
             raise
         raise OSError(errno.EIO, why) from error
@@ -227,17 +227,17 @@ def is_json(path: Path, value: Any) -> bool:
 
 
 def _json_text(value: Any) -> bytes:
-    return (json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(replace_nonfinite(value), indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """The value with None for every number unknown to JSON, and a NamedTuple as a mapping."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
+        return {k: replace_nonfinite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
+        return [replace_nonfinite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

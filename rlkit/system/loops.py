@@ -25,13 +25,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     `asyncio.run` waits without a limit for every task and thread left. Here a task or thread is
     abandoned if it does not end.
     """
-    with outside_loops():
+    with allow_another_loop():
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         loop = runner.get_loop()
         threads = ThreadPoolExecutor(thread_name_prefix="asyncio")
         loop.set_default_executor(threads)
         try:
-            return runner.run(_alone(main))
+            return runner.run(_run_alone(main))
         except RuntimeError as error:
             if str(error).startswith("Event loop stopped"):
                 raise EnvironmentFailed(
@@ -45,9 +45,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             loop.close()
 
 
-async def _alone(main: Coroutine[Any, Any, T]) -> T:
+async def _run_alone(main: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine in a task of its own, so it can be left behind."""
-    return (await together([main]))[0]
+    return (await run_together([main]))[0]
 
 
 def _end_tasks(runner: asyncio.Runner) -> None:
@@ -89,7 +89,7 @@ async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
             await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-def blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -> Callable[P, T]:
+def make_blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -> Callable[P, T]:
     """Wrap a coroutine function as a plain function of the same signature. It runs the coroutine to
     its end."""
 
@@ -102,7 +102,7 @@ def blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -> Cal
 
 
 @contextmanager
-def outside_loops() -> Iterator[None]:
+def allow_another_loop() -> Iterator[None]:
     """Allow another event loop in this block, even inside a running one.
 
     It runs in this same thread, because grad mode, autocast and signal handlers belong to the
@@ -116,7 +116,7 @@ def outside_loops() -> Iterator[None]:
         asyncio._set_running_loop(outer)
 
 
-async def together(
+async def run_together(
     coroutines: Iterable[Coroutine[Any, Any, T]], *, announced: bool = False
 ) -> list[T]:
     """Run coroutines at the same time and return their results.
@@ -132,11 +132,11 @@ async def together(
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     ended: list[asyncio.Task[T]] = []
     try:
-        await settled(tasks, until=has_failed)
+        await wait_for_tasks(tasks, until=has_failed)
         ended = [task for task in tasks if is_over(task)]
     finally:
         others = [task for task in tasks if not is_over(task)]
-        first = next((error for task in ended if (error := error_of(task)) is not None), None)
+        first = next((error for task in ended if (error := get_error(task)) is not None), None)
         if others:
             if announced and first is not None:
                 announce(first)
@@ -145,10 +145,10 @@ async def together(
                     task.cancel()
             await wind_up(others)
         for task in tasks:
-            error_of(task)  # each is looked at, or asyncio complains
+            get_error(task)  # each is looked at, or asyncio complains
     if first is not None:
         raise first
-    return [result_of(task) for task in tasks]
+    return [get_result(task) for task in tasks]
 
 
 # -------------------------------------------------------------------------------- tasks left behind
@@ -165,7 +165,7 @@ LISTENERS: WeakKeyDictionary[asyncio.Future[Any], Callable[[asyncio.Future[Any]]
 )
 
 
-def instead(make: Callable[[BaseException], Any]) -> None:
+def set_substitute(make: Callable[[BaseException], Any]) -> None:
     """If this task is left behind, `make(error)` gives the result in its place."""
     task = asyncio.current_task()
     assert task is not None
@@ -195,7 +195,7 @@ def is_over(task: asyncio.Future[Any]) -> bool:
     return task in LEFT or task.done()
 
 
-def error_of(task: asyncio.Future[Any]) -> BaseException | None:
+def get_error(task: asyncio.Future[Any]) -> BaseException | None:
     """The error with which a task ended or was left behind; None without an error, or after a
     cancellation."""
     if task in LEFT:
@@ -204,7 +204,7 @@ def error_of(task: asyncio.Future[Any]) -> BaseException | None:
     return None if not task.done() or task.cancelled() else task.exception()
 
 
-def result_of(task: asyncio.Future[T]) -> T:
+def get_result(task: asyncio.Future[T]) -> T:
     """The result of a task that is over. Raises: its error."""
     if task not in LEFT:
         if task.cancelled():  # not by a waiter: a waiter that cancels does not ask
@@ -221,10 +221,10 @@ def result_of(task: asyncio.Future[T]) -> T:
 
 def has_failed(task: asyncio.Future[Any]) -> bool:
     """Whether a task is over with an error."""
-    return error_of(task) is not None
+    return get_error(task) is not None
 
 
-async def settled(
+async def wait_for_tasks(
     tasks: Collection[asyncio.Future[Any]],
     *,
     until: Callable[[asyncio.Future[Any]], bool] = lambda task: False,
@@ -270,7 +270,7 @@ async def wind_up(tasks: Collection[asyncio.Task[Any]]) -> None:
     longer, because its close has a limit of its own."""
     told = {task for task in tasks if task not in CLOSING}
     while any(not is_over(task) for task in tasks):
-        await settled(tasks, seconds=waiting.GRACE)
+        await wait_for_tasks(tasks, seconds=waiting.GRACE)
         for task in tasks:
             if is_over(task) or task in CLOSING:
                 continue
@@ -278,8 +278,8 @@ async def wind_up(tasks: Collection[asyncio.Task[Any]]) -> None:
                 leave_behind(
                     task,
                     Hung(
-                        f"{waiting.waits_of(task)} did not end within {waiting.GRACE:g} s after it"
-                        " was cancelled"
+                        f"{waiting.describe_wait(task)} did not end within {waiting.GRACE:g} s"
+                        " after it was cancelled"
                     ),
                 )
             else:
@@ -292,8 +292,8 @@ CLOSING: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 @contextmanager
 def closing() -> Iterator[None]:
-    """A block for freeing a task's resources: an error in another task of `together` does not cut
-    it short."""
+    """A block for freeing a task's resources: an error in another task of `run_together` does not
+    cut it short."""
     task = asyncio.current_task()
     assert task is not None
     CLOSING.add(task)
@@ -303,6 +303,6 @@ def closing() -> Iterator[None]:
         CLOSING.discard(task)
 
 
-async def awaited(value: Any) -> Any:
+async def await_value(value: Any) -> Any:
     """Return a plain value, or await it if it is awaitable."""
     return await value if inspect.isawaitable(value) else value

@@ -58,7 +58,7 @@ HELD: dict[Path, tuple[str, threading.Event]] = {}
 
 
 @contextmanager
-def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
+def own_folder(folder: Path, *, takeover: bool = False) -> Iterator[None]:
     """Own a run folder inside this block. The folder is made if it is missing.
 
     A thread renews the beat, because an RL step may take longer than five minutes. So a hanging
@@ -71,7 +71,7 @@ def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
       and the block runs.
     """
     folder = folder.resolve()
-    record = identity() | {"token": secrets.token_hex(8)}
+    record = identify_process() | {"token": secrets.token_hex(8)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         said = claim(folder, record, takeover=takeover)
@@ -97,7 +97,7 @@ def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
         release(folder)
 
 
-def identity() -> dict[str, Any]:
+def identify_process() -> dict[str, Any]:
     """Identify this process: host, pid, boot and container of the host, start time, SLURM job, and
     the time as its first beat."""
     job = os.environ.get("SLURM_JOB_ID")
@@ -113,7 +113,12 @@ def identity() -> dict[str, Any]:
 def describe_process(pid: int) -> dict[str, Any]:
     """Identify a process of this machine: host, pid, boot and container, start time. A later
     process with its number differs."""
-    return {"host": socket.gethostname(), "pid": pid, "place": _place(), "started": started(pid)}
+    return {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "place": _place(),
+        "started": find_start_time(pid),
+    }
 
 
 def _place() -> str:
@@ -128,7 +133,7 @@ def _place() -> str:
         return ""
 
 
-def started(pid: int) -> str | None:
+def find_start_time(pid: int) -> str | None:
     """When a process of this machine was started, in the system's own words; None if there is none,
     or only a zombie."""
     try:
@@ -154,7 +159,7 @@ def runs_here(found: Mapping[str, Any]) -> bool:
     """Whether the process of a record, and no later one with its number, runs on this machine."""
     if not is_here(found):
         return False
-    now = started(found["pid"])
+    now = find_start_time(found["pid"])
     return now is not None and (found.get("started") in (now, UNKNOWN) or now == UNKNOWN)
 
 
@@ -162,14 +167,14 @@ def lives(found: Mapping[str, Any]) -> bool:
     """Whether the process of a record may still work in its folder."""
     if is_here(found):
         return runs_here(found)
-    mine = identity()["slurm"]
+    mine = identify_process()["slurm"]
     theirs = found.get("slurm")
     # the same job, queued again
     again = mine and isinstance(theirs, list) and theirs[:1] == mine[:1] and theirs != mine
     return not again and time.time() - found["beat"] < DEAD
 
 
-def occupied(folder: Path) -> str:
+def find_occupant(folder: Path) -> str:
     """Name the process at work in a folder, in a sentence on how to go on. Empty if there is none,
     or if it cannot be found out."""
     try:
@@ -182,7 +187,8 @@ def occupied(folder: Path) -> str:
     age = round(now - found["beat"])
     ahead = age < 0 and not is_here(found)
     clocks = (
-        f"{_clock(found['beat'])} by its clock, while it is {_clock(now)} here: one of the two"
+        f"{_format_time(found['beat'])} by its clock, while it is {_format_time(now)} here: one of"
+        " the two"
         " clocks is wrong"
     )
     if "host" not in found:
@@ -205,7 +211,7 @@ def occupied(folder: Path) -> str:
     )
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     """A time of the system in words; a number without a date stays a number."""
     try:
         return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
@@ -219,7 +225,7 @@ def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) ->
     Raises: Occupied if another process lives there and `takeover` is not set; OSError if the file
     cannot be written.
     """
-    with _locked(folder):
+    with _lock_folder(folder):
         try:
             with suppress(FileExistsError):
                 _write(folder, record, os.O_CREAT | os.O_EXCL)
@@ -228,7 +234,7 @@ def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) ->
             (folder / NAME).unlink(missing_ok=True)  # created, and not written
             raise
         found = _read(folder)
-        living = occupied(folder)
+        living = find_occupant(folder)
         if living and not takeover:
             raise Occupied(living)
         _write(folder, record)
@@ -244,7 +250,7 @@ def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> Non
     """Renew a record until `ended` is set or another process has the folder. A deleted file is
     written again."""
     while not ended.wait(BEAT):
-        with suppress(OSError), _locked(folder):
+        with suppress(OSError), _lock_folder(folder):
             with suppress(FileNotFoundError):
                 if _read(folder).get("token", record["token"]) != record["token"]:
                     return
@@ -255,7 +261,7 @@ def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> Non
 def check_owner(folder: Path) -> None:
     """Raise TakenOver if this process owned a run folder and another one does now; nothing if it
     never did."""
-    said = lost(folder)
+    said = explain_loss(folder)
     if said:
         raise TakenOver(said)
 
@@ -266,7 +272,7 @@ def check_path(path: Path) -> None:
         check_owner(folder)
 
 
-def lost(folder: Path) -> str:
+def explain_loss(folder: Path) -> str:
     """Say which process has taken a run folder from this one; empty if it is still its own, or
     never was."""
     folder = folder.resolve()
@@ -291,7 +297,7 @@ def release(folder: Path) -> None:
     if ended is None:
         return
     ended.set()
-    with suppress(OSError), _locked(folder):
+    with suppress(OSError), _lock_folder(folder):
         if _read(folder).get("token") == token:
             (folder / NAME).unlink()
 
@@ -300,7 +306,7 @@ def release(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder against every other process and thread. It takes milliseconds."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -24,14 +24,14 @@ DEATH_SIGNAL = 1  # of prctl, linux/prctl.h
 LOOK = 0.2  # seconds between two looks for the parent, if the kernel does not tell
 
 
-def tied() -> dict[str, str]:
+def make_child_environment() -> dict[str, str]:
     """Environment for a child of rlkit's own, to make it end with this process."""
     return {PARENT: str(os.getpid())}
 
 
 def end_with_parent() -> None:
-    """Tie this process to its parent, if the parent asked for it by `tied`. Children of this
-    process are not tied."""
+    """Tie this process to its parent, if the parent asked for it by `make_child_environment`.
+    Children of this process are not tied."""
     parent = os.environ.pop(PARENT, "")
     if parent.isdecimal():
         end_with(int(parent))
@@ -65,7 +65,7 @@ def _watch(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def guarded(command: Sequence[str]) -> list[str]:
+def guard_command(command: Sequence[str]) -> list[str]:
     """Wrap a command to kill it when this process is gone. It needs a session of its own."""
     return [sys.executable, "-I", "-S", "-B", __file__, str(os.getpid()), *command]
 

@@ -28,7 +28,7 @@ def read_plain_file(path: str | Path, *, most: int, folder: int | None = None) -
         check_plain(os.fstat(descriptor), most)
         data = file.read(most + 1)
     if len(data) > most:
-        raise too_large(most)
+        raise make_size_error(most)
     return data
 
 
@@ -39,9 +39,9 @@ def check_plain(found: os.stat_result, most: int) -> None:
     if found.st_nlink > 1:
         raise OSError(errno.EMLINK, "it has a second name (a hard link)")
     if found.st_size > most:
-        raise too_large(most)
+        raise make_size_error(most)
 
 
-def too_large(most: int) -> OSError:
+def make_size_error(most: int) -> OSError:
     """The error for a file of more bytes than it may have."""
     return OSError(errno.EFBIG, f"it is larger than {most:,} bytes")

@@ -14,16 +14,16 @@ CGROUP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Cores for this process: its affinity, limited by its container's share of processor time,
     rounded up; at least 1."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    return max(1, math.ceil(min([allowed, *map(quota, groups())])))
+    return max(1, math.ceil(min([allowed, *map(quota, list_control_groups())])))
 
 
-def groups() -> list[Path]:
+def list_control_groups() -> list[Path]:
     """The folders of this process's control groups (version 2), the innermost first."""
     try:
         inner = next(
@@ -49,7 +49,7 @@ def machine_memory() -> int:
     """Bytes of memory this process may ever use: the machine's, or a control group's limit if
     smaller. The memory free at the moment does not count."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(min([machine, *map(memory_limit, groups())]))
+    return int(min([machine, *map(memory_limit, list_control_groups())]))
 
 
 def memory_limit(folder: Path) -> float:
@@ -60,7 +60,7 @@ def memory_limit(folder: Path) -> float:
         return math.inf
 
 
-def threads_for(parameters: int, available: int) -> int:
+def choose_threads(parameters: int, available: int) -> int:
     """Threads to compute a model of so many parameters with on so many cores.
 
     A function of the model and the machine alone, never of the load of the moment: sums in another

@@ -105,7 +105,7 @@ def learn(config: Any, raw: Any = None) -> None:
             and not Path(value).exists()
         ):
             _add(value, f"${{oc.env:{name}}}")
-    for value in _found(config):
+    for value in _find_secrets(config):
         if len(value) >= TAKEN:
             _add(value, KNOWN.get(value, REDACTED))
 
@@ -125,10 +125,10 @@ def _add(value: str, place: str) -> None:
 
 def cover(text: str) -> str:
     """The text without known secrets, and without passwords in URLs."""
-    return _covered(text, KNOWN)
+    return _cover_secrets(text, KNOWN)
 
 
-def _covered(text: str, known: Mapping[str, str]) -> str:
+def _cover_secrets(text: str, known: Mapping[str, str]) -> str:
     for value in sorted(known, key=len, reverse=True) if known else ():
         if value in text:
             text = text.replace(value, known[value])
@@ -137,10 +137,12 @@ def _covered(text: str, known: Mapping[str, str]) -> str:
     return PARAMETER.sub(rf"\1{REDACTED}", text) if "=" in text else text
 
 
-def redacted(config: Any) -> Any:
+def redact_config(config: Any) -> Any:
     """The config as it may be written: a secret under its key, and the value of one wherever it was
     put, is replaced. Names of functions stay as they are."""
-    known = KNOWN | {value: KNOWN.get(value, REDACTED) for value in _variables() | _found(config)}
+    known = KNOWN | {
+        value: KNOWN.get(value, REDACTED) for value in _variables() | _find_secrets(config)
+    }
 
     def hide(node: Any, key: str = "") -> Any:
         if isinstance(node, Mapping):
@@ -148,7 +150,7 @@ def redacted(config: Any) -> Any:
         if isinstance(node, list | tuple):
             return [hide(value, key) for value in node]
         if isinstance(node, str):
-            return node if key == "_target_" else _covered(node, known)
+            return node if key == "_target_" else _cover_secrets(node, known)
         is_number = isinstance(node, int | float) and not isinstance(node, bool)
         return REDACTED if is_number and is_secret_key(key) else node
 
@@ -179,7 +181,7 @@ def is_secret_key(key: str) -> bool:
     return key.lower().replace("-", "_") in SECRET_KEYS
 
 
-def _found(config: Any) -> set[str]:
+def _find_secrets(config: Any) -> set[str]:
     """The secret texts of a config, by name and by form."""
     out = set()
     for key, text in _texts(config):

@@ -1,8 +1,8 @@
 """Save and restore the generators of python, numpy and torch, as plain types.
 
 rlkit's own sampling does not draw from them (it is a function of seed, step, prompt and sample). A
-user's reward or environment may: then its draws are a function of the same numbers (`drawing`,
-`drawn_from`), whatever else runs, in whichever process.
+user's reward or environment may: then its draws are a function of the same numbers
+(`await_with_seed`, `seed_block`), whatever else runs, in whichever process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlkit.system.shared_state import current
+from rlkit.system.shared_state import get_current_watch
 
 T = TypeVar("T")
 
@@ -69,15 +69,15 @@ def restore(saved: dict[str, Any]) -> None:
 
 
 @contextmanager
-def drawn_from(value: int) -> Iterator[None]:
+def seed_block(value: int) -> Iterator[None]:
     """Seed every generator inside this block, and put all of them back after it."""
-    with kept():
+    with keep_generators():
         seed(value)
         yield
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def keep_generators() -> Iterator[None]:
     """Put every generator back after this block."""
     before = state()
     try:
@@ -87,17 +87,17 @@ def kept() -> Iterator[None]:
 
 
 @types.coroutine
-def drawing(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+def await_with_seed(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
     """Await a coroutine whose draws depend on this seed alone, whatever runs while it waits.
 
-    The generators are not put back after it: put `kept` around all coroutines of a loop together. A
-    thread the coroutine waits for has no generators of its own. Whenever the coroutine waits,
-    shared state it has changed is put back (`rlkit.system.shared_state`).
+    The generators are not put back after it: put `keep_generators` around all coroutines of a loop
+    together. A thread the coroutine waits for has no generators of its own. Whenever the coroutine
+    waits, shared state it has changed is put back (`rlkit.system.shared_state`).
     """
     _seed_on_host(value)
     resume = coroutine.send
     given = None
-    watch = current()
+    watch = get_current_watch()
     while True:
         try:
             waits_for = resume(given)

@@ -18,9 +18,9 @@ from rlkit.system.files import (
     LOST,
     append_once,
     append_whole,
-    finite,
     read_regular,
     reason,
+    replace_nonfinite,
     write_atomic,
 )
 
@@ -40,10 +40,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     """(line, its row or None) for every nonempty line."""
     lines = read_regular(path).split(b"\n") if path.exists() else []
-    return [(line, _row(line)) for line in lines if line]
+    return [(line, _parse_row(line)) for line in lines if line]
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -98,10 +98,10 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
             (path.with_name(DISCARDED), discarded),
             (path.parent / "aside" / path.name, others),
         ):
-            append_once(target, _joined(moved))
+            append_once(target, _join_lines(moved))
         target = path
         if lines:
-            content = _joined(kept)
+            content = _join_lines(kept)
             if content != path.read_bytes():
                 write_atomic(path, content)
     except OSError as error:
@@ -111,7 +111,8 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
         ) from None
     if missing:
         print(
-            f"resume: {_loss(path, lines, len(own or ()), missing.total(), step, len(others))}",
+            "resume: "
+            + _describe_loss(path, lines, len(own or ()), missing.total(), step, len(others)),
             flush=True,
         )
     for moved, what, name in (
@@ -122,7 +123,7 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
             print(f"resume: {len(moved)} line(s) {what}: moved to {name}", flush=True)
 
 
-def _loss(
+def _describe_loss(
     path: Path, lines: Sequence[object], own: int, missing: int, step: int, others: int
 ) -> str:
     """A sentence on rows known to a checkpoint and missing in metrics.jsonl."""
@@ -140,14 +141,17 @@ def _loss(
     )
 
 
-def _joined(lines: Sequence[bytes]) -> bytes:
+def _join_lines(lines: Sequence[bytes]) -> bytes:
     return b"".join(line + b"\n" for line in lines)
 
 
 def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
     """Append a line; nan becomes null. On a full disk the row waits for the next call; the file
     always ends with a whole line."""
-    waiting = WAITING.get(path, b"") + (json.dumps(finite({"step": step, **row})) + "\n").encode()
+    waiting = (
+        WAITING.get(path, b"")
+        + (json.dumps(replace_nonfinite({"step": step, **row})) + "\n").encode()
+    )
     try:
         append_whole(path, waiting)
         WAITING.pop(path, None)

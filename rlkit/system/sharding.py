@@ -17,7 +17,7 @@ def holds_shards(module: Any) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def sharded(*models: Any) -> list[Any]:
+def find_sharded_modules(*models: Any) -> list[Any]:
     """All sharded submodules of the models."""
     return [
         module

@@ -66,20 +66,20 @@ def stem(step: int) -> str:
     return f"steps_{first:06d}-{first + STEPS - 1:06d}"
 
 
-def recorded(folder: Path) -> dict[int, Part]:
+def index_steps(folder: Path) -> dict[int, Part]:
     """Step → its place, for each RL step in the folder, in order; none without a folder."""
     found: dict[int, Part] = {}
-    for path in files(folder):
-        found |= members(path)
+    for path in list_shards(folder):
+        found |= scan_members(path)
     return dict(sorted(found.items()))
 
 
-def files(folder: Path) -> list[Path]:
+def list_shards(folder: Path) -> list[Path]:
     """The files of recorded steps, in their order."""
     return sorted(folder.glob("steps_*.jsonl.gz"))
 
 
-def members(path: Path) -> Iterator[tuple[int, Part]]:
+def scan_members(path: Path) -> Iterator[tuple[int, Part]]:
     """(step, its place) for each step in a file, even if the file ends in the middle of the last.
     After a damaged header the search goes on with the next one."""
     if path.stat().st_size < HEAD.size:
@@ -102,8 +102,8 @@ def cut_steps(folder: Path, step: int) -> None:
     """
     target = folder.with_name(f"{folder.name}.discarded.jsonl.gz")
     moved = 0
-    for path in files(folder):
-        held = dict(members(path))
+    for path in list_shards(folder):
+        held = dict(scan_members(path))
         size = path.stat().st_size
         end = max(
             (

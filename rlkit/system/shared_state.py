@@ -84,7 +84,7 @@ def _set_streams(streams: Mapping[str, Any]) -> None:
     sys.stderr = streams["stderr"]
 
 
-def _blocked() -> set[Any]:
+def _read_blocked_signals() -> set[Any]:
     return signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
@@ -115,7 +115,7 @@ OF_PYTHON: Mapping[str, Kind] = {
     FOLDER: Kind(_folder, os.chdir),
     "the signal handlers": Kind(_handlers, _set_handlers, "thread"),
     "the blocked signals": Kind(
-        _blocked, partial(signal.pthread_sigmask, signal.SIG_SETMASK), "thread"
+        _read_blocked_signals, partial(signal.pthread_sigmask, signal.SIG_SETMASK), "thread"
     ),
     "the locale": Kind(
         partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)
@@ -125,7 +125,7 @@ OF_PYTHON: Mapping[str, Kind] = {
 
 
 @cache
-def all_kinds() -> Mapping[str, Kind]:
+def list_kinds() -> Mapping[str, Kind]:
     """The kinds of Python and of torch; this imports torch."""
     import torch
 
@@ -184,9 +184,9 @@ def all_kinds() -> Mapping[str, Kind]:
     }
 
 
-def named_kinds(names: Sequence[str]) -> Mapping[str, Kind]:
+def select_kinds(names: Sequence[str]) -> Mapping[str, Kind]:
     """The kinds of these names; all of them if none is named."""
-    return {name: OF_PYTHON[name] for name in names} if names else all_kinds()
+    return {name: OF_PYTHON[name] for name in names} if names else list_kinds()
 
 
 SharedState = Mapping[str, Any]  # name of a kind → its value
@@ -244,7 +244,7 @@ class Watch:
 
     def __init__(self, *parts: Any, kinds: Sequence[str] = ()):
         self.parts = parts
-        self.kinds = named_kinds(kinds)
+        self.kinds = select_kinds(kinds)
         self.before = read_state(self.kinds)
         self.lock = threading.Lock()
         self.elsewhere = 0
@@ -263,7 +263,7 @@ class Watch:
             )
 
     @contextmanager
-    def calling(self, function: Any) -> Iterator[None]:
+    def watch_call(self, function: Any) -> Iterator[None]:
         """Call a function in this thread inside this block; it is named for its changes."""
         self._note(function)
         try:
@@ -272,7 +272,7 @@ class Watch:
             self.look()
 
     @contextmanager
-    def in_worker(self, function: Any) -> Iterator[None]:
+    def watch_worker(self, function: Any) -> Iterator[None]:
         """The same for a call in a thread of its own."""
         with self.lock:
             self.elsewhere += 1
@@ -295,21 +295,21 @@ class Watch:
         try:
             changed = put_back(before, self.kinds)
         except SharedStateError as error:
-            raise SharedStateError(f"{self._who()} changed {error}") from error
+            raise SharedStateError(f"{self._name_suspects()} changed {error}") from error
         if changed:
             self._name(changed)
         if not self.elsewhere:
             self.ran.clear()
 
-    def _who(self) -> str:
+    def _name_suspects(self) -> str:
         said = [part for part in self.parts if isinstance(part, str)]
         return (
-            " or ".join(said or map(defined_at, self.ran or users_functions(self.parts)))
+            " or ".join(said or map(defined_at, self.ran or find_user_functions(self.parts)))
             or "a function"
         )
 
     def _name(self, changed: list[str]) -> None:
-        who = self._who()
+        who = self._name_suspects()
         key = (who, *(text.partition(" from ")[0] for text in changed))
         say_once(
             {
@@ -336,7 +336,7 @@ def guard_state(*parts: Any, kinds: Sequence[str] = ()) -> Iterator[Watch]:
         watch.look(over=True)
 
 
-def current() -> Watch:
+def get_current_watch() -> Watch:
     """The watch of the stretch under way; a new one outside of any."""
     return WATCH.get() or Watch()
 
@@ -351,7 +351,7 @@ def is_own(function: Any) -> bool:
     return str(getattr(function, "__module__", None)).partition(".")[0] in OWN
 
 
-def users_functions(part: Any, depth: int = 6) -> list[Any]:
+def find_user_functions(part: Any, depth: int = 6) -> list[Any]:
     """The functions and classes in a value, except rlkit's own, even if rlkit's functions hold
     them."""
     found: list[Any] = []
@@ -369,18 +369,18 @@ def users_functions(part: Any, depth: int = 6) -> list[Any]:
             inside = [
                 cell.cell_contents
                 for cell in getattr(part, "__closure__", None) or ()
-                if _filled(cell)
+                if _is_filled(cell)
             ]
         else:
             found = [part]
     for value in inside:
         found += [
-            function for function in users_functions(value, depth - 1) if function not in found
+            function for function in find_user_functions(value, depth - 1) if function not in found
         ]
     return found
 
 
-def _filled(cell: Any) -> bool:
+def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:

@@ -67,7 +67,7 @@ class Wait:
         self.worked = WORK.seconds(self.since)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """A block in which the awaited call waits itself. The time begins anew after it."""
         self.inner += 1
         try:
@@ -248,7 +248,7 @@ def waiting_outside() -> Iterator[None]:
         WATCHER.moved = monotonic()
 
 
-def waits_of(task: asyncio.Task[Any] | None) -> str:
+def describe_wait(task: asyncio.Task[Any] | None) -> str:
     """The innermost call a task waits for, in words; "a call" if none is known."""
     own = [
         wait

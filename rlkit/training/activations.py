@@ -171,7 +171,7 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
     longest if this is less. On one GPU it has FEWEST tokens at most, because the memory probe
     halves larger ones before the first step. Scheduled numbers count with their first value.
     """
-    with rng.kept(), autocast(x, device, updates=True):
+    with rng.keep_generators(), autocast(x, device, updates=True):
         width = max(longest_lengths(phase, policy, tasks).width for phase in phases(x).values())
         rows = max(_rows(phase, width, device) for phase in phases(x).values())
         critic = _separate_critic(x, policy.model)

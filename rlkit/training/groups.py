@@ -14,7 +14,7 @@ from rlkit.episodes.stream import StreamState, take
 from rlkit.functional import mix
 from rlkit.rewards import score_spread
 from rlkit.system import rng
-from rlkit.system.copies import copied
+from rlkit.system.copies import copy_value
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
 from rlkit.training.update.micro_batches import named
@@ -55,7 +55,7 @@ def experience(
         if not missing:
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed, sampler=x.sampler)
-        drawn = copied(drawn)  # a callback may change a rollout's task, but not the run's
+        drawn = copy_value(drawn)  # a callback may change a rollout's task, but not the run's
         first = len(sampled) // x.batch.group_size
         rollouts = scored(x, policy, drawn, first=first, **place)
         if asks(x.algorithm.advantage, "greedy_rewards"):
@@ -69,7 +69,7 @@ def experience(
                 r._replace(greedy_reward=rewards[r.group], greedy_played=True) for r in rollouts
             ]
         sampled += rollouts
-        with rng.drawn_from(mix(x.seed, step, len(sampled))):
+        with rng.seed_block(mix(x.seed, step, len(sampled))):
             accepted += accept(x, policy, rollouts) if x.algorithm.max_refills else rollouts
     if stream.sampler is not None:
         stream = stream._replace(sampler=with_outcomes(x.sampler, stream.sampler, sampled))
@@ -116,7 +116,7 @@ def scored(
     failures(rollouts)
     if x.algorithm.episodes is not None:
         return rollouts
-    with clock.part("reward"), rng.drawn_from(mix(x.seed, step, first, 1 + ranks.rank())):
+    with clock.part("reward"), rng.seed_block(mix(x.seed, step, first, 1 + ranks.rank())):
         return score_spread(rollouts, x.reward)
 
 

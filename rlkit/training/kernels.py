@@ -14,7 +14,7 @@ from rlkit.distributed import ranks
 from rlkit.models.checkpointing import is_checkpointed
 from rlkit.models.fused import go_on_with, kernel_of, update_kernel, use_update_kernel
 from rlkit.models.head import trunk_and_head
-from rlkit.system.files import lenient, write_atomic
+from rlkit.system.files import report_write_errors, write_atomic
 from rlkit.types import KernelEngine, SharedEngine
 
 OTHER_RANK = "as another process of the run"
@@ -132,5 +132,5 @@ def note_choices(folder: Path, choices: Mapping[str, Any]) -> None:
         starts[-1].update(choices)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return
-    with lenient("run.json"):
+    with report_write_errors("run.json"):
         write_atomic(path, (json.dumps(starts, indent=1) + "\n").encode())

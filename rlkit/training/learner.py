@@ -139,7 +139,7 @@ class Learner:
             self.trained = normalise(self.trained, self.moments)
         u = self.record()
         parts = x.algorithm, x.kl, x.reference
-        with self.clock.part("update"), rng.drawn_from(u.seed), guard_state(*parts):
+        with self.clock.part("update"), rng.seed_block(u.seed), guard_state(*parts):
             claims = self.claims.check(u)
             done = updated(u, self.optimizers, self.rollouts, self.start)
             self.batch, terms, self.start = done.batch, done.terms, done.start

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from rlkit.errors import ConfigError, install
 from rlkit.system.contents import set_aside
-from rlkit.system.files import LOST, lose, read_regular, reason, unwritable, write_atomic
+from rlkit.system.files import LOST, explain_write_error, lose, read_regular, reason, write_atomic
 from rlkit.system.identity import read_identity
 from rlkit.types import plain, reaches, safe
 
@@ -252,7 +252,7 @@ def tolerant(logger: Any) -> Any:
 def _thread_failed(before: Callable[..., Any], args: Any) -> None:
     """Print no traceback if a thread of a logger failed on writing; the logger's next call reports
     the failure."""
-    if args.exc_value is None or unwritable(args.exc_value) is None:
+    if args.exc_value is None or explain_write_error(args.exc_value) is None:
         before(args)
 
 
@@ -265,7 +265,7 @@ def missed(logger: Any) -> Iterator[None]:
     except Exception as error:
         name = type(logger).__name__
         if name not in LOST:
-            why = unwritable(error) or f"{type(error).__name__}: {reason(error)}"
+            why = explain_write_error(error) or f"{type(error).__name__}: {reason(error)}"
             lose(f"a part of what {name} shows is", why, name)
         if hasattr(logger, "_experiment") and hasattr(logger, "log_dir"):
             # TensorBoard's writer ends with its first failure; the next call opens another file

@@ -15,7 +15,7 @@ from rlkit.episodes.samplers import sampler_metrics
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.system.device import precision
-from rlkit.system.sharding import sharded
+from rlkit.system.sharding import find_sharded_modules
 from rlkit.training.ahead.flight import Flight, StepGroups, pack_rollouts
 from rlkit.training.ahead.source import GroupSource, next_groups
 from rlkit.training.experiment import Experiment
@@ -195,7 +195,7 @@ class RLModule(L.LightningModule):
         if (
             self.experiment.trainer.strategy == "fsdp"
             and ranks.size() > 1
-            and not sharded(self.model)
+            and not find_sharded_modules(self.model)
         ):
             self.learner.optimizers.made.clear()  # they hold the whole weights
             mixed = precision(self.experiment, self.device) == "bf16-mixed"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rlkit.distributed import ranks
 from rlkit.errors import PartError, written
 from rlkit.system.adapters import base_model, has_adapters
-from rlkit.system.sharding import is_sharded, sharded
+from rlkit.system.sharding import find_sharded_modules, is_sharded
 from rlkit.types import Measured, Reference, assumes, reaches, safe
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
@@ -240,7 +240,7 @@ def shard_state(
     if isinstance(state, Moving) and state.model is None:
         return _tracked(_twins(policy), {}, None)._replace(kl=state.kl)
     model = state.model if isinstance(state, Moving) else state
-    if model is None or sharded(model):
+    if model is None or find_sharded_modules(model):
         return state
     shard(model)
     return track(model)._replace(kl=state.kl) if isinstance(state, Moving) else state

@@ -14,10 +14,17 @@ from rlkit.distributed import ranks
 from rlkit.errors import Interrupted, RLKitError, name_error, raised_at
 from rlkit.system import owner
 from rlkit.system.contents import PROMPTS
-from rlkit.system.device import autocast, on_device, precision, quiet, versions
-from rlkit.system.files import LOST, lenient, put_aside, refusing, write_atomic, write_json
-from rlkit.system.processors import cores
-from rlkit.system.redaction import redacted
+from rlkit.system.device import autocast, load_on_device, precision, silence_frameworks, versions
+from rlkit.system.files import (
+    LOST,
+    put_aside,
+    refuse_unwritable,
+    report_write_errors,
+    write_atomic,
+    write_json,
+)
+from rlkit.system.processors import count_cores
+from rlkit.system.redaction import redact_config
 from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
 from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.experiment import Experiment, correction_in_words, kl_in_words
@@ -110,9 +117,9 @@ def begin_folder(folder: Path, prompts: str) -> None:
     failed."""
     from rlkit.episodes.record import FAILED
 
-    with lenient(PROMPTS):
+    with report_write_errors(PROMPTS):
         write_atomic(folder / PROMPTS, prompts.encode(errors="backslashreplace"))
-    with refusing(folder):
+    with refuse_unwritable(folder):
         if (folder / FAILED).exists():
             put_aside(folder / FAILED, ".earlier")
 
@@ -168,11 +175,11 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     from rlkit.training.update.claims import unchecked_line
     from rlkit.training.windows import window_line
 
-    quiet()
+    silence_frameworks()
     # initial adapters, and the draws of a reward or an environment; sampling has its own randomness
     rng.seed(x.seed)
     check_teacher(x)
-    policy, device = on_device(x)
+    policy, device = load_on_device(x)
     print(header(x, policy, device, tasks), flush=True)
     if x.asynchrony.mode == "overlap":
         print(process_in_words(x, device), flush=True)
@@ -246,16 +253,16 @@ def conclude(
         "versions": versions(),
         "sandbox": str(level) if (level := seen()) else None,
     }
-    writes = ranks.rank() == 0 and not owner.lost(folder)
+    writes = ranks.rank() == 0 and not owner.explain_loss(folder)
     if writes:
-        with lenient("metrics.csv"):
+        with report_write_errors("metrics.csv"):
             export_csv(folder / "metrics.jsonl")
     summary |= missing()
     if summary["unsaved"] and summary["ended"] == "finished":
         summary["ended"] = f"failed: {summary['unsaved']}"
     if writes:
-        with lenient("summary.json"):
-            write_json(folder / "summary.json", redacted(summary))
+        with report_write_errors("summary.json"):
+            write_json(folder / "summary.json", redact_config(summary))
 
 
 def missing() -> dict[str, Any]:
@@ -306,12 +313,12 @@ def make_trainer(
     path = None
     step = 0
     if resume is not None:
-        with refusing(folder):
+        with refuse_unwritable(folder):
             identity = module.provenance.get("identity", "")
             path, step = ranks.broadcast(lambda: taken_up(resume, folder, identity))
         begins = f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {f'{path}, after step {step}' if path else begins}", flush=True)
-    with refusing(folder):
+    with refuse_unwritable(folder):
         makers = x.logger.values() if ranks.rank() == 0 else ()
         loggers = [tolerant(make(folder, step)) for make in makers]
     trainer = L.Trainer(
@@ -422,7 +429,7 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     updates = x.algorithm.epochs * x.algorithm.minibatches
     per_update = rollouts // x.algorithm.minibatches
     on = (
-        f"{device} with {torch.get_num_threads()} thread(s) of {cores()} core(s)"
+        f"{device} with {torch.get_num_threads()} thread(s) of {count_cores()} core(s)"
         if device.type == "cpu"
         else str(device)
     )

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.models.chat import encode_prompt
-from rlkit.system.copies import copied
+from rlkit.system.copies import copy_value
 from rlkit.training.references import ema, frozen, live
 from rlkit.types import Message, Policy, Reference, Rollout, reaches
 
@@ -152,7 +152,7 @@ def shown_prompts(
     schemas = {}
     for i, rollout in enumerate(rollouts):
         group = groups[rollout.group]
-        mine = copied(group)  # a function of the user's may change them
+        mine = copy_value(group)  # a function of the user's may change them
         place = next(k for k, own in enumerate(group) if own is rollout)
         said = show(mine[place], mine) if rollout.steps else None
         if said is None:

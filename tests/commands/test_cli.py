@@ -328,7 +328,7 @@ def test_the_page_of_a_sweep_is_drawn_by_whoever_has_the_command(tmp_path, monke
             raise ConfigError("no ink")
         return 0
 
-    monkeypatch.setattr(extras, "outside_commands", lambda: {"report": Outside(draw)})
+    monkeypatch.setattr(extras, "find_outside_commands", lambda: {"report": Outside(draw)})
     assert "rlkit report" in closing_lines(ended, tmp_path)
     draw_page(folders, tmp_path / "report.html")
     assert asked == [(tuple(map(str, folders)), [f"out={tmp_path / 'report.html'}"])]

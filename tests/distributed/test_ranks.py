@@ -24,7 +24,7 @@ from rlkit.config.compose import compose, experiment
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError
 from rlkit.models.load import load_policy
-from rlkit.system.device import quiet
+from rlkit.system.device import silence_frameworks
 
 # ------------------------------------------------------------------------------------------- shares
 
@@ -127,7 +127,7 @@ def test_a_run_where_a_cluster_is_entered_is_not_told_to_use_srun(tmp_path, monk
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    quiet()
+    silence_frameworks()
     assert not SLURMEnvironment.detect()
 
 

@@ -18,7 +18,7 @@ from parametrise import cases, count_threads
 from rlkit.engines import Batched, Cached
 from rlkit.engines.service import Service
 from rlkit.errors import EngineError, Interrupted
-from rlkit.system.loops import run, together
+from rlkit.system.loops import run, run_together
 from rlkit.types import Generation, SamplingParams
 
 RULES = ("rounds", "barrier", "free")
@@ -103,7 +103,7 @@ def play(service, keys, turns=3, pause=at_once, version=0, rule="rounds", rounds
 
     async def all_of_them():
         await service.load(None, version)
-        return await together(map(episode, keys))
+        return await run_together(map(episode, keys))
 
     return run(all_of_them())
 

@@ -18,7 +18,7 @@ from rlkit.episodes import collect
 from rlkit.episodes.episode import play as one_episode
 from rlkit.errors import EngineError, EnvironmentFailed, Interrupted
 from rlkit.system import rng
-from rlkit.system.loops import together
+from rlkit.system.loops import run_together
 from rlkit.tasks import arithmetic
 from rlkit.types import Environment, Step, Task
 
@@ -323,12 +323,12 @@ def test_what_a_session_draws_is_its_own():
 
     async def played(*samples):
         task, dice = Task("a", ()), Environment(session=lambda task: Dice(), max_steps=3)
-        return await together(
+        return await run_together(
             [one_episode(task, dice, say, sample=i, seed=100 + i) for i in samples]
         )
 
     before = rng.state()["torch"]
-    with rng.kept():
+    with rng.keep_generators():
         several, alone = (
             asyncio.run(played(2, 0, 1)),
             [asyncio.run(played(i))[0] for i in (2, 0, 1)],

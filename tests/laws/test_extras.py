@@ -25,7 +25,7 @@ FORWARDING = "rlkit.notebook"  # the only module of the core that names an extra
 
 
 def extra_modules(*, inside: bool) -> list[str]:
-    return [name for name in MODULES if (extras.extra_of(name) is not None) == inside]
+    return [name for name in MODULES if (extras.find_extra(name) is not None) == inside]
 
 
 def names_imported(module: str) -> set[str]:
@@ -63,16 +63,16 @@ def test_the_core_names_no_extra():
 
 def test_an_extra_uses_what_a_stranger_may_use():
     for module in extra_modules(inside=True):
-        own = extras.extra_of(module)
+        own = extras.find_extra(module)
         for name in names_imported(module):
-            if extras.extra_of(name) != own:
+            if extras.find_extra(name) != own:
                 assert not any(part.startswith("_") for part in name.split(".")), (module, name)
 
 
 def test_extras_know_one_another_only_by_the_table():
     for module in extra_modules(inside=True):
-        own = extras.extra_of(module)
-        used = {extras.extra_of(name) for name in names_imported(module)} - {None, own}
+        own = extras.find_extra(module)
+        used = {extras.find_extra(name) for name in names_imported(module)} - {None, own}
         assert used <= TOGETHER.get(own, set()), (module, used)
 
 
@@ -156,4 +156,4 @@ def test_the_default_run_needs_no_extra():
             for value in node:
                 yield from targets(value)
 
-    assert [name for name in targets(config) if extras.extra_of(name)] == []
+    assert [name for name in targets(config) if extras.find_extra(name)] == []

@@ -80,7 +80,7 @@ def test_every_generator_goes_on_where_it_was_saved(tmp_path):
     draw()
     rng.restore(torch.load(tmp_path / "state", weights_only=True))
     assert draw() == first
-    with rng.kept():
+    with rng.keep_generators():
         second = draw()
     assert draw() == second != first
 

@@ -22,7 +22,13 @@ from rlkit.commands.cli import main
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.system import shards
-from rlkit.system.files import LOST, as_oserror, lenient, refusing, unwritable
+from rlkit.system.files import (
+    LOST,
+    convert_write_errors,
+    explain_write_error,
+    refuse_unwritable,
+    report_write_errors,
+)
 from rlkit.training.callbacks.checkpoints import checkpoints, load_checkpoint
 from rlkit.training.loggers import (
     log_final,
@@ -237,7 +243,7 @@ def test_what_each_library_raises_is_known(tmp_path, room, rank, limit):
         with pytest.raises(Exception) as caught:
             write()
         room(-1)
-        assert unwritable(caught.value), name
+        assert explain_write_error(caught.value), name
     assert not (tmp_path / "model").exists()
 
 
@@ -245,34 +251,34 @@ def test_one_place_decides_what_becomes_of_a_refusal(capsys):
     """Reported and remembered until the same kind succeeds; a refusal at the start; an OSError for
     all ranks."""
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    with lenient("checkpoint 2", "checkpoint"):
+    with report_write_errors("checkpoint 2", "checkpoint"):
         raise error
     assert (
         LOST == {"checkpoint": "the disk took only a part of it"}
         and "checkpoint 2 not written" in capsys.readouterr().err
     )
-    with lenient("checkpoint 3", "checkpoint"):
+    with report_write_errors("checkpoint 3", "checkpoint"):
         pass
     assert LOST == {}
     with (
         pytest.raises(ConfigError, match=r"outputs: cannot be written \(No space left on device\)"),
-        refusing("outputs"),
+        refuse_unwritable("outputs"),
     ):
         raise Exception("Error while serializing: I/O error: No space left on device (os error 28)")
-    with pytest.raises(OSError, match="took only a part"), as_oserror():
+    with pytest.raises(OSError, match="took only a part"), convert_write_errors():
         raise error
 
 
 def test_rollouts_that_find_no_room_leave_the_steps_before_them_whole(tmp_path, room):
     """The disk takes a part of a member: nothing of it stays between the steps before and after."""
     shards.append_lines(tmp_path, 1, b"one")
-    room(shards.recorded(tmp_path)[1].stop + 9)
+    room(shards.index_steps(tmp_path)[1].stop + 9)
     with pytest.raises(OSError):
         shards.append_lines(tmp_path, 2, b"two")
     room(-1)
     shards.append_lines(tmp_path, 3, b"three")
-    assert gzip.decompress(shards.files(tmp_path)[0].read_bytes()) == b"onethree" and [
-        *shards.recorded(tmp_path)
+    assert gzip.decompress(shards.list_shards(tmp_path)[0].read_bytes()) == b"onethree" and [
+        *shards.index_steps(tmp_path)
     ] == [1, 3]
 
 
@@ -281,8 +287,8 @@ def test_rollouts_that_find_no_room_leave_the_steps_before_them_whole(tmp_path, 
     [ValueError("rows"), RuntimeError("CUDA error: device-side assert"), KeyError("reward")],
 )
 def test_what_is_no_matter_of_the_disk_is_raised(error):
-    assert unwritable(error) is None
-    for tolerant_of in (lenient("a"), refusing("a"), as_oserror()):
+    assert explain_write_error(error) is None
+    for tolerant_of in (report_write_errors("a"), refuse_unwritable("a"), convert_write_errors()):
         with pytest.raises(type(error)), tolerant_of:
             raise error
     assert LOST == {}

@@ -14,7 +14,7 @@ import yaml
 
 from parametrise import each
 from rlkit.config.compose import conf_dir
-from rlkit.system.extras import explain_missing, extra_of
+from rlkit.system.extras import explain_missing, find_extra
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rlkit"
 MODULES = {
@@ -366,7 +366,7 @@ def test_no_public_name_is_defined_twice_in_a_package():
     own = [m for m in MODULES if not m.startswith(alone) and not m.endswith("_child")]
     places: dict[str, list[str]] = {}
     for module in own:
-        package = extra_of(module) or part(module)
+        package = find_extra(module) or part(module)
         for node in tree_of(module).body:
             if isinstance(
                 node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -35,12 +35,12 @@ from rlkit.episodes.evaluation import greedy_accuracy
 from rlkit.errors import Interrupted
 from rlkit.rewards import Reward, Term, batched, by_task, score
 from rlkit.system import rng
-from rlkit.system.copies import copied
+from rlkit.system.copies import copy_value
 from rlkit.system.shared_state import (
     NAMED,
     SharedStateError,
-    all_kinds,
     guard_state,
+    list_kinds,
     put_back,
     read_state,
 )
@@ -88,7 +88,7 @@ MEDDLE = {
     "torch's precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
     "torch's backends": lambda: torch.backends.mkldnn.set_flags(False),
 }
-OF_THREAD = {name for name, kind in all_kinds().items() if kind.place == "thread"}
+OF_THREAD = {name for name, kind in list_kinds().items() if kind.place == "thread"}
 
 
 def even(rollout):
@@ -237,7 +237,7 @@ def untouched(door):
 def as_before():
     """What a test leaves changed is put back, and nothing has been named before it."""
     kinds = {
-        name: kind for name, kind in all_kinds().items() if name != "the standard output"
+        name: kind for name, kind in list_kinds().items() if name != "the standard output"
     }  # pytest's own comes and goes
     state = read_state(kinds)
     NAMED.clear()
@@ -276,7 +276,7 @@ REPRESENTATIVES = [
 
 
 def test_every_kind_has_a_law():
-    assert set(MEDDLE) == set(all_kinds())
+    assert set(MEDDLE) == set(list_kinds())
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_a_function_that_was_given_up_in_its_thread_is_named_when_its_stretch_is
     with guard_state() as watch:
 
         def work():
-            with watch.in_worker(hangs):
+            with watch.watch_worker(hangs):
                 hangs()
 
         thread = threading.Thread(target=work)
@@ -386,7 +386,7 @@ def test_a_look_costs_little():
     reads = []
     kinds = {
         name: kind._replace(read=lambda kind=kind: reads.append(1) or kind.read())
-        for name, kind in all_kinds().items()
+        for name, kind in list_kinds().items()
     }
     before = read_state(kinds)
     assert put_back(before, kinds) == [] and len(reads) == 2 * len(kinds)
@@ -606,7 +606,7 @@ def test_a_function_that_changes_its_rows_changes_no_step(door, same):
             "tuple": (1, {"b": [2]}, 3),
         }
         tasks = [
-            task._replace(metadata={**task.metadata, **copied(rich)})
+            task._replace(metadata={**task.metadata, **copy_value(rich)})
             for task in load_tasks(plain()).train
         ]
         return trained(with_door(plain(), door, meddle), tasks=tasks)

@@ -16,12 +16,12 @@ from rlkit.system.deadline import (
     Countdown,
     DeadlinePassed,
     ProcessEndAsked,
-    contained,
-    containing,
-    ended_by,
-    in_thread,
-    in_worker,
-    within,
+    cancel_after,
+    contain_block,
+    contain_call,
+    end_when_left,
+    run_in_thread,
+    run_in_worker,
 )
 from rlkit.system.loops import run
 
@@ -38,7 +38,7 @@ def test_a_call_that_ends_leaves_the_others_contained():
 
     def contained_late():
         with pytest.raises(ProcessEndAsked):
-            contained(late)
+            contain_call(late)
         raised.append(True)
 
     raised = []
@@ -46,7 +46,7 @@ def test_a_call_that_ends_leaves_the_others_contained():
     thread.start()
     first.wait(20)
     with pytest.raises(ProcessEndAsked, match=r"os._exit\(4\) at .*test_deadline.py"):
-        contained(lambda: os._exit(4))
+        contain_call(lambda: os._exit(4))
     second.set()
     thread.join(20)
     assert raised == [True]
@@ -60,7 +60,7 @@ def test_a_coroutine_that_waits_contains_no_other(monkeypatch):
     go = asyncio.Event()
 
     async def tool():
-        with containing():
+        with contain_block():
             await go.wait()
             os._exit(3)
 
@@ -83,14 +83,16 @@ def test_a_thread_that_goes_on_is_named_once_and_what_it_gives_is_dropped(capsys
     async def main():
         for _ in range(2):
             with pytest.raises(DeadlinePassed):
-                await in_worker(lambda: release.wait(20), 0.01, "the tool slow")
-        waiting = asyncio.create_task(in_worker(lambda: release.wait(20), None, "the tool slow"))
+                await run_in_worker(lambda: release.wait(20), 0.01, "the tool slow")
+        waiting = asyncio.create_task(
+            run_in_worker(lambda: release.wait(20), None, "the tool slow")
+        )
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
         assert waiting.cancelled()
         release.set()
-        assert await in_worker(lambda: "other", None, "another") == "other"
+        assert await run_in_worker(lambda: "other", None, "another") == "other"
 
     run(main())
     (line,) = capsys.readouterr().err.splitlines()
@@ -102,12 +104,12 @@ def test_a_call_that_says_how_it_is_ended_is_ended(worker, capsys):
     ended, over = threading.Event(), threading.Event()
 
     def call():
-        with ended_by(ended.set):
+        with end_when_left(ended.set):
             ended.wait(20)
         over.set()
 
     with pytest.raises(DeadlinePassed):
-        run(in_worker(call, 0.01, "the tool x")) if worker else in_thread(call, 0.01)
+        run(run_in_worker(call, 0.01, "the tool x")) if worker else run_in_thread(call, 0.01)
     assert over.wait(20) and capsys.readouterr().err == ""
 
 
@@ -116,11 +118,11 @@ def test_a_call_given_up_before_it_says_how_is_ended_when_it_does():
 
     def call():
         entered.wait(20)
-        with ended_by(ended.set):
+        with end_when_left(ended.set):
             assert ended.wait(20)
 
     with pytest.raises(DeadlinePassed):
-        in_thread(call, 0.01)
+        run_in_thread(call, 0.01)
     entered.set()
     assert ended.wait(20)
 
@@ -140,7 +142,7 @@ def test_the_program_of_a_call_given_up_is_killed(monkeypatch):
 
     async def main():
         playing = asyncio.create_task(
-            in_worker(lambda: tool("while True: pass"), None, "the tool python")
+            run_in_worker(lambda: tool("while True: pass"), None, "the tool python")
         )
         while not children:
             await asyncio.sleep(0.001)
@@ -156,7 +158,7 @@ def test_a_call_that_raises_what_no_future_takes_is_told():
         raise StopIteration(3)
 
     with pytest.raises(RuntimeError, match="StopIteration 3"):
-        run(in_worker(stop, None, "the tool stop"))
+        run(run_in_worker(stop, None, "the tool stop"))
 
 
 def test_more_calls_than_threads_wait_for_a_place_and_one_given_up_leaves_its_own(monkeypatch):
@@ -173,10 +175,10 @@ def test_more_calls_than_threads_wait_for_a_place_and_one_given_up_leaves_its_ow
         return i
 
     async def main():
-        hung = asyncio.create_task(in_worker(hang, 0.01, "the tool hang"))
+        hung = asyncio.create_task(run_in_worker(hang, 0.01, "the tool hang"))
         await asyncio.sleep(0)
         assert await asyncio.gather(
-            *(in_worker(lambda i=i: short(i), None, "short") for i in range(4))
+            *(run_in_worker(lambda i=i: short(i), None, "short") for i in range(4))
         ) == [0, 1, 2, 3]
         with pytest.raises(DeadlinePassed):
             await hung
@@ -203,11 +205,11 @@ def test_time_in_which_the_loop_is_busy_does_not_count(monkeypatch, kind, busy, 
             await asyncio.sleep(0)
 
         async def call():
-            async with within(1.0):
+            async with cancel_after(1.0):
                 await (
                     tool()
                     if kind == "async"
-                    else in_worker(lambda: release.wait(20), None, "a tool")
+                    else run_in_worker(lambda: release.wait(20), None, "a tool")
                 )
 
         playing = asyncio.create_task(call())

@@ -14,7 +14,7 @@ import torch
 
 from rlkit.commands.cli import main
 from rlkit.errors import DataError
-from rlkit.system.digest import damage, folder_damage
+from rlkit.system.digest import find_damage, find_folder_damage
 from rlkit.training.callbacks import checkpoints
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO, load_checkpoint, supersede
 
@@ -99,7 +99,7 @@ def newest(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_whole_checkpoint_is_whole_and_plain_torch_reads_it(run):
-    assert damage(newest(run)) == ""
+    assert find_damage(newest(run)) == ""
     assert torch.load(newest(run), weights_only=True)["rlkit"]["rl_step"] == 2
 
 
@@ -111,9 +111,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(copy):
     for offset, what in places:
         bit = draw.randrange(8)
         flipped(path, offset, bit)
-        assert damage(path), what
+        assert find_damage(path), what
         flipped(path, offset, bit)
-    assert damage(path) == ""
+    assert find_damage(path) == ""
 
 
 @pytest.mark.slow
@@ -122,11 +122,11 @@ def test_a_zeroed_page_is_found_wherever_it_is(copy):
     pages = -(-path.stat().st_size // PAGE)
     for page in {0, 1, pages // 2, *range(pages - 3, pages)}:
         before = zeroed(path, page)
-        assert damage(path), page
+        assert find_damage(path), page
         with path.open("r+b") as file:
             file.seek(page * PAGE)
             file.write(before)
-    assert damage(path) == ""
+    assert find_damage(path) == ""
 
 
 @pytest.mark.slow
@@ -139,16 +139,16 @@ def test_every_page_of_a_checkpoint_of_all_weights(tmp_path):
     for page in range(-(-size // PAGE)):
         offset, bit = draw.randrange(page * PAGE, min(size, (page + 1) * PAGE)), draw.randrange(8)
         flipped(path, offset, bit)
-        assert damage(path), offset
+        assert find_damage(path), offset
         flipped(path, offset, bit)
         before = zeroed(path, page)
-        assert damage(path) or not any(before), (
+        assert find_damage(path) or not any(before), (
             page
         )  # a page of padding is the same when it is zeroed
         with path.open("r+b") as file:
             file.seek(page * PAGE)
             file.write(before)
-    assert damage(path) == ""
+    assert find_damage(path) == ""
 
 
 @pytest.mark.slow
@@ -156,9 +156,9 @@ def test_a_checkpoint_cut_anywhere_is_damaged(copy):
     data, path = newest(copy).read_bytes(), newest(copy)
     for left in (0, 1, 21, 22, PAGE, len(data) // 2, len(data) - 80, len(data) - 1):
         path.write_bytes(data[:left])
-        assert damage(path), left
+        assert find_damage(path), left
     path.write_bytes(data + b"\0")
-    assert damage(path)
+    assert find_damage(path)
 
 
 def test_nothing_of_a_damaged_checkpoint_is_loaded_and_the_one_before_it_is_used(
@@ -259,7 +259,7 @@ def test_a_damaged_file_of_a_saved_model_is_found_before_it_is_loaded(
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     assert main(["export", f"run={run}", f"to={model}", "merge=true"]) == 0
-    assert folder_damage(model) == ""
+    assert find_folder_damage(model) == ""
     listed = (model / "rlkit.sha256").read_text()
     assert {line.split("  ")[1] for line in listed.splitlines()} == {
         p.name for p in model.iterdir()
@@ -267,7 +267,7 @@ def test_a_damaged_file_of_a_saved_model_is_found_before_it_is_loaded(
     for path in model.iterdir():
         offset = path.stat().st_size // 2
         flipped(path, offset, 2)
-        assert folder_damage(model), path.name
+        assert find_folder_damage(model), path.name
         flipped(path, offset, 2)
     flipped(model / "model.safetensors", 400_000, 0)
     assert main(["evaluate", f"model.path={model}", *COMMANDS["evaluate"][1:]]) == 2
@@ -280,16 +280,16 @@ def test_a_missing_file_or_a_damaged_list_is_damage_and_no_list_is_none(tmp_path
 
     (tmp_path / "a.json").write_text("{}")
     assert (
-        folder_damage(tmp_path)
-        == folder_damage(tmp_path / "absent")
-        == folder_damage(tmp_path / "a.json")
+        find_folder_damage(tmp_path)
+        == find_folder_damage(tmp_path / "absent")
+        == find_folder_damage(tmp_path / "a.json")
         == ""
     )
     write_sums(tmp_path)
     whole = (tmp_path / "rlkit.sha256").read_bytes()
     for content in (b"", bytes(80), b"\xff" + whole, whole.replace(b"  ", b" ")):
         (tmp_path / "rlkit.sha256").write_bytes(content)
-        assert folder_damage(tmp_path), content
+        assert find_folder_damage(tmp_path), content
     (tmp_path / "rlkit.sha256").write_bytes(whole)
     (tmp_path / "a.json").unlink()
-    assert "a.json" in folder_damage(tmp_path)
+    assert "a.json" in find_folder_damage(tmp_path)

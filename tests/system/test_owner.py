@@ -29,10 +29,10 @@ from rlkit.system.owner import (
     Occupied,
     TakenOver,
     check_owner,
-    identity,
-    lost,
-    occupied,
-    owned,
+    explain_loss,
+    find_occupant,
+    identify_process,
+    own_folder,
     release,
 )
 
@@ -53,9 +53,9 @@ def other():
     """A living process that is not this one: its record."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield {
-        **identity(),
+        **identify_process(),
         "pid": process.pid,
-        "started": owner.started(process.pid),
+        "started": owner.find_start_time(process.pid),
         "token": "other",
     }
     process.stdin.close()
@@ -66,9 +66,9 @@ def dead() -> dict:
     """The record of a process of this machine that is gone."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     record = {
-        **identity(),
+        **identify_process(),
         "pid": process.pid,
-        "started": owner.started(process.pid) or "1",
+        "started": owner.find_start_time(process.pid) or "1",
         "token": "dead",
     }
     process.wait()
@@ -87,10 +87,10 @@ def read(folder: Path) -> dict:
 
 
 def test_the_owner_is_named_while_it_works_and_leaves_nothing(tmp_path):
-    with owned(tmp_path / "new" / "run"):
+    with own_folder(tmp_path / "new" / "run"):
         found = read(tmp_path / "new" / "run")
         assert {key: found[key] for key in KEYS if key != "beat"} == {
-            key: identity()[key] for key in KEYS if key != "beat"
+            key: identify_process()[key] for key in KEYS if key != "beat"
         }
         assert found["pid"] == os.getpid() and abs(found["beat"] - time.time()) < 60
         check_owner(tmp_path / "new" / "run")
@@ -100,20 +100,20 @@ def test_the_owner_is_named_while_it_works_and_leaves_nothing(tmp_path):
 def test_a_living_owner_is_named_with_the_way_to_take_over(tmp_path, other):
     write(tmp_path, other)
     for refused in (
-        lambda: owned(tmp_path).__enter__(),
-        lambda: (_ for _ in ()).throw(Occupied(occupied(tmp_path))),
+        lambda: own_folder(tmp_path).__enter__(),
+        lambda: (_ for _ in ()).throw(Occupied(find_occupant(tmp_path))),
     ):
         with pytest.raises(
             Occupied, match=rf"process {other['pid']} on {socket.gethostname()} .*takeover=true"
         ):
             refused()
     assert read(tmp_path) == other
-    with owned(tmp_path, takeover=True):
-        assert read(tmp_path)["pid"] == os.getpid() and not lost(tmp_path)
+    with own_folder(tmp_path, takeover=True):
+        assert read(tmp_path)["pid"] == os.getpid() and not explain_loss(tmp_path)
 
 
 def elsewhere(**changed) -> dict:
-    return {**identity(), "pid": os.getppid(), "started": "7", "token": "other", **changed}
+    return {**identify_process(), "pid": os.getppid(), "started": "7", "token": "other", **changed}
 
 
 def ago(seconds: float) -> float:
@@ -125,7 +125,7 @@ CASES = {  # record → whether its process may live
     "a process that is gone": (dead, False),
     "another process with its number": (lambda: elsewhere(started="7"), False),
     "the same with an old beat": (
-        lambda: elsewhere(started=owner.started(os.getppid()), beat=ago(9999)),
+        lambda: elsewhere(started=owner.find_start_time(os.getppid()), beat=ago(9999)),
         True,
     ),
     "another machine": (lambda: elsewhere(host="elsewhere", beat=ago(10)), True),
@@ -155,12 +155,12 @@ def test_which_owners_live(tmp_path, monkeypatch, make, alive):
     monkeypatch.setenv("SLURM_JOB_ID", SLURM[0])
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(SLURM[1]))
     write(tmp_path, make())
-    assert bool(occupied(tmp_path)) is alive
+    assert bool(find_occupant(tmp_path)) is alive
     if alive:
         with pytest.raises(Occupied):
-            owned(tmp_path).__enter__()
+            own_folder(tmp_path).__enter__()
     else:
-        with owned(tmp_path):
+        with own_folder(tmp_path):
             assert read(tmp_path)["pid"] == os.getpid()
 
 
@@ -171,7 +171,7 @@ def test_a_beat_in_the_future_is_reported_with_both_times(tmp_path, ahead):
     here = datetime.now().replace(microsecond=0)
     write(tmp_path, elsewhere(host="elsewhere", beat=time.time() + ahead))
     with pytest.raises(Occupied) as refusal:
-        owned(tmp_path).__enter__()
+        own_folder(tmp_path).__enter__()
     found = re.search(
         r"sign of life at (.*) by its clock, while it is (.*) here: one of the two",
         str(refusal.value),
@@ -182,23 +182,23 @@ def test_a_beat_in_the_future_is_reported_with_both_times(tmp_path, ahead):
         assert abs(datetime.fromisoformat(found[1]) - here - timedelta(seconds=ahead)) < timedelta(
             seconds=60
         )
-    with owned(tmp_path, takeover=True):
+    with own_folder(tmp_path, takeover=True):
         assert read(tmp_path)["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("beat", ["NaN", "Infinity", "-Infinity"])
 def test_a_beat_that_is_no_time_is_that_of_a_damaged_file(tmp_path, beat):
     write(tmp_path, elsewhere(host="elsewhere", beat=float(beat)))
-    assert "cannot be read" in occupied(tmp_path)
+    assert "cannot be read" in find_occupant(tmp_path)
 
 
 def test_what_is_left_of_a_killed_process_is_dead(tmp_path):
     """Nobody has waited for it: its number and its start time are still there."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     record = {
-        **identity(),
+        **identify_process(),
         "pid": process.pid,
-        "started": owner.started(process.pid),
+        "started": owner.find_start_time(process.pid),
         "token": "other",
     }
     assert owner.lives(record)
@@ -214,16 +214,16 @@ def test_an_owner_file_that_cannot_be_read_holds_as_long_as_a_silent_machine(tmp
     """It is empty for an instant where a process starts; later it is only damaged."""
     (tmp_path / "owner.json").write_bytes(content)
     with pytest.raises(Occupied, match="cannot be read"):
-        owned(tmp_path).__enter__()
+        own_folder(tmp_path).__enter__()
     os.utime(tmp_path / "owner.json", (ago(320), ago(320)))
-    with owned(tmp_path):
+    with own_folder(tmp_path):
         assert read(tmp_path)["pid"] == os.getpid()
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_used(tmp_path, capsys):
     """A run goes on where its files cannot be written; this one is no exception."""
     (tmp_path / "owner.json").mkdir()
-    with owned(tmp_path):
+    with own_folder(tmp_path):
         check_owner(tmp_path)
     assert "nothing keeps a second process" in capsys.readouterr().err
 
@@ -248,7 +248,7 @@ class Once:
 def test_the_beat_is_renewed_every_30_seconds_also_where_the_file_was_deleted(
     tmp_path, monkeypatch
 ):
-    record = {**identity(), "token": "mine"}
+    record = {**identify_process(), "token": "mine"}
     owner.claim(tmp_path, record)
     monkeypatch.setattr(owner.time, "time", lambda: record["beat"] + 30)
     for change in (
@@ -268,7 +268,7 @@ def test_the_beat_is_renewed_every_30_seconds_also_where_the_file_was_deleted(
 
 
 def test_an_owner_that_was_taken_over_knows_it_and_leaves_the_file_alone(tmp_path, other):
-    with owned(tmp_path):
+    with own_folder(tmp_path):
         mine = read(tmp_path)
         write(tmp_path, other)
         with pytest.raises(TakenOver, match=rf"taken over by process {other['pid']} on "):
@@ -278,7 +278,7 @@ def test_an_owner_that_was_taken_over_knows_it_and_leaves_the_file_alone(tmp_pat
 
 
 def test_an_owner_of_another_folder_is_not_concerned(tmp_path, other):
-    with owned(tmp_path / "mine"):
+    with own_folder(tmp_path / "mine"):
         (tmp_path / "theirs").mkdir()
         write(tmp_path / "theirs", other)
         check_owner(tmp_path / "theirs")
@@ -289,9 +289,9 @@ def test_an_owner_of_another_folder_is_not_concerned(tmp_path, other):
 
 
 def test_what_is_released_early_is_free(tmp_path):
-    with owned(tmp_path):
+    with own_folder(tmp_path):
         release(tmp_path)
-        with owned(tmp_path):
+        with own_folder(tmp_path):
             assert (tmp_path / "owner.json").exists()
     assert not (tmp_path / "owner.json").exists()
 
@@ -299,11 +299,11 @@ def test_what_is_released_early_is_free(tmp_path):
 RACER = """
 import sys
 from pathlib import Path
-from rlkit.system.owner import Occupied, owned
+from rlkit.system.owner import Occupied, own_folder
 print("ready", flush=True)
 for line in sys.stdin:
     try:
-        with owned(Path(line.strip())):
+        with own_folder(Path(line.strip())):
             print("owner", flush=True)
             sys.stdin.readline()
         print("released", flush=True)
@@ -438,7 +438,7 @@ def test_a_refused_process_does_not_make_a_run_the_newest(tmp_path, monkeypatch)
     for age, name in ((200, "old"), (100, "new")):
         runs.write_config(tmp_path / "a" / name, {"seed": 0})
         os.utime(tmp_path / "a" / name / "config.yaml", (ago(age), ago(age)))
-    with owned(tmp_path / "a" / "old"):
+    with own_folder(tmp_path / "a" / "old"):
         pass
     assert runs.newest_unfinished("a", {"seed": 0}) == tmp_path / "a" / "new"
 
@@ -496,7 +496,7 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
     assert main(["train", f"resume={folder}", "takeover=true"]) == 0
     assert f"taken over from process {child} on " in capsys.readouterr().out
     before = contents(folder)
-    with owned(folder):  # as if the new owner still worked there
+    with own_folder(folder):  # as if the new owner still worked there
         go.write_text("go on")
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert (

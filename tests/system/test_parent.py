@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from parametrise import cases
-from rlkit.system.parent import PARENT, end_with_parent, tied
+from rlkit.system.parent import PARENT, end_with_parent, make_child_environment
 
 START = (
     "import sys; from pathlib import Path; pipe = sys.argv[1]; words = ['train', '--config',"
@@ -36,13 +36,13 @@ KINDS = {
         "process = WarmServer({}).start(words, open(pipe + '.log', 'wb'), {})\n" + WAIT
     ),
     "a server of another package": (
-        "import subprocess; from rlkit.system.parent import guarded\n"
-        "process = subprocess.Popen(guarded(['cat', pipe]), start_new_session=True)\n" + WAIT
+        "import subprocess; from rlkit.system.parent import guard_command\n"
+        "process = subprocess.Popen(guard_command(['cat', pipe]), start_new_session=True)\n" + WAIT
     ),
     "what a server of another package has started": (
-        "import subprocess; from rlkit.system.parent import guarded\nprocess ="
-        " subprocess.Popen(guarded(['sh', '-c', f'cat {pipe} & wait']), start_new_session=True)\n"
-        + WAIT
+        "import subprocess; from rlkit.system.parent import guard_command\nprocess ="
+        " subprocess.Popen(guard_command(['sh', '-c', f'cat {pipe} & wait']), start_new_session"
+        "=True)\n" + WAIT
     ),
 }
 
@@ -67,16 +67,16 @@ def test_no_process_outlives_the_one_that_started_it(code, tmp_path):
 
 
 def test_a_guarded_command_ends_with_its_own_status():
-    from rlkit.system.parent import guarded
+    from rlkit.system.parent import guard_command
 
     for code, status in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)):
-        command = guarded([sys.executable, "-S", "-c", code])
+        command = guard_command([sys.executable, "-S", "-c", code])
         assert subprocess.run(command, start_new_session=True).returncode == status
 
 
 def test_the_children_of_a_tied_process_are_not_tied_by_its_environment(monkeypatch):
     monkeypatch.setattr("rlkit.system.parent.end_with", lambda parent: None)
-    monkeypatch.setenv(PARENT, tied()[PARENT])
+    monkeypatch.setenv(PARENT, make_child_environment()[PARENT])
     end_with_parent()
     assert PARENT not in os.environ
 

@@ -13,7 +13,12 @@ import torch
 
 from rlkit.system import processors
 from rlkit.system.device import total_memory, use_threads
-from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, machine_memory, threads_for
+from rlkit.system.processors import (
+    PARAMETERS_PER_THREAD,
+    choose_threads,
+    count_cores,
+    machine_memory,
+)
 from rlkit.training.experiment import TrainerSettings
 
 
@@ -31,7 +36,7 @@ from rlkit.training.experiment import TrainerSettings
 )
 def test_threads_by_size_and_cores(parameters, available, asked, expected, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert threads_for(parameters, available) == expected
+    assert choose_threads(parameters, available) == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,7 @@ def test_a_container_limits_the_cores(membership, files, expected, tmp_path, mon
     monkeypatch.setattr(processors, "CGROUP", tmp_path)
     monkeypatch.setattr(processors, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert cores() == expected
+    assert count_cores() == expected
 
 
 @pytest.mark.parametrize(

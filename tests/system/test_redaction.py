@@ -25,7 +25,7 @@ from rlkit.config.compose import compose, conf_dir, unresolved
 from rlkit.runs import folder as runs
 from rlkit.system.extras import has_command
 from rlkit.system.output import Descriptor, Output
-from rlkit.system.redaction import KNOWN, REDACTED, cover, is_secret_key, learn, redacted
+from rlkit.system.redaction import KNOWN, REDACTED, cover, is_secret_key, learn, redact_config
 
 FAST = [
     "debug=fast",
@@ -79,7 +79,7 @@ def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
         }
     }
     learn(config, raw)
-    written = redacted(config)
+    written = redact_config(config)
     assert written["a"] == config["a"] | {"x": "${oc.env:PLAINLY}"}
     assert written["algorithm"] == raw["algorithm"] and (
         written["tokens"],
@@ -98,7 +98,7 @@ def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
         cover(text) == f"no access: {REDACTED} ${{oc.env:PLAINLY}} {REDACTED} {REDACTED} {REDACTED}"
         f" ${{oc.env:PLAINLY}} http://a:{REDACTED}@c"
     )
-    assert redacted(written) == written
+    assert redact_config(written) == written
 
 
 def test_a_stream_covers_secrets_and_outlives_its_reader(tmp_path):

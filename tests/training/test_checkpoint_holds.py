@@ -15,7 +15,7 @@ from rlkit.config.compose import compose, experiment
 from rlkit.episodes.stream import StreamState
 from rlkit.rewards import Moments
 from rlkit.system import owner, rng
-from rlkit.system.owner import TakenOver, owned
+from rlkit.system.owner import TakenOver, own_folder
 from rlkit.training.ahead.flight import Flight, StepGroups
 from rlkit.training.ahead.here import Here
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
@@ -185,7 +185,7 @@ def test_a_step_learns_from_the_groups_used_again_and_its_row_has_the_figures(x,
 
 def test_a_dropped_step_gives_back_the_draws_of_its_rollouts(x, policy):
     module = module_of(x, policy)
-    with rng.kept():
+    with rng.keep_generators():
         module.before = rng.state()
         first = torch.rand(3)
         module.drop_step()
@@ -197,7 +197,7 @@ def test_a_checkpoint_is_not_put_in_place_once_another_process_owns_the_folder(
 ):
     """Writing may take minutes; the file must not stand beside those of the new owner."""
     path, real = tmp_path / "checkpoints" / "step_000001.ckpt", torch.save
-    with owned(tmp_path):
+    with own_folder(tmp_path):
         mine = json.loads((tmp_path / owner.NAME).read_text())
 
         def save(value, file):

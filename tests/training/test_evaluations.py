@@ -232,7 +232,7 @@ def test_rows_and_summary_name_the_split(run, tmp_path):
 def test_the_recorded_replies_are_of_their_split(run):
     folder, *_ = run
     for split, steps in (("validation", (0, 2, 3)), ("test", (0, 3))):
-        recorded = shards.recorded(folder / "held_out" / split)
+        recorded = shards.index_steps(folder / "held_out" / split)
         assert [*recorded] == list(steps)
         assert {
             r.task.id.split("/")[1] for part in recorded.values() for r in load_rollouts(part)

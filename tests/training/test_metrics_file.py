@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlkit.errors import DataError
-from rlkit.system.files import finite, write_atomic, write_json
+from rlkit.system.files import replace_nonfinite, write_atomic, write_json
 from rlkit.system.rows import append_row, cut_back, export_csv, read_rows
 from rlkit.training.callbacks.metrics import MetricsFile
 
@@ -45,7 +45,7 @@ def test_numbers_that_json_does_not_know_become_null(tmp_path, value):
 
 def test_finite_leaves_everything_else():
     value = {"a": 1, "b": "nan", "c": None, "d": True, "e": 1e308, "f": -0.0}
-    assert finite(value) == value
+    assert replace_nonfinite(value) == value
 
 
 def test_a_last_line_cut_by_a_kill_is_left_out(path):

@@ -99,7 +99,7 @@ def gradients(x, rollouts, policy, *, micro=1 << 14, of=None, **own):
     x = x._replace(trainer=x.trainer._replace(micro_batch_tokens=micro))
     policy, seen = policy._replace(model=copy.deepcopy(policy.model).double()), []
     learner = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None))
-    with rng.drawn_from(0):
+    with rng.seed_block(0):
         metrics = learner.step(rollouts)
     seen = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
     return (torch.cat(seen) if seen else torch.zeros(())), metrics
@@ -252,7 +252,7 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
     """A model that is float64 throughout, row by row through its own forward: every token's
     distributions, enumerated."""
     _, rollouts = played
-    with rng.drawn_from(1):
+    with rng.seed_block(1):
         config = GPT2Config(
             vocab_size=768,
             n_embd=8,

@@ -21,7 +21,7 @@ from rlkit.environments.tool_parsers import hermes
 from rlkit.errors import ConfigError
 from rlkit.sandbox import Sandbox
 from rlkit.sandbox.level import probe
-from rlkit.system.processors import cores
+from rlkit.system.processors import count_cores
 from rlkit.training.callbacks import terminal
 from rlkit.training.callbacks.terminal import (
     LEGEND,
@@ -159,7 +159,7 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
     for words in (
         (
             "model: tiny, 886,144 of 886,144 parameters trained, on cpu with 1 thread(s) of"
-            f" {cores()} core(s), precision 32-true"
+            f" {count_cores()} core(s), precision 32-true"
         ),
         "batch: 2 prompts × 4 samples → 2 update(s) of 4 rollouts a step, 2 steps",
         "sandbox: no reward and no tool asks for one\nactivations: kept (one micro-batch of ",

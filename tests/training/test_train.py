@@ -451,7 +451,7 @@ def test_a_resumed_run_keeps_its_threads_on_a_machine_of_other_cores(tmp_path, m
             (1, [f"resume={tmp_path}", "trainer.steps=2"]),
         ]:
             monkeypatch.setattr(
-                "rlkit.system.device.threads_for",
+                "rlkit.system.device.choose_threads",
                 lambda parameters, cores, threads=threads: threads,
             )
             assert main(["train", *words]) == 0

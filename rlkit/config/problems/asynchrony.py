@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlkit.errors import defined_at
-from rlkit.system.shared_state import users_functions
+from rlkit.system.shared_state import find_user_functions
 from rlkit.training.schedules import phases
 from rlkit.training.schedules.paths import flat
 from rlkit.training.schedules.progress import controllers_of, phase_steps
@@ -93,7 +93,7 @@ def _stateful(x: Experiment) -> list[str]:
             **filters,
         }
         for path, part in parts.items():
-            marked = [function for function in users_functions(part) if is_stateful(function)]
+            marked = [function for function in find_user_functions(part) if is_stateful(function)]
             found |= {defined_at(function): path for function in marked}
     return [
         f"asynchrony=overlap: {path} ({place}) keeps state between its calls (@stateful), and a"

@@ -16,7 +16,7 @@ from rlkit.rewards import Reward, RewardError, declared, named_rewards, tests_of
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards.declarations import truth_problems
 from rlkit.sandbox import Sandboxed, require
-from rlkit.system.copies import copied
+from rlkit.system.copies import copy_value
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
 from rlkit.training.experiment import Experiment
@@ -199,7 +199,7 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
     if (
         reads
         and teacher.show
-        and not any(teacher.show(Rollout(copied(task), ()), ()) for task in tasks)
+        and not any(teacher.show(Rollout(copy_value(task), ()), ()) for task in tasks)
     ):
         raise DataError(
             f"row {tasks[0].id}: no row holds {reads}, which teacher.show={teacher.show.__name__}"

@@ -19,8 +19,8 @@ from urllib.request import Request, urlopen
 
 from rlkit.errors import ConfigError, EngineError
 from rlkit.rewards import Verdict, batched, final_answer, no_gold
-from rlkit.system.deadline import DeadlinePassed, in_worker
-from rlkit.system.files import lenient, write_atomic
+from rlkit.system.deadline import DeadlinePassed, run_in_worker
+from rlkit.system.files import report_write_errors, write_atomic
 from rlkit.system.waiting import waiting
 from rlkit.types import Rollout, gives, ranges, reaches, safe
 
@@ -180,7 +180,7 @@ async def _points(
                 f"the judge at {settings.address} gave no verdict in {requests} request(s): {error}"
             )
     if file is not None:
-        with lenient("a verdict of the judge", "reward cache"):
+        with report_write_errors("a verdict of the judge", "reward cache"):
             write_atomic(file, json.dumps(verdict, ensure_ascii=False).encode())
     return verdict["scores"]
 
@@ -274,7 +274,7 @@ async def _verdict(body: Mapping[str, Any], settings: _Settings) -> dict[str, An
         SPENT[settings.address] += 1
         try:
             with waiting("the judge", settings.address):
-                text = await in_worker(
+                text = await run_in_worker(
                     partial(_post, settings, body),
                     settings.timeout + SLACK,
                     "a request to the judge",

@@ -26,7 +26,7 @@ from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
 from rlkit.rewards import Verdict, batched, final_answer, reads_truths
-from rlkit.system.processors import cores
+from rlkit.system.processors import count_cores
 from rlkit.types import Rollout, Task, gives
 
 CHILD = Path(__file__).with_name("_math_child.py")
@@ -116,7 +116,7 @@ def ask(calls: Sequence[Sequence[str]], deadline: float) -> list[str]:
         raise ConfigError(f"math_verify: deadline must be > 0 seconds, not {deadline}")
     if not calls:
         return []
-    with ThreadPoolExecutor(min(cores(), MOST, len(calls))) as threads:
+    with ThreadPoolExecutor(min(count_cores(), MOST, len(calls))) as threads:
         return list(threads.map(partial(_answer, deadline=deadline), calls))
 
 

@@ -116,7 +116,7 @@ def run_all(
     """Run the unfinished runs, `jobs` at a time, on one thread each.
 
     A run with other settings, finished or not, is set aside and run anew. The caller owns `folder`
-    (`owner.owned`), the parent of all cells.
+    (`owner.own_folder`), the parent of all cells.
 
     Args:
       start: starts a job's process. By default, as a copy of a process that has imported the
@@ -170,7 +170,7 @@ def prepare(
     for cell in cells:
         if runs.is_run(cell.folder) or runs.is_finished(cell.folder):
             config = compose(overrides[cell], config_dir=config_dir).config
-            living = None if config.get("takeover") else owner.occupied(cell.folder)
+            living = None if config.get("takeover") else owner.find_occupant(cell.folder)
             if living:
                 raise owner.Occupied(living)
             changed = set_aside_changed(cell.folder, config)

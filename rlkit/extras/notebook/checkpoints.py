@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rlkit.errors import DataError
 from rlkit.extras.notebook.data import Hook
-from rlkit.system.digest import folder_damage, write_sums
+from rlkit.system.digest import find_folder_damage, write_sums
 
 
 class Checkpoint(NamedTuple):
@@ -49,7 +49,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     if not folders:
         raise DataError(f"{path}: no checkpoint of save_checkpoint is there")
     step = max(folders)
-    why = folder_damage(folders[step])
+    why = find_folder_damage(folders[step])
     if why:
         raise DataError(f"{folders[step]}: {why}; move it away to load an older checkpoint")
     if (folders[step] / "adapter_config.json").exists():

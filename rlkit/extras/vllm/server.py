@@ -246,7 +246,7 @@ def start_server(
 ) -> Server:
     """Start `vllm serve` of a saved model on a free port of this machine. It ends with this
     process, even on SIGKILL."""
-    from rlkit.system.parent import guarded
+    from rlkit.system.parent import guard_command
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -268,7 +268,7 @@ def start_server(
     command = [sys.executable, "-m", server, "--model", str(model), *address, *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            guarded(command),
+            guard_command(command),
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

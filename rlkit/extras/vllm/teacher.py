@@ -25,7 +25,7 @@ from rlkit.extras.vllm.server import Lost, Server
 from rlkit.functional import sampled_divergence, top_k_divergence
 from rlkit.models.load import pretrained_tokenizer
 from rlkit.system.adapters import base_model
-from rlkit.system.loops import run, together
+from rlkit.system.loops import run, run_together
 from rlkit.training.teachers import Teacher
 from rlkit.types import Reference, reaches, safe
 
@@ -147,7 +147,7 @@ class ServedTeacher:
         tokenizer the same text. Raises: ConfigError."""
         if not self.checked:
             tokenizer = pretrained_tokenizer(path, **hub)
-            run(together(self._check(server, tokenizer, path) for server in self.servers))
+            run(run_together(self._check(server, tokenizer, path) for server in self.servers))
             self.checked = True
 
     async def _check(self, server: Server, tokenizer: Any, path: str) -> None:
@@ -210,7 +210,7 @@ class ServedTeacher:
             (i, own.nonzero().flatten().tolist()) for i, own in enumerate(mask.cpu()) if own.any()
         ]
         asked = ((n, ids[i, : at[-1] + 1].tolist(), k) for n, (i, at) in enumerate(rows))
-        found = run(together(self._score(*row) for row in asked))
+        found = run(run_together(self._score(*row) for row in asked))
         table = [
             _entry(said[t], k, columns)
             for (_, at), said in zip(rows, found, strict=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import DataError
 from rlkit.runs.reading import ReadRun, read_run, series
-from rlkit.system.shards import recorded
+from rlkit.system.shards import index_steps
 from rlkit.types import Rollout, Task
 
 READ = 12  # steps with rollouts to read, spread evenly over the run
@@ -136,7 +136,7 @@ def read_evidence(folder: Path) -> Evidence:
 
 def read_played(folder: Path) -> dict[int, Sequence[Rollout]]:
     """Read the rollouts of a few steps. An unreadable step is left out."""
-    parts = recorded(folder / "rollouts")
+    parts = index_steps(folder / "rollouts")
     steps = list(parts)
     chosen = steps
     if len(steps) > READ:

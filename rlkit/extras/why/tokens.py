@@ -23,7 +23,7 @@ from rlkit.extras.why.settings import compares_groups
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.system.device import autocast
-from rlkit.system.shards import recorded
+from rlkit.system.shards import index_steps
 from rlkit.training.callbacks.checkpoints import checkpoints, read_checkpoint, step_of
 from rlkit.training.experiment import Experiment
 from rlkit.training.groups import accept
@@ -60,7 +60,7 @@ class TokenEffect(NamedTuple):
 
 def read_step(folder: Path, step: int) -> list[Rollout]:
     """Read all rollouts of a step. Raises: ConfigError if they are not recorded."""
-    parts = recorded(folder / "rollouts")
+    parts = index_steps(folder / "rollouts")
     if step not in parts:
         known = f"steps {min(parts)} to {max(parts)}" if parts else "no step"
         raise ConfigError(
@@ -150,7 +150,7 @@ def choose_trained(
     while seen < len(played):
         missing = max(1, x.batch.prompts - len(accepted) // x.batch.group_size)
         end = min(len(played), seen + missing * x.batch.group_size)
-        with rng.drawn_from(mix(x.seed, step, end)):
+        with rng.seed_block(mix(x.seed, step, end)):
             accepted += accept(x, policy, list(played[seen:end]))
         seen = end
     return accepted or list(played)

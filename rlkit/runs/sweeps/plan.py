@@ -47,7 +47,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     config = compose_sweep(given, config_dir)
     root = Path(config.hydra.sweep.dir)
     search = is_search(config)
-    living = None if config.takeover else owner.occupied(root)
+    living = None if config.takeover else owner.find_occupant(root)
     if living:
         raise owner.Occupied(living)  # before a look at its jobs' folders: they belong to it
     resume = (
@@ -302,7 +302,7 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
             f"{root} holds runs of these jobs already, which are never overwritten; resume=auto"
             f" goes on with them, {other}"
         ]
-    living = None if config.get("takeover") else owner.occupied(folder)
+    living = None if config.get("takeover") else owner.find_occupant(folder)
     if living:
         return [living]
     changed = changed_settings(folder, config)
@@ -337,7 +337,7 @@ def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
     except DataError as error:
         changed = str(error)
     if changed:
-        living = owner.occupied(folder)
+        living = owner.find_occupant(folder)
         if living:
             raise owner.Occupied(living)
         put_aside(folder, runs.SET_ASIDE)

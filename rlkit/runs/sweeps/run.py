@@ -24,7 +24,7 @@ from rlkit.runs.sweeps.jobs import RunJob, label, objective, read_jobs
 from rlkit.runs.sweeps.plan import Plan, is_search, make_plan, set_aside_changed
 from rlkit.runs.sweeps.runner import Sweep, conducting, do_job, end_line, make_sweep, summed_up
 from rlkit.system import owner
-from rlkit.system.processors import cores
+from rlkit.system.processors import count_cores
 
 
 def sweep(
@@ -48,7 +48,7 @@ def sweep(
     def line(job: RunJob) -> str:
         return end_line(job, shared, plan.total, label(job.overrides, plan.varied))
 
-    with owner.owned(plan.root, takeover=bool(plan.config.takeover)):
+    with owner.own_folder(plan.root, takeover=bool(plan.config.takeover)):
         shared = make_sweep(plan.root, config_dir, parallel(plan))
         task = functools.partial(run_job, shared=shared, search=is_search(plan.config))
         print(
@@ -137,7 +137,7 @@ def parallel(plan: Plan) -> int:
     launcher = plan.config.hydra.launcher
     at_once = 1
     if "Joblib" in launcher._target_:
-        at_once = int(launcher.n_jobs) if int(launcher.n_jobs) > 0 else cores()
+        at_once = int(launcher.n_jobs) if int(launcher.n_jobs) > 0 else count_cores()
     elif "LocalLauncher" in launcher._target_:
         at_once = plan.total
     batch = (

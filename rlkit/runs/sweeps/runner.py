@@ -27,8 +27,8 @@ from rlkit.runs.sweeps.jobs import EARLIER, RunJob, alive, read_jobs, record_pat
 from rlkit.system import owner
 from rlkit.system.files import put_aside
 from rlkit.system.output import clock
-from rlkit.system.parent import tied
-from rlkit.system.processors import cores
+from rlkit.system.parent import make_child_environment
+from rlkit.system.processors import count_cores
 
 STOP = "stop"  # jobs/stop: no further job starts; holds the signal, and the jobs it was sent to
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -82,7 +82,7 @@ def make_sweep(
 def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
     """Environment variables for every job of a sweep, so all of them compute alike."""
     kernels = decide_kernels(root)
-    shared = threads or (max(1, cores() // parallel) if parallel > 1 else None)
+    shared = threads or (max(1, count_cores() // parallel) if parallel > 1 else None)
     return kernels | (dict.fromkeys(THREADS, str(shared)) if shared else {})
 
 
@@ -93,7 +93,7 @@ def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
 def conducting(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[int]]:
     """Run jobs inside this block. An earlier sweep's files about its jobs are removed.
 
-    The caller owns the sweep's folder (`owner.owned`).
+    The caller owns the sweep's folder (`owner.own_folder`).
 
     Args:
       line: the text to print about an ended job.
@@ -212,9 +212,13 @@ def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: in
     record = record_path(sweep.root, job.folder)
     if runs.is_finished(job.folder):
         return save(record, job._replace(status="finished", reason=EARLIER))
-    if (record.parent / STOP).exists() or owner.lost(sweep.root):
+    if (record.parent / STOP).exists() or owner.explain_loss(sweep.root):
         return save(record, job._replace(status="not started"))
-    if runs.is_run(job.folder) and not _checkpoints(job.folder) and not owner.occupied(job.folder):
+    if (
+        runs.is_run(job.folder)
+        and not _checkpoints(job.folder)
+        and not owner.find_occupant(job.folder)
+    ):
         put_aside(job.folder, runs.SET_ASIDE)
     began = time.time()
     code, said = run_process(job, sweep, start or start_process, devices)
@@ -263,7 +267,7 @@ def start_process(words: list[str], log: IO[bytes], environment: Mapping[str, st
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env=os.environ | environment | tied(),
+        env=os.environ | environment | make_child_environment(),
         # a signal typed at the terminal reaches the sweep alone; it passes the signal on once
         process_group=0,
     )

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from rlkit.system.parent import end_with, end_with_parent, tied
+from rlkit.system.parent import end_with, end_with_parent, make_child_environment
 
 START = "from rlkit.runs.sweeps import warm; warm.serve_jobs()"
 LONGEST = 1 << 17  # bytes of a request: a command line and an environment
@@ -99,7 +99,7 @@ class WarmServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=os.environ | nvml | self.environment | tied(),
+                env=os.environ | nvml | self.environment | make_child_environment(),
                 process_group=0,  # a signal typed at the terminal reaches the sweep alone
             )
 

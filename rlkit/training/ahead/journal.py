@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from rlkit.errors import DataError
-from rlkit.system.files import atomic, lenient
+from rlkit.system.files import open_atomically, report_write_errors
 from rlkit.training.ahead.flight import Request, StepGroups, pack_groups, unpack_groups
 from rlkit.types import Task
 
@@ -41,8 +41,8 @@ class Journal:
         """Write the groups; they are on disk when this returns. If the disk is full, the run goes
         on with a warning that it cannot be repeated."""
         with (
-            lenient(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
-            atomic(self._place(groups.step)) as file,
+            report_write_errors(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
+            open_atomically(self._place(groups.step)) as file,
         ):
             torch.save(pack_groups(groups) | {"weights": weights}, file)
 

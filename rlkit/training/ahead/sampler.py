@@ -34,7 +34,7 @@ from rlkit.episodes.stream import StreamState
 from rlkit.errors import ConfigError, EngineError, Interrupted, RLKitError
 from rlkit.system import rng
 from rlkit.system.deadline import end_process
-from rlkit.system.device import autocast, pick_device, quiet
+from rlkit.system.device import autocast, pick_device, silence_frameworks
 from rlkit.system.shared_state import NAMED
 from rlkit.system.waiting import MAX_STEP_TIME, WATCHER, limit_waiting
 from rlkit.training.ahead.flight import StepGroups
@@ -80,7 +80,7 @@ def sampling_main() -> None:
     connection, memory = map(int, sys.argv[2:])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
-    quiet()
+    silence_frameworks()
     link = Connection(connection)
     messages = queue.SimpleQueue[Any]()
     threading.Thread(target=_listen, args=(link, messages, os.getppid()), daemon=True).start()

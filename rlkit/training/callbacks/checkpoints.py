@@ -24,21 +24,21 @@ from rlkit.models.save import save_policy
 from rlkit.system import owner
 from rlkit.system.adapters import has_adapters
 from rlkit.system.contents import APPENDED, METRICS, Hashed, list_files, measure_files, set_aside
-from rlkit.system.digest import damage, only_listed, seal
+from rlkit.system.digest import find_damage, lists_every_file, seal
 from rlkit.system.files import (
     LOST,
-    as_oserror,
-    atomic,
+    convert_write_errors,
     is_json,
-    lenient,
+    open_atomically,
     open_regular,
     put_aside,
     reason,
+    report_write_errors,
     sync,
     write_json,
 )
 from rlkit.system.rows import WAITING
-from rlkit.system.sharding import sharded
+from rlkit.system.sharding import find_sharded_modules
 from rlkit.training.callbacks.metrics import still_owned
 
 PREFIX = "step_"
@@ -73,7 +73,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB"
                 " free",
             )
-        with as_oserror(), atomic(path) as file:
+        with convert_write_errors(), open_atomically(path) as file:
             seal(file, lambda out: torch.save(checkpoint, out))
             # writing may take long, and meanwhile another process may have taken over the folder
             owner.check_path(path)
@@ -226,8 +226,8 @@ class RLCheckpoint(L.Callback):
 
     def saved(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
         """Whether a write succeeded. A failure is reported, and earlier files stay; see
-        `lenient`."""
-        with lenient(what, kind):
+        `report_write_errors`."""
+        with report_write_errors(what, kind):
             write()
         return kind not in LOST
 
@@ -238,14 +238,14 @@ class RLCheckpoint(L.Callback):
         for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
             with suppress(OSError):
                 path.unlink()
-                if only_listed(path.with_suffix(ADAPTER)):
+                if lists_every_file(path.with_suffix(ADAPTER)):
                     shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
 
 
 def gathered(model: Any) -> dict[str, Any] | None:
     """The tensors that `save_policy` needs from a sharded model: all weights, or under LoRA the
     adapters. None if the model is not sharded."""
-    if not sharded(model):
+    if not find_sharded_modules(model):
         return None
     ranks.reshard(model)
     state = model.state_dict()
@@ -309,7 +309,7 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         return path, state
     if named:
         for path in reversed(checkpoints(source.parent)):
-            if step_of(path) < step_of(source.resolve()) and not damage(path):
+            if step_of(path) < step_of(source.resolve()) and not find_damage(path):
                 raise DataError(f"{damaged[0]}; the whole one before it is {path}")
     none = (
         f"{source}: no checkpoint that can be read; start a new run without resume, or name an"
@@ -321,7 +321,7 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """A file of AtomicCheckpointIO, on the CPU. Its whole content is verified before any of
     it is loaded. Raises DataError."""
-    why = damage(path)
+    why = find_damage(path)
     if not why:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -383,7 +383,7 @@ def supersede(folder: Path, step: int) -> None:
     for path in checkpoints(folder):
         if step_of(path) <= step:
             continue
-        if damage(path):
+        if find_damage(path):
             kept = put_aside(path, DAMAGED).name
             print(
                 f"resume: {path.name} is damaged and kept as {kept}; delete it when you have looked"

@@ -13,7 +13,7 @@ import torch
 
 from rlkit.episodes import append_step, transcript
 from rlkit.episodes.completions import completion_row, table_columns, write_completions
-from rlkit.system.files import lenient, lose, reason, write_atomic
+from rlkit.system.files import lose, reason, report_write_errors, write_atomic
 from rlkit.system.shards import stem
 from rlkit.training.loggers import log_table, log_text
 from rlkit.types import Rollout, Weighted
@@ -41,7 +41,7 @@ class Samples(L.Callback):
         path = self.folder / f"{stem(step)}.md"
         title = f"# Sample conversations of step {step}\n"
         text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
-        with lenient(f"{self.folder.name}/ of step {step}"):
+        with report_write_errors(f"{self.folder.name}/ of step {step}"):
             earlier = path.read_bytes() if path.exists() else b""
             # the file may hold this step already, if the run was resumed from an earlier one
             again = re.search(b"^" + title.encode(), earlier, re.M)
@@ -60,7 +60,7 @@ class Rollouts(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if self.every and module.rl_step % self.every == 0 and trainer.is_global_zero:
-            with lenient(f"{self.folder.name}/ of step {module.rl_step}"):
+            with report_write_errors(f"{self.folder.name}/ of step {module.rl_step}"):
                 append_step(self.folder, module.rl_step, module.rollouts)
 
 
@@ -121,7 +121,7 @@ class Completions(L.Callback):
         """Writes the waiting rows."""
         rows = self.rows
         self.rows = []
-        with lenient(
+        with report_write_errors(
             f"{self.folder.name}/ of steps {rows[0]['step']} to {rows[-1]['step']}"
             if rows
             else self.folder.name

@@ -16,7 +16,7 @@ from rlkit.distributed import ranks
 from rlkit.episodes import append_step
 from rlkit.episodes.evaluation import greedy_accuracy
 from rlkit.system import rng
-from rlkit.system.files import lenient
+from rlkit.system.files import report_write_errors
 from rlkit.system.rows import append_row
 from rlkit.system.waiting import limit_waiting
 from rlkit.tasks.splits import count_distinct, count_in_words
@@ -96,7 +96,7 @@ class HeldOut(L.Callback):
             x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}"
         )
         # an evaluation leaves the generators as they were
-        with watch, forward(), ranks.whole_weights(module.model), rng.kept():
+        with watch, forward(), ranks.whole_weights(module.model), rng.keep_generators():
             result, rollouts = greedy_accuracy(
                 module.policy,
                 tasks,
@@ -106,7 +106,7 @@ class HeldOut(L.Callback):
             )
         self.results.setdefault(split, {})[module.rl_step] = {"split": split} | result
         if trainer.is_global_zero:
-            with lenient(f"held_out/{split}/ of step {module.rl_step}"):
+            with report_write_errors(f"held_out/{split}/ of step {module.rl_step}"):
                 folder = self.metrics.parent / "held_out" / split
                 append_step(folder, module.rl_step, rollouts[:KEPT])
         return result_row(result, PREFIXES[split]) | {"perf/eval_s": time.perf_counter() - started}

@@ -13,10 +13,10 @@ from rlkit.distributed import ranks
 from rlkit.episodes import save_rollouts
 from rlkit.errors import NonFinite, Refusal, announce
 from rlkit.system import owner, rng
-from rlkit.system.files import lenient, write_atomic
+from rlkit.system.files import report_write_errors, write_atomic
 from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import cover
-from rlkit.system.sharding import sharded
+from rlkit.system.sharding import find_sharded_modules
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
 from rlkit.training.update.split import on_device
 
@@ -40,7 +40,7 @@ class DebugBundle(L.Callback):
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         announce(exception)
         said = not isinstance(exception, Exception) or isinstance(exception, Refusal)
-        if said or owner.lost(self.run):
+        if said or owner.explain_loss(self.run):
             # a signal, an error explained by its message, or another process now owns the folder
             return
         together = ranks.size() == 1 or isinstance(exception, NonFinite)
@@ -51,7 +51,7 @@ class DebugBundle(L.Callback):
         folder = self.run / "debug" / (f"{name}_rank{ranks.rank()}" if ranks.rank() else name)
         if writes:
             exception.add_note(f"debug bundle: {folder}")
-            with lenient(str(folder)):
+            with report_write_errors(str(folder)):
                 text = cover("".join(traceback.format_exception(exception)))
                 write_atomic(folder / "traceback.txt", text.encode(errors="backslashreplace"))
                 if (self.run / "config.yaml").exists():
@@ -60,11 +60,11 @@ class DebugBundle(L.Callback):
                         note(folder)
                 if module.rollouts:
                     save_rollouts(folder / "rollouts.jsonl.gz", module.rollouts)
-        if not failed or (sharded(module.model) and not together):
+        if not failed or (find_sharded_modules(module.model) and not together):
             return
         state = state_of(trainer, module)
         if writes:
-            with lenient(str(folder)):
+            with report_write_errors(str(folder)):
                 batch = vars(on_device(module.learner.micro.minibatch, "cpu"))
                 AtomicCheckpointIO().save_checkpoint(batch, folder / BATCH)
                 AtomicCheckpointIO().save_checkpoint(state, folder / STATE)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.engines import Cached, Transformers
-from rlkit.system.sharding import sharded
+from rlkit.system.sharding import find_sharded_modules
 from rlkit.training.metrics import NAN
 from rlkit.training.update.record import Update
 from rlkit.training.update.scored import batch_logprobs
@@ -65,7 +65,7 @@ def has_copies(engine: Any) -> bool:
 
 def keeps_versions(model: nn.Module) -> bool:
     """Whether the weights of earlier versions are kept: those in training are few, and whole."""
-    return sum(p.nbytes for p in trained(model)) <= LARGEST and not sharded(model)
+    return sum(p.nbytes for p in trained(model)) <= LARGEST and not find_sharded_modules(model)
 
 
 def unchecked_line(engine: Any, model: nn.Module, *, shards: bool) -> str:

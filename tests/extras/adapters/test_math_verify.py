@@ -58,7 +58,7 @@ def fake(folder, monkeypatch, text=FAKE):
     """A math_verify that only the children import."""
     (folder / "math_verify.py").write_text(text)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(module, "cores", lambda: 2)
+    monkeypatch.setattr(module, "count_cores", lambda: 2)
     stop()
 
 

@@ -112,7 +112,7 @@ def serving(policy):
 def teacher(tmp_path_factory, tiny):
     """A folder with another model of the policy's tokenizer, and it as a policy."""
     folder, model = tmp_path_factory.mktemp("teacher"), copy.deepcopy(tiny.model)
-    with torch.no_grad(), rng.drawn_from(3):
+    with torch.no_grad(), rng.seed_block(3):
         for weight in model.parameters():
             weight.add_(0.05 * torch.randn_like(weight))
     model.save_pretrained(folder)

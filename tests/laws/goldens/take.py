@@ -126,7 +126,7 @@ def words(name: str) -> list[str]:
 def measure(name: str) -> dict[str, Any]:
     """The golden of a case, taken now."""
     from rlkit.commands.cli import main
-    from rlkit.system.shards import recorded
+    from rlkit.system.shards import index_steps
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
@@ -138,11 +138,11 @@ def measure(name: str) -> dict[str, Any]:
             "overrides": CASES[name],
             "tokens": {
                 f"step_{step:06d}": digest(part)
-                for step, part in recorded(folder / "rollouts").items()
+                for step, part in index_steps(folder / "rollouts").items()
             },
             "logprobs": {
                 f"step_{step:06d}": logprobs(part)
-                for step, part in recorded(folder / "rollouts").items()
+                for step, part in index_steps(folder / "rollouts").items()
             },
             "metrics": columns(metrics),
             "weights": {key: moments for key, moments in weights(folder)},

@@ -15,7 +15,7 @@ from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs.sweeps.runner import summed_up
 from rlkit.system import owner
 from rlkit.system.files import write_atomic
-from rlkit.system.processors import cores
+from rlkit.system.processors import count_cores
 
 GIVES_JSON = True
 
@@ -60,11 +60,11 @@ def command(arguments: Arguments) -> Answer:
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
     compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
     began = time.time()
-    with owner.owned(folder, takeover=option(common, "takeover") == "true"):
+    with owner.own_folder(folder, takeover=option(common, "takeover") == "true"):
         done, received = bench.run_all(
             cells,
             folder,
-            jobs=int(given["jobs"] or cores()),
+            jobs=int(given["jobs"] or count_cores()),
             config_dir=arguments.config_dir,
         )
         failed = {job.folder: job.reason for job in done if job.status == "failed"}

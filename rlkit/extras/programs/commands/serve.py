@@ -29,9 +29,9 @@ def command(arguments: Arguments) -> int:
     x = with_limits(build(config), arguments)
     refuse_problems(sampling_problems(x.generation))
     from rlkit.commands.evaluate import restored_policy
-    from rlkit.system.device import autocast, on_device
+    from rlkit.system.device import autocast, load_on_device
 
-    policy, device = on_device(x)
+    policy, device = load_on_device(x)
     if checkpoint is not None:
         restored_policy(policy, checkpoint)
 
