@@ -560,13 +560,14 @@ def stop_soon(number: int, seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
+HOMES = ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")
 BEFORE: dict[str, Callable[[], object]] = {
     "stdout closed": lambda: close(1),
     "stdout and stderr closed": lambda: close(1, 2),
     "all closed": lambda: close(0, 1, 2),
     "stdout full": lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1),
     "folder gone": leave_folder,
-    "no home": lambda: [os.environ.pop(name, None) for name in ("HOME", "XDG_STATE_HOME")],
+    "no home": lambda: [os.environ.pop(name, None) for name in HOMES],
     "state is a file": lambda: os.environ.update(XDG_STATE_HOME="/dev/null"),
     "environment empty": os.environ.clear,
     "few files": lambda: limit(resource.RLIMIT_NOFILE, 12),
@@ -634,6 +635,7 @@ def run_case(case: Case, runs: Path) -> Outcome:
             os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
             os.chdir(place)
             os.environ["HOME"] = str(place)
+            os.environ["XDG_CACHE_HOME"] = str(runs.parent / "cache")  # else each case compiles
             sys.path.insert(0, str(place))
             what, _, seed = case.before.partition("damage ")
             if seed:
