@@ -98,23 +98,17 @@ class Interrupted(BaseException):
         return 128 + self.signum
 
 
-def raised_at(error: BaseException, *, back: int = 1) -> str:
-    """A short description of an exception with its place, such as "SystemExit(3) at game.py:12".
-
-    `back` counts frames from the innermost one, which is 1.
-    """
+def raised_at(error: BaseException) -> str:
+    """A short description of an exception with its place, such as "SystemExit(3) at game.py:12"."""
     # a framework's own exit hides the error behind it
     while isinstance(error, SystemExit) and isinstance(
         error.__context__, KeyboardInterrupt | SystemExit
     ):
         error = error.__context__
     said = f"{type(error).__name__}({error!s})" if str(error) else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    return (
-        f"{said} at {frames[-back].filename}:{frames[-back].lineno}"
-        if len(frames) >= back
-        else said
-    )
+    back = getattr(error, "inner", 1)
+    frames = traceback.extract_tb(error.__traceback__)[-back:]
+    return f"{said} at {frames[0].filename}:{frames[0].lineno}" if len(frames) == back else said
 
 
 def written(function: Callable[..., Any]) -> str:
@@ -299,7 +293,7 @@ def announce(error: BaseException) -> None:
     lines = lines_of(error)
     with contextlib.suppress(AttributeError):  # an exception with slots
         error.announced = lines  # type: ignore[attr-defined]
-    print(visible("\n".join(lines), kept="\n"), file=sys.stderr, flush=True)
+    tell_user("\n".join(lines), kept="\n")
 
 
 def notes_of(error: BaseException) -> Sequence[str]:
@@ -314,7 +308,7 @@ def say(error: BaseException, lines: Iterable[str]) -> None:
     announced = getattr(error, "announced", ())
     left = [line for line in lines if line not in announced]
     if left:
-        print(visible("\n".join(left), kept="\n"), file=sys.stderr)
+        tell_user("\n".join(left), kept="\n")
 
 
 def report(error: BaseException, *lines: str) -> int:
@@ -328,6 +322,16 @@ def report(error: BaseException, *lines: str) -> int:
         return 2
     say(error, [*lines_of(error), *(notes_of(error) or lines)])
     return 1
+
+
+def warn(text: str) -> None:
+    """Print a warning to standard error."""
+    tell_user(f"warning: {text}")
+
+
+def tell_user(text: str, kept: str = "") -> None:
+    """Print a line to standard error, as `visible` shows it."""
+    print(visible(text, kept), file=sys.stderr, flush=True)
 
 
 def visible(text: str, kept: str = "") -> str:

@@ -14,11 +14,12 @@ import os
 import random
 import re
 import resource
+import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import NamedTuple
 from copies import import_all, start_copy_of_rlkit
 
 LIMIT = 180  # seconds of a case
+REACHED = "mine.py.reached"  # made by PREFIX before the fault of a user's code
 LINES = 3  # on standard error, but for warnings
 SMALL = [
     "debug=fast",
@@ -48,20 +50,26 @@ class Case(NamedTuple):
     files     name → content, written first
     before    a key of BEFORE, done in the process before the command
     wrong     the input cannot be right: status 0 without a warning is a fault
+    planted   the user's code holds a fault, which notes in REACHED that it was reached
     """
 
     words: list[str]
     files: Mapping[str, bytes] = {}
     before: str = ""
     wrong: bool = False
+    planted: bool = False
 
 
 class Outcome(NamedTuple):
-    """How a case ended, and the faults that were found."""
+    """How a case ended, and the faults that were found.
+
+    reached: whether the user's code came to its fault, if there is one
+    """
 
     status: int
     faults: list[str]
     said: str
+    reached: bool = True
 
 
 # ------------------------------------------------------------------------------------------- damage
@@ -193,6 +201,7 @@ def f():
 
 
 def bad():
+    open(__file__ + ".reached", "w").close()
     {statement}
 
 
@@ -455,7 +464,7 @@ def own_code(draw: random.Random) -> Case:
     prefix = prefix.replace("{after}", str(draw.choice((0, 0, 5, 13))))
     wrong = given and slot in STRICT and what not in FINE
     files = {**OPTIONS, "mine.py": (prefix + code).encode()}
-    return Case([*TRAIN, *words], files, wrong=wrong)
+    return Case([*TRAIN, *words], files, wrong=wrong, planted=True)
 
 
 def builtins(draw: random.Random) -> Case:
@@ -551,13 +560,14 @@ def stop_soon(number: int, seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
+HOMES = ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")
 BEFORE: dict[str, Callable[[], object]] = {
     "stdout closed": lambda: close(1),
     "stdout and stderr closed": lambda: close(1, 2),
     "all closed": lambda: close(0, 1, 2),
     "stdout full": lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1),
     "folder gone": leave_folder,
-    "no home": lambda: [os.environ.pop(name, None) for name in ("HOME", "XDG_STATE_HOME")],
+    "no home": lambda: [os.environ.pop(name, None) for name in HOMES],
     "state is a file": lambda: os.environ.update(XDG_STATE_HOME="/dev/null"),
     "environment empty": os.environ.clear,
     "few files": lambda: limit(resource.RLIMIT_NOFILE, 12),
@@ -625,6 +635,7 @@ def run_case(case: Case, runs: Path) -> Outcome:
             os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
             os.chdir(place)
             os.environ["HOME"] = str(place)
+            os.environ["XDG_CACHE_HOME"] = str(runs.parent / "cache")  # else each case compiles
             sys.path.insert(0, str(place))
             what, _, seed = case.before.partition("damage ")
             if seed:
@@ -634,7 +645,9 @@ def run_case(case: Case, runs: Path) -> Outcome:
 
         status = wait(start_copy_of_rlkit(case.words, out, begin))
         said = [file.read_text(errors="replace") if file.exists() else "" for file in (out, errors)]
-        return Outcome(status, faults_of(case, status, *said), "".join(said))
+        reached = not case.planted or (place / REACHED).exists()
+        faults = faults_of(case, status, *said, reached=reached)
+        return Outcome(status, faults, "".join(said), reached)
     finally:
         shutil.rmtree(place, ignore_errors=True)
         for file in (out, errors):
@@ -642,20 +655,21 @@ def run_case(case: Case, runs: Path) -> Outcome:
 
 
 def wait(child: int) -> int:
-    """The exit status; a process that does not end within LIMIT is killed."""
-    ends = time.monotonic() + LIMIT
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > ends:
+    """The exit status; a process that computes or sleeps for LIMIT is killed. Time in which it
+    could run, but others had the cores, does not count."""
+    handle = os.pidfd_open(child)
+    slept = 0
+    while not select.select([handle], [], [], 1.0)[0]:
+        state, *fields = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
+        slept += state != "R"
+        computed = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
+        if max(slept, computed) > LIMIT:
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return -signal.SIGKILL
-        time.sleep(0.01)
+    os.close(handle)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def faults_of(case: Case, status: int, out: str, errors: str) -> list[str]:
+def faults_of(case: Case, status: int, out: str, errors: str, *, reached: bool = True) -> list[str]:
     """What is wrong with how a case ended."""
     found = []
     allowed = [0, 1, 2, *SIGNALLED.get(case.before[:4], ())]
@@ -671,11 +685,14 @@ def faults_of(case: Case, status: int, out: str, errors: str) -> list[str]:
         if len(lines) > LINES:
             found.append(f"{len(lines)} lines")
         told = any(line.startswith("rlkit: ") for line in lines)
+        told |= status == 1 and re.search(r"^failed: ", out, re.M) is not None
         if not told and "not written" not in out and "not ready: " not in out:
             found.append("no sentence")
+    if status in (1, 2) and "never awaited" in out + errors:
+        found.append("a warning of Python beside the sentence")
     if any(len(line) > 3000 for line in lines):
         found.append("a line too long to read")
-    if status == 0 and case.wrong and "warning" not in out + errors:
+    if status == 0 and case.wrong and reached and "warning" not in out + errors:
         found.append("a wrong input was taken without a word")
     if status == 0 and case.words[:1] == ["train"] and "--help" not in case.words and not silent:
         finite = [word for word in out.split() if word in ("nan", "inf", "-inf")]
@@ -695,6 +712,11 @@ def warm() -> None:
     KEYS[:] = [key for key in leaves_of(compose(["debug=fast"]).config) if "suggests" not in key]
 
 
+def commit_here() -> str:
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+
+
 def main(count: int, first: int, notes: Path) -> int:
     """Runs the cases of seeds that `notes` does not hold yet; 1 where one has a fault."""
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -709,13 +731,15 @@ def main(count: int, first: int, notes: Path) -> int:
             [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
         )
         done = {row["seed"]: row for row in known}
+        commit = commit_here()
         for seed in range(first, first + count):
             if seed in done:
                 continue
             kind, case = draw_case(seed)
             outcome = run_case(case, runs)
             done[seed] = {"seed": seed, "kind": kind} | outcome._asdict()
-            done[seed]["said"] = outcome.said[-2000:] if outcome.faults else ""
+            done[seed]["said"] = outcome.said[-2000:]
+            done[seed]["commit"] = commit
             with notes.open("a") as file:
                 file.write(json.dumps(done[seed]) + "\n")
             if outcome.faults:
@@ -725,7 +749,11 @@ def main(count: int, first: int, notes: Path) -> int:
         f"{n} × {status}" for status, n in Counter(r["status"] for r in rows).items()
     )
     faulty = sum(bool(row["faults"]) for row in rows)
-    print(f"{len(rows)} cases (exit statuses: {statuses}), {faulty} with a fault")
+    missed = sum(not row["reached"] for row in rows)
+    print(
+        f"{len(rows)} cases (exit statuses: {statuses}; {missed} did not reach their fault),"
+        f" {faulty} with a fault"
+    )
     return int(faulty > 0)
 
 

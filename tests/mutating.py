@@ -24,6 +24,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import random
 import shutil
 import signal
 import subprocess
@@ -260,6 +261,7 @@ def main(rows: Path, chosen: Sequence[str]) -> int:
     table = [m for m in read_table() if any(part in f"{m.file} {m.function}" for part in chosen)]
     if not rows.exists():
         rows.write_text(",".join(COLUMNS) + "\n")
+    random.Random("mutants").shuffle(table)  # the rows of an interrupted run are a random sample
     left = [m for m in table if known(rows).get(m.key) in (None, "survived")]
     for name in WARM:
         importlib.import_module(name)

@@ -21,12 +21,14 @@ from rlkit.errors import (
     nearest,
     raised_at,
     report,
+    say,
     visible,
+    warn,
 )
 from rlkit.system import extras
 from rlkit.system.files import replace_nonfinite
-from rlkit.system.leaving import leave_process
-from rlkit.system.output import guard_output
+from rlkit.system.leaving import leave_process, raise_exits
+from rlkit.system.output import guard_output, hold_warnings
 from rlkit.system.parent import end_with_parent
 from rlkit.system.processors import wait_without_spinning
 
@@ -119,16 +121,6 @@ def run_command(argv: Sequence[str]) -> int:
             return run_command([word for word in words if word != "debug=true"])
         finally:
             del os.environ[TRACEBACK]
-    broken = [word for word in words if re.search("[\ud800-\udfff]", word)]
-    if broken:
-        print(
-            visible(
-                f"rlkit: {broken[0]!a}: this word is not UTF-8; type it again, or set the"
-                " terminal's encoding to UTF-8"
-            ),
-            file=sys.stderr,
-        )
-        return 2
     if words[:1] == ["--version"]:
         own = distribution()
         print(f"rlkit {own.version if own else 'of a checkout that is not installed'}")
@@ -136,18 +128,30 @@ def run_command(argv: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(full_help())
         return 0
+    with hold_warnings() as held:
+        status = _answer(words)
+    for warning in held if status == 0 else ():
+        warn(warning)
+    return status
+
+
+def _answer(words: Sequence[str]) -> int:
+    """Run the command, and print the error that ends it; return the exit status."""
     try:
-        return _dispatch(words[0], words[1:])
+        for word in words:
+            if re.search("[\ud800-\udfff]", word):
+                raise ConfigError(
+                    f"{word!a}: this word is not UTF-8; type it again, or set the terminal's"
+                    " encoding to UTF-8"
+                )
+        with raise_exits():
+            return _dispatch(words[0], words[1:])
     except KeyboardInterrupt as error:
-        print(visible(f"rlkit: interrupted: {raised_at(error)}"), file=sys.stderr)
+        say(error, [f"rlkit: interrupted: {raised_at(error)}"])
         return 130
     except SystemExit as error:  # rlkit raises none
-        print(
-            visible(
-                f"rlkit: {raised_at(error)} ended the command; a part of the config may not do that"
-            ),
-            file=sys.stderr,
-        )
+        what = f"{raised_at(error)} ended the command"
+        say(error, [f"rlkit: {what}; a part of the config may not do that"])
         return 1
     except BaseException as error:
         return report(error)

@@ -15,7 +15,7 @@ from rlkit.config.problems.numbers import sampling_problems
 from rlkit.environments import environment_of
 from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rollouts
 from rlkit.episodes.summary import by_part, failing_tools, failures, refusals, summarize
-from rlkit.errors import ConfigError, refuse_problems
+from rlkit.errors import ConfigError, refuse_problems, tell_user, warn
 from rlkit.runs import folder as runs
 from rlkit.system.contents import PROMPTS
 from rlkit.system.files import (
@@ -76,7 +76,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
             print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
             said = (failures(rollouts), refusals(rollouts), *failing_tools(rollouts))
             for line in filter(None, said):
-                print(f"warning: {line}", file=sys.stderr)
+                warn(line)
             rollouts = score(rollouts, x.reward)
             with report_write_errors(f"rollouts.{x.format}"):
                 save_rollouts(out / f"rollouts.{x.format}", rollouts)
@@ -121,10 +121,9 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
             path.unlink(missing_ok=True)
         finally:
             if path.exists():
-                print(
+                tell_user(
                     f"rlkit: {done} of {total} episodes had ended; they are in {runs.shown(path)},"
-                    " unscored",
-                    file=sys.stderr,
+                    " unscored"
                 )
 
 

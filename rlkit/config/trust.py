@@ -12,7 +12,6 @@ import functools
 import inspect
 import os
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from rlkit.config.schema import resolve, signature_hints
-from rlkit.errors import ConfigError, DataError, parameters_of, visible
+from rlkit.errors import ConfigError, DataError, parameters_of, tell_user
 from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import FROM_ENVIRONMENT
 from rlkit.types import REACHES, is_record
@@ -384,7 +383,7 @@ def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
             f"{where}: this folder is not known as your own, and not all of its config is declared"
             f" safe: {said}. If you know where it comes from, say trust=true"
         )
-    print(visible(f"{where}: trusted: {said}"), file=sys.stderr, flush=True)
+    tell_user(f"{where}: trusted: {said}")
 
 
 def named_functions(text: str) -> frozenset[str]:

@@ -13,11 +13,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from rlkit.errors import tell_user
 
 # to the ranks, for a saved end
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -95,10 +96,8 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             cause = next((i for i in failed if ranks[i].returncode < 0), failed[0])
             first = ranks[cause].returncode
             failed_at = time.monotonic()
-            print(
-                f"rlkit: rank {cause} of {len(ranks)} {ending(first)}; the others are stopped",
-                file=sys.stderr,
-                flush=True,
+            tell_user(
+                f"rlkit: rank {cause} of {len(ranks)} {ending(first)}; the others are stopped"
             )
         waited = time.monotonic() - failed_at if first else 0.0
         if waited > GRACE and not told:

@@ -6,26 +6,25 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import os
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import lru_cache
 from threading import Lock, Thread
 from time import monotonic
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from rlkit.errors import Hung, Interrupted, raised_at, visible
+from rlkit.errors import Hung, Interrupted, raised_at, warn
 from rlkit.system import waiting
+from rlkit.system.leaving import raise_exits
 from rlkit.system.loops import leave_behind, was_left
+from rlkit.types import plain
 
 T = TypeVar("T")
-end_process = os._exit  # the system's own; `contain_block` replaces os._exit
 MOST_THREADS = 256  # at work for one event loop at the same time; further calls wait for a place
 
 
@@ -38,18 +37,6 @@ class ProcessEndAsked(RuntimeError):
     tools.py:12"."""
 
 
-class _Exit(BaseException):
-    """Raised by os._exit while user code runs. Tools do not catch it by habit."""
-
-
-_Exit.__name__ = "os._exit"  # as a message names it
-
-
-# The process in which this thread or coroutine runs user code; its forks may exit as they like. A
-# context variable, because the coroutines of one thread take turns.
-CALLED: ContextVar[int] = ContextVar("CALLED", default=0)
-
-
 @contextmanager
 def contain_block(*passing: type[BaseException]) -> Iterator[None]:
     """Keep a block of user code from ending the process or the run; it may await.
@@ -59,21 +46,15 @@ def contain_block(*passing: type[BaseException]) -> Iterator[None]:
     Ctrl-C with Python's own handler in place. An exit from C, or a crash, cannot be stopped here,
     so such code belongs in a child process. Exceptions of `passing` pass too.
     """
-    outer = CALLED.get()
-    CALLED.set(os.getpid())
-    os._exit = _refuse_exit  # type: ignore[assignment]  # it stays: outside of user code it is the system's own
     try:
-        yield
+        with raise_exits():
+            yield
     except BaseException as error:
         if isinstance(error, (Exception, Interrupted, *passing)) or (
             isinstance(error, KeyboardInterrupt) and _may_be_typed()
         ):
             raise
-        raise ProcessEndAsked(
-            raised_at(error, back=2 if isinstance(error, _Exit) else 1)
-        ) from error
-    finally:
-        CALLED.set(outer)
+        raise ProcessEndAsked(raised_at(error)) from error
 
 
 def contain_call(call: Callable[[], T]) -> T:
@@ -81,14 +62,6 @@ def contain_call(call: Callable[[], T]) -> T:
     (`contain_block`)."""
     with contain_block():
         return call()
-
-
-def _refuse_exit(status: int) -> None:
-    """os._exit while user code runs: an exception in the user code itself, and the real exit
-    anywhere else or in a fork."""
-    if CALLED.get() == os.getpid():
-        raise _Exit(status)
-    end_process(status)
 
 
 def _may_be_typed() -> bool:
@@ -145,10 +118,7 @@ class _Work(Generic[T]):
 WORK: ContextVar[_Work[Any] | None] = ContextVar("WORK", default=None)  # the work of this thread
 
 
-@lru_cache(maxsize=64)
-def warn_once(text: str) -> None:
-    """Print a warning to standard error, the same one only once."""
-    print(visible(f"warning: {text}"), file=sys.stderr, flush=True)
+warn_once = lru_cache(maxsize=64)(warn)
 
 
 @contextmanager
@@ -301,9 +271,7 @@ def cancel_after(seconds: float | None) -> AbstractAsyncContextManager[None]:
 
 def is_of_rlkit(function: Any) -> bool:
     """Whether a function, or the class of an object, belongs to rlkit."""
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__module__", "")).startswith("rlkit.")
+    return str(getattr(plain(function), "__module__", "")).startswith("rlkit.")
 
 
 async def call_user(

@@ -13,13 +13,12 @@ import math
 import os
 import re
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rlkit.errors import ConfigError, Refusal
+from rlkit.errors import ConfigError, Refusal, warn
 
 
 def cache_folder() -> Path | None:
@@ -147,9 +146,7 @@ def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
     LOST[kind or what] = why
     if not quiet and not again:
         with suppress(OSError):  # standard error may go into a file on the same disk
-            print(
-                f"warning: {what} not written ({why}); the run goes on", file=sys.stderr, flush=True
-            )
+            warn(f"{what} not written ({why}); the run goes on")
 
 
 @contextmanager

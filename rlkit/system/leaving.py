@@ -1,4 +1,5 @@
-"""End a process after its work is done, whatever threads and exit handlers are left."""
+"""End a process after its work is done, whatever threads and exit handlers are left, and not by a
+user's os._exit before that."""
 
 from __future__ import annotations
 
@@ -7,14 +8,47 @@ import os
 import sys
 import threading
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 
-from rlkit.errors import defined_at, visible
+from rlkit.errors import defined_at, tell_user
 
 SHOWN = 3  # threads named in the line
 # seconds for threads other than daemons, and for `atexit` handlers of libraries
 GRACE = 10.0
-end_process = os._exit  # the system's own: rlkit.system.deadline replaces it in os
+end_process = os._exit  # the system's own; `raise_exits` replaces os._exit
+# The process in which this thread or coroutine may not end the process; its forks may exit as they
+# like. A context variable, because the coroutines of one thread take turns.
+GUARDED: ContextVar[int] = ContextVar("GUARDED", default=0)
+
+
+class ExitAsked(SystemExit):
+    """Raised by os._exit where it may not end the process."""
+
+    inner = 2  # its innermost frame is `_raise_exit`
+
+
+ExitAsked.__name__ = "os._exit"  # as a message names it
+
+
+@contextmanager
+def raise_exits() -> Iterator[None]:
+    """Turn os._exit in a block of this thread into an exception like that of sys.exit; the block
+    may await."""
+    outer = GUARDED.get()
+    GUARDED.set(os.getpid())
+    os._exit = _raise_exit  # type: ignore[assignment]  # it stays: outside of a block it is the system's own
+    try:
+        yield
+    finally:
+        GUARDED.set(outer)
+
+
+def _raise_exit(status: int) -> None:
+    if GUARDED.get() == os.getpid():
+        raise ExitAsked(status)
+    end_process(status)
 
 
 def leave_process(status: int) -> None:
@@ -29,11 +63,8 @@ def leave_process(status: int) -> None:
     def give_up() -> None:
         if not ended.wait(GRACE):
             named = name_threads(left_threads()) or "an exit handler of a library or of your code"
-            print(
-                visible(
-                    f"rlkit: {named} did not end within {GRACE:g} s; the process ends all the same"
-                ),
-                file=sys.stderr,
+            tell_user(
+                f"rlkit: {named} did not end within {GRACE:g} s; the process ends all the same"
             )
             _flush()
             end_process(status)

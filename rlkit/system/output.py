@@ -7,6 +7,9 @@ import errno
 import io
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlkit.system.files import LOST, reason
@@ -68,6 +71,28 @@ def guard_output() -> None:
                     line_buffering=stream.line_buffering,
                 ),
             )
+
+
+@contextmanager
+def hold_warnings() -> Iterator[dict[str, None]]:
+    """Keep Python's warnings about coroutines that were never awaited, once each.
+
+    A command that refuses such a coroutine says so in its own sentence.
+    """
+    held: dict[str, None] = {}
+    show = warnings.showwarning
+
+    def hold(message: Any, *more: Any) -> None:
+        if "was never awaited" not in str(message):
+            show(message, *more)
+        else:
+            held[str(message)] = None
+
+    warnings.showwarning = hold  # type: ignore[assignment]
+    try:
+        yield held
+    finally:
+        warnings.showwarning = show
 
 
 def clock(seconds: float) -> str:

@@ -27,7 +27,6 @@ import math
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -36,7 +35,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlkit.errors import Refusal, RLKitError
+from rlkit.errors import Refusal, RLKitError, warn
 from rlkit.system.files import read_regular
 
 NAME = "owner.json"
@@ -79,12 +78,7 @@ def own_folder(folder: Path, *, takeover: bool = False) -> Iterator[None]:
             print(f"resume: {said}", flush=True)
     except OSError as error:
         why = error.strerror or error
-        print(
-            f"warning: {folder / NAME} not written ({why}); nothing keeps a second process from"
-            " this run",
-            file=sys.stderr,
-            flush=True,
-        )
+        warn(f"{folder / NAME} not written ({why}); nothing keeps a second process from this run")
         yield
         return
     HELD[folder] = record["token"], threading.Event()

@@ -7,13 +7,12 @@ import csv
 import hashlib
 import io
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.errors import DataError
+from rlkit.errors import DataError, warn
 from rlkit.system.files import (
     LOST,
     append_once,
@@ -158,10 +157,9 @@ def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
         LOST.pop(path.name, None)
     except OSError as error:
         if path not in WAITING:
-            print(
-                f"warning: {path.name} cannot grow ({reason(error)}); the run goes on, and rows"
-                " wait for room",
-                file=sys.stderr,
+            warn(
+                f"{path.name} cannot grow ({reason(error)}); the run goes on, and rows wait for"
+                " room"
             )
         WAITING[path] = waiting
         LOST[path.name] = reason(error)

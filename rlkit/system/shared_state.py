@@ -23,7 +23,8 @@ from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
-from rlkit.errors import RLKitError, defined_at, visible
+from rlkit.errors import RLKitError, defined_at, warn
+from rlkit.types import plain
 
 # a run and its children rely on these
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
@@ -230,7 +231,7 @@ def say_once(sentences: Mapping[tuple[str, ...], str]) -> None:
     for key, sentence in sentences.items():
         if key not in NAMED:
             NAMED[key] = sentence
-            print(visible(f"warning: {sentence}"), file=sys.stderr, flush=True)
+            warn(sentence)
 
 
 class Watch:
@@ -346,9 +347,7 @@ def get_current_watch() -> Watch:
 
 def is_own(function: Any) -> bool:
     """Whether a function is one of rlkit's, torch's or Python's."""
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__module__", None)).partition(".")[0] in OWN
+    return str(getattr(plain(function), "__module__", None)).partition(".")[0] in OWN
 
 
 def find_user_functions(part: Any, depth: int = 6) -> list[Any]:

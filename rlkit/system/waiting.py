@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
-import sys
 import threading
 import time
 import weakref
@@ -24,7 +23,8 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
-from rlkit.errors import defined_at, visible
+from rlkit.errors import defined_at, tell_user, visible
+from rlkit.system.leaving import end_process
 from rlkit.system.redaction import cover
 
 NAMED_AFTER = 20.0  # seconds of waiting until a line names the function
@@ -38,7 +38,6 @@ MAX_STEP_TIME = "trainer.max_step_time"
 # Seconds after the limit: then the process ends even if a call holds the interpreter, so that no
 # watcher can run.
 LATE = 5.0
-end_process = os._exit  # the system's own: rlkit.system.deadline replaces it in os
 
 
 class Wait:
@@ -340,11 +339,7 @@ def look_safely(now: float) -> None:
         with LOOKING:
             look(now)
     except Exception as error:  # an unprintable name ends no watch
-        print(
-            f"rlkit: the watcher failed: {type(error).__name__}: {visible(str(error))}",
-            file=sys.stderr,
-            flush=True,
-        )
+        tell_user(f"rlkit: the watcher failed: {type(error).__name__}: {error}")
 
 
 def look(now: float) -> None:
@@ -362,7 +357,7 @@ def look(now: float) -> None:
             # a hanging call is named again and again, ever more rarely
             WATCHER.named[name] = 2 * age
             line = visible(f"rlkit: {_rank()}{lines[name]}")
-            print(line, file=sys.stderr, flush=True)
+            tell_user(line)
             WATCHER.tell(line)
     if reached:
         end_at(max(reached, key=lambda limit: bool(limit.place())), list(lines.values()))

@@ -129,7 +129,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
     """Run a block, and note its error or signal as the end of the run. A signal ends only the
     block.
 
-    Raises: RLKitError if an environment or a reward ended the process.
+    Raises: RLKitError if a part of the run ended the process.
     """
     from rlkit.training.callbacks.stopping import StopOnSignal
 
@@ -144,8 +144,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
             what = raised_at(error)
             summary["ended"] = f"failed: {what}"
             raise RLKitError(
-                f"{what} ended the run in step {module.rl_step + 1}; no environment or reward may"
-                " do that"
+                f"{what} ended the run in step {module.rl_step + 1}; no part of a run may do that"
             ) from error
     except BaseException as error:
         summary["ended"] = f"failed: {name_error(error)}"

@@ -3,16 +3,18 @@ half-written."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 from parametrise import cases
-from rlkit.commands import compare
+from rlkit.commands import cli, compare
 from rlkit.commands.arguments import parse, quote, unquote
 from rlkit.commands.cli import find_command, list_commands, main
 from rlkit.commands.train import closing_lines, draw_page
@@ -335,3 +337,21 @@ def test_the_page_of_a_sweep_is_drawn_by_whoever_has_the_command(tmp_path, monke
     capsys.readouterr()
     draw_page(folders, tmp_path / "report.html")
     assert capsys.readouterr().out == "report           none: no ink\n"
+
+
+def test_python_names_a_forgotten_coroutine_behind_a_result_and_not_beside_a_sentence(
+    monkeypatch, capsys
+):
+    def command(arguments):
+        asyncio.sleep(0)
+        if arguments.overrides:
+            raise ConfigError("no number", asyncio.sleep(0))
+        return 0
+
+    monkeypatch.setattr(cli, "find_command", lambda name: command)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert main(["doctor"]) == 0
+        assert capsys.readouterr().err == "warning: coroutine 'sleep' was never awaited\n"
+        assert main(["doctor", "seed=1"]) == 2
+    assert "never awaited" not in capsys.readouterr().err and shown == []

@@ -101,6 +101,12 @@ SAMPLES = {  # what it is → (the case, its exit status, words that it says)
         1,
         "ValueError: line line",
     ),
+    "a callback that ends the process": (
+        own("callback", "os._exit(0)"),
+        1,
+        "os._exit(0) at",
+    ),
+    "a file that ends the process": (own("import", "os._exit(0)"), 1, "os._exit(0) at"),
     "memory that runs out in a part": (own("advantage", "raise MemoryError"), 2, "memory ran out"),
     "memory that runs out in a callback": (
         own("callback", "raise MemoryError"),
@@ -180,6 +186,12 @@ def test_drawn_cases_end_in_a_sentence(runs):
         assert outcome.faults == [], (seed, case, outcome.said)
 
 
+def test_a_case_that_sleeps_for_ever_is_killed(monkeypatch):
+    monkeypatch.setattr(fuzzing, "LIMIT", 0)
+    child = subprocess.Popen(["sleep", "infinity"])
+    assert fuzzing.wait(child.pid) == -signal.SIGKILL
+
+
 # ------------------------------------------------------------------------- processes of their own
 
 
@@ -252,6 +264,16 @@ LIGHT = [
     ["bench", "run=nonsense"],
     ["show", "run=nowhere"],
     ["serve", "-m"],
+    ["check", "nonsense=1"],
+    ["check", "algorithm=nonsense"],
+    ["rollout", "n=x"],
+    ["rollout", "task=nonsense"],
+    ["doctor", "nonsense"],
+    ["runs", "--json"],
+    ["compare", "nowhere", "--json"],
+    ["why", "nowhere"],
+    ["forecast", "run=nowhere"],
+    ["get", "nonsense"],
 ]
 
 

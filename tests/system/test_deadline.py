@@ -11,7 +11,7 @@ import pytest
 
 from rlkit.environments import python_tool
 from rlkit.sandbox import Sandbox, process
-from rlkit.system import deadline
+from rlkit.system import deadline, leaving
 from rlkit.system.deadline import (
     Countdown,
     DeadlinePassed,
@@ -56,7 +56,7 @@ def test_a_coroutine_that_waits_contains_no_other(monkeypatch):
     """Coroutines take turns in one thread: what rlkit's own code does meanwhile is the process's
     business."""
     ended = []
-    monkeypatch.setattr(deadline, "end_process", ended.append)
+    monkeypatch.setattr(leaving, "end_process", ended.append)
     go = asyncio.Event()
 
     async def tool():

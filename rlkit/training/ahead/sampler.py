@@ -33,8 +33,8 @@ import torch
 from rlkit.episodes.stream import StreamState
 from rlkit.errors import ConfigError, EngineError, Interrupted, RLKitError
 from rlkit.system import rng
-from rlkit.system.deadline import end_process
 from rlkit.system.device import autocast, pick_device, silence_frameworks
+from rlkit.system.leaving import end_process
 from rlkit.system.shared_state import NAMED
 from rlkit.system.waiting import MAX_STEP_TIME, WATCHER, limit_waiting
 from rlkit.training.ahead.flight import StepGroups

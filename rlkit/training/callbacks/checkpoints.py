@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rlkit.distributed import ranks
-from rlkit.errors import DataError, Interrupted
+from rlkit.errors import DataError, Interrupted, warn
 from rlkit.models.save import save_policy
 from rlkit.system import owner
 from rlkit.system.adapters import has_adapters
@@ -305,7 +304,7 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
             damaged.append(str(error))
             continue
         for line in damaged:
-            print(f"warning: {line}; {path.name} is used", file=sys.stderr)
+            warn(f"{line}; {path.name} is used")
         return path, state
     if named:
         for path in reversed(checkpoints(source.parent)):

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import lightning as L
 
 from rlkit.distributed import ranks
-from rlkit.errors import Interrupted
-from rlkit.system.deadline import end_process
+from rlkit.errors import Interrupted, warn
 from rlkit.system.files import reason
+from rlkit.system.leaving import end_process
 
 # SIGHUP: the terminal or the connection is gone. SIGUSR1: SLURM's warning before the end (#SBATCH
 # --signal=USR1@120).
@@ -76,10 +75,9 @@ def requeue() -> None:
     if array:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if job is None or not re.fullmatch(r"[0-9_]+", job):
-        print(
-            "warning: trainer.requeue: this is no SLURM job (SLURM_JOB_ID is not set); start it"
-            " again by hand",
-            file=sys.stderr,
+        warn(
+            "trainer.requeue: this is no SLURM job (SLURM_JOB_ID is not set); start it again by"
+            " hand"
         )
         return
     try:
@@ -90,9 +88,6 @@ def requeue() -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = reason(error)
     if problem:
-        print(
-            f"warning: scontrol requeue {job} failed ({problem}); start the job again by hand",
-            file=sys.stderr,
-        )
+        warn(f"scontrol requeue {job} failed ({problem}); start the job again by hand")
     else:
         print(f"rlkit: job {job} is queued again", flush=True)
