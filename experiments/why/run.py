@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(KINDS))
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--most", type=int, default=10_000, help="runs of this call")
+    parser.add_argument("--train", action="store_true", help="train, and diagnose nothing")
     given = parser.parse_args()
     rows: list[Row] = [*csv.DictReader(FILE.open())] if FILE.is_file() else []
     done = {(str(row["kind"]), int(str(row["seed"]))) for row in rows}
@@ -207,6 +208,8 @@ def main() -> None:
                 train(kind, seed, folder)
         except RuntimeError as error:
             print(error, flush=True)
+            continue
+        if given.train:
             continue
         row = row_of(kind, seed, folder)
         row |= {"seconds": round(time.process_time() - began, 1), "commit": commit}
