@@ -3,8 +3,12 @@ and forks are the run itself but for their remedy."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import re
 import shlex
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from parametrise import each
 from rlkit import Reward, Term
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.cli import main
+from rlkit.extras.why import attacks, data, findings, settings
 from rlkit.extras.why.attacks import answered, attack, unsafe_reason
 from rlkit.extras.why.commands.why import compose_run
 from rlkit.extras.why.effects import list_effects, say_effect, sum_up
@@ -224,8 +229,8 @@ def test_rows_that_no_reply_is_scored_of():
 
 
 def test_a_tool_that_always_fails():
-    def called(ok):
-        result = ToolResult("1", "calculator", "error: no answer", ok)
+    def called(ok, name="calculator"):
+        result = ToolResult("1", name, "error: no answer", ok)
         played = []
         for task in tasks_of(12):
             rollout = said(task, "x", 0.0)
@@ -236,6 +241,9 @@ def test_a_tool_that_always_fails():
 
     assert causes(evidence(rollouts=called(ok=False))) == ["tool"]
     assert causes(evidence(rollouts=called(ok=True))) == []
+    assert causes(evidence(rollouts=called(ok=False, name=""))) == [], (
+        "calls that nobody could read"
+    )
 
 
 def test_prompts_that_hold_their_answer_more_often_than_another_rows():
@@ -255,6 +263,27 @@ def test_prompts_that_hold_their_answer_more_often_than_another_rows():
 def test_rows_that_are_one_problem():
     rows = [task._replace(id=f"copy/{i}") for i, task in enumerate(tasks_of(1) * 6)] + tasks_of(6)
     assert causes(evidence(rollouts=[said(task, "", 0.0) for task in rows])) == ["repeated"]
+
+
+def test_the_page_explains_every_finding():
+    """Each title in the code stands in a row of the table, without the name of a tool or a
+    metric."""
+    page = (Path(__file__).parents[3] / "docs" / "no_rise.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith("|")]
+    titles = [*chain.from_iterable(map(titles_of, (data, settings, attacks, findings)))]
+    assert len(titles) > 20
+    for title in titles:
+        assert any(re.search(title, row) for row in rows), title
+
+
+def titles_of(module):
+    """Patterns of the second argument of each Finding(…)."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+            title = node.args[1]
+            parts = title.values if isinstance(title, ast.JoinedStr) else [title]
+            texts = [part.value.strip() for part in parts if isinstance(part, ast.Constant)]
+            yield ".*".join(map(re.escape, texts))
 
 
 # ------------------------------------------------------------------------------------------ attacks
