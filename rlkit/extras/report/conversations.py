@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import random
+import shlex
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import DataError
+from rlkit.runs import folder as runs
 from rlkit.runs.reading import ReadRun, rollout_file
+from rlkit.system.extras import has_command
 from rlkit.system.files import replace_nonfinite
 from rlkit.system.shards import Part, index_steps
 from rlkit.types import Rollout, Step
@@ -71,6 +74,7 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
     half of the room.
     """
     shown = Shown([_name(run) for run in found], [], [], [], [])
+    traced = has_command("why")
     size = 0
     for index, run in enumerate(found):
         played = Played([], [])
@@ -78,8 +82,11 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
         left = 0
         for step, kind, chosen, count in chosen_of(run, limit // len(found), played):
             left += count - len(chosen)
-            for rollout in chosen:
-                page.add({"run": index, "kind": kind, "step": step, **entry_of(rollout)}, rollout)
+            for number, rollout in chosen.items():
+                entry = {"run": index, "kind": kind, "step": step, **entry_of(rollout)}
+                if traced and kind == "training":
+                    entry["why"] = token_command(run, step, number)
+                page.add(entry, rollout)
             if page.size > PAGE:
                 size += page.close(shown)
                 page = _Page()
@@ -139,11 +146,16 @@ def _name(run: ReadRun) -> str:
     return f"{run.name}{'' if run.seed is None else f', seed {run.seed}'} · {run.folder.name}"
 
 
+def token_command(run: ReadRun, step: int, number: int) -> str:
+    """Write the command that explains a token of a rollout, up to the token's number."""
+    return f"rlkit why {shlex.quote(runs.shown(run.folder))} step={step} rollout={number} token="
+
+
 def chosen_of(
     run: ReadRun, limit: int, played: Played
-) -> Iterator[tuple[int, str, list[Rollout], int]]:
-    """(step, kind, rollouts to show, their full number) of a run. The training episodes read on the
-    way are added to `played`.
+) -> Iterator[tuple[int, str, dict[int, Rollout], int]]:
+    """(step, kind, place in the step → rollout to show, their full number) of a run. The training
+    episodes read on the way are added to `played`.
 
     Test and validation problems come first, because they are few; then each step gives its share.
     """
@@ -195,15 +207,16 @@ def _spread(items: Sequence[Any], count: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def best_worst_random(rollouts: Sequence[Rollout], limit: int, *, seed: int) -> list[Rollout]:
-    """At most `limit`: best, worst, then others at random; in their own order."""
+def best_worst_random(rollouts: Sequence[Rollout], limit: int, *, seed: int) -> dict[int, Rollout]:
+    """At most `limit` rollouts by their places: best, worst, then others at random; in their own
+    order."""
     if len(rollouts) <= limit:
-        return list(rollouts)
+        return dict(enumerate(rollouts))
     totals = [-math.inf if r.total_reward is None else r.total_reward for r in rollouts]
     ranked = sorted(range(len(rollouts)), key=totals.__getitem__)
     others = random.Random(seed).sample(range(len(rollouts)), len(rollouts))
     picked = list(dict.fromkeys([ranked[-1], ranked[0], *others]))[:limit]
-    return [rollouts[i] for i in sorted(picked)]
+    return {i: rollouts[i] for i in sorted(picked)}
 
 
 def count_played(played: Played, step: int, rollouts: Sequence[Rollout]) -> None:

@@ -150,6 +150,20 @@
     if (entry.versions.length) head.append(make("span", "", `sampled after step ${entry.versions.join(", ")}`));
     if (own.expected) head.append(make("span", "", `expected: ${own.expected.slice(0, 200)}`));
     out.append(head, ...own.messages.map((m) => message(m, texts)));
+    if (entry.why && entry.tokens) out.append(token(entry));
+    return out;
+  }
+  // The command that explains one of the conversation's sampled tokens.
+  function token(entry) {
+    const out = make("p", "why"), label = make("label", "", "Why token "), pick = make("input"), code = make("code");
+    const copy = make("button", "", "Copy"), say = () => { code.textContent = entry.why + (pick.value || 0); };
+    Object.assign(pick, { type: "number", min: 0, max: entry.tokens - 1, value: 0 });
+    copy.type = "button";
+    pick.addEventListener("input", say);
+    copy.addEventListener("click", () => navigator.clipboard?.writeText(code.textContent));
+    say();
+    label.append(pick, ` of 0 to ${entry.tokens - 1}:`);
+    out.append(label, code, copy);
     return out;
   }
   function tools(entry, own) {

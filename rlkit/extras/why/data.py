@@ -98,12 +98,13 @@ def failing_tool(e: Evidence) -> Finding | None:
 
 
 def results_of(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
-    """Tool → results of its calls."""
+    """Tool → results of its calls. An unreadable call names no tool, and no tool is to blame."""
     found: dict[str, list[ToolResult]] = defaultdict(list)
     for rollout in rollouts:
         for step in rollout.steps:
             for result in step.tool_results:
-                found[result.name].append(result)
+                if result.name:
+                    found[result.name].append(result)
     return found
 
 

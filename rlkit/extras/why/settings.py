@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean, median, stdev
 
 from rlkit.extras.why.evidence import NONE, Evidence, Finding, share_of_copies, spread_within
 
 CUT = 0.3  # share of truncated episodes
 HARD = 0.9  # share of groups without a good reply
-EASY = 0.8  # share of groups of good replies alone, in the first third
+# The same share in the first step alone. Of eight groups with a true share of 0.9, six or more have
+# no good reply with probability 0.96, and all eight with 0.43.
+HARD_FIRST = 0.75
+EASY = 0.5  # share of groups of good replies alone, in the first third
+NEAR_BEST = 0.85  # mean reward of the first third, as a share of the best one read
 EQUAL = 0.4  # share of groups with equal rewards; from here on a small group is to blame
 SMALL = 4  # rollouts of a small group
 COPIES = 0.6  # share of replies equal to another of their group
@@ -21,12 +26,19 @@ COLD = 0.7  # copies are the fault of a lower temperature
 HOT = 1.25  # above this temperature replies are noise
 STILL = 1e-4  # KL to the start, in nats a token; a policy below it has not moved (docs/choosing.md)
 FAR = 0.05  # KL of a step, in nats a token; above it the step is too large (docs/choosing.md)
+LOST = 0.5  # share of the first reward that is left after a step that was too large
 TIMES = 10  # factor between the rate and the model's own
 TIGHT = 2.0  # gain allowed by the KL, in standard deviations of the reward within a group
 # advantages without need for a second rollout of a prompt
 ALONE = ("batch_mean", "raw", "remax", "reward_to_go", "gae", "turn_gae", "adaptive_gae")
 LOUD = 0.1  # entropy coefficient
 EXPLAINED = 0.05  # share of the returns' variance explained by a useful critic
+# A young critic explains nothing yet, but it learns the mean of the returns first. A useless one is
+# no longer young after so many steps, or still as far from the mean as in the first step: by more
+# than this share of that distance, and of the rewards' deviation.
+YOUNG = 50
+REST = 0.5
+APART = 0.25
 
 
 def cut_replies(e: Evidence) -> Finding | None:
@@ -61,8 +73,8 @@ def cut_replies(e: Evidence) -> Finding | None:
 
 def hard_problems(e: Evidence) -> Finding | None:
     """Nearly no group has a good reply."""
-    share = e.lasting("group/frac_all_bad")
-    if not share >= HARD or e.progress.rose:
+    share = e.mean("group/frac_all_bad")
+    if not (share >= HARD and begins_high(e, "group/frac_all_bad")) or e.progress.rose:
         return None
     size = e.number("batch.group_size")
     return Finding(
@@ -76,16 +88,23 @@ def hard_problems(e: Evidence) -> Finding | None:
     )
 
 
+def begins_high(e: Evidence, metric: str) -> bool:
+    """Whether a share of groups is high in the first step, before any update."""
+    return min(e.values(metric)[:1], default=1.0) >= HARD_FIRST
+
+
 def easy_problems(e: Evidence) -> Finding | None:
-    """From the start nearly every reply is good."""
+    """From the start most groups teach nothing, because all replies are good, and nearly nothing is
+    left to gain."""
     share = e.mean("group/frac_all_good", 0)
-    if not share >= EASY:
+    best = max((r.total_reward or 0.0 for r in e.rollouts), default=math.inf)
+    if not (share >= EASY and e.progress.first >= NEAR_BEST * best):
         return None
     return Finding(
         "easy",
         "The problems are too easy for this model.",
         f"From the start every reply was good in {share:.0%} of the groups; the mean reward began"
-        f" at {e.progress.first:.2f}.",
+        f" at {e.progress.first:.2f}, and the best reply of all earned {best:.2f}.",
         "Choose harder problems, or sample until groups differ.",
         ("algorithm/group_filter=mixed", "algorithm.max_refills=4"),
     )
@@ -148,8 +167,9 @@ def small_groups(e: Evidence) -> Finding | None:
 
 def equal_rewards(e: Evidence) -> Finding | None:
     """Rewards do not differ within groups, for any reason."""
-    equal = e.lasting("group/frac_zero_std")
-    if not equal >= HARD or e.progress.rose or not compares_groups(e):
+    equal = e.mean("group/frac_zero_std")
+    told = equal >= HARD and begins_high(e, "group/frac_zero_std")
+    if not told or e.progress.rose or not compares_groups(e):
         return None
     return Finding(
         "equal",
@@ -206,19 +226,36 @@ def loud_entropy(e: Evidence) -> Finding | None:
 
 
 def useless_critic(e: Evidence) -> Finding | None:
-    """The critic explains nothing of the returns."""
-    explained = e.mean("value/explained_variance", -1)
-    if not explained < EXPLAINED or len(e.values("value/explained_variance")) < 4:
+    """The critic explains nothing of the returns, and it is not merely young."""
+    explained = e.values("value/explained_variance")
+    last = explained[-max(1, len(explained) // 3) :]
+    if len(explained) < 4 or not fmean(last) < EXPLAINED:
         return None
+    returned = e.mean("value/return_mean", -1)
+    predicted = e.mean("value/mean", -1)
+    apart = fmean(mean_gaps(e)[-len(last) :] or [0.0])
+    begun = (mean_gaps(e) or [0.0])[0]
+    stuck = apart > REST * begun and apart > APART * e.mean("reward/std")
+    old = len(explained) >= YOUNG
+    surely = old and fmean(last) + 2 * stdev(last) / math.sqrt(len(last)) < EXPLAINED
+    if not (stuck or surely):
+        return None
+    how = f"; it predicts {predicted:.2f} on average, where they are {returned:.2f}"
     return Finding(
         "critic",
         "The critic predicts nothing.",
-        f"In the last third of the steps it explained {explained:.0%} of the returns' variance, so"
-        " its baseline only adds noise.",
+        f"In the last third of the steps it explained {fmean(last):.0%} of the returns' variance,"
+        f" so its baseline only adds noise{how if stuck else ''}.",
         "Use an algorithm that takes its baseline from groups, or raise"
         " algorithm.critic.optimizer.lr.",
         ("algorithm=grpo",),
     )
+
+
+def mean_gaps(e: Evidence) -> list[float]:
+    """Distance of the critic's mean prediction from the mean of the returns, step by step."""
+    pairs = zip(e.values("value/mean"), e.values("value/return_mean"), strict=False)
+    return [abs(predicted - returned) for predicted, returned in pairs]
 
 
 def suited_rate(e: Evidence) -> float:
@@ -227,12 +264,22 @@ def suited_rate(e: Evidence) -> float:
     return e.number(f"model.suggests.{'lora_lr' if adapters else 'lr'}")
 
 
+def steps_far(e: Evidence) -> bool:
+    """Whether steps move the policy too far: most of them, or a few that cost half of the reward.
+
+    A few large steps alone are usual with several updates a step.
+    """
+    steps = e.values("kl/step") or [0.0]
+    lost = e.progress.last < LOST * e.values("reward/mean")[0]
+    return median(steps) > FAR or (fmean(steps) > FAR and lost)
+
+
 def high_rate(e: Evidence) -> Finding | None:
     """Too large steps destroy the policy."""
     rate = e.number("optimizer.lr")
     suited = suited_rate(e)
     moved = e.mean("kl/step")
-    if e.progress.rose or not (moved > FAR or rate >= TIMES * suited):
+    if e.progress.rose or not (steps_far(e) or rate >= TIMES * suited):
         return None
     known = f", where {suited:g} suits this model" if suited == suited else ""
     far = f"moves the policy by {moved:.2g} nats a token" if moved == moved else "breaks the policy"

@@ -86,11 +86,10 @@ def test_the_best_and_the_worst_come_first():
         Rollout(Task(f"row/{i}", ()), (), group=i, reward=[0.5, 0.1, 0.9, None, 0.5, 0.5][i])
         for i in range(6)
     ]
-    assert [r.group for r in best_worst_random(rollouts, 2, seed=0)] == [
-        2,
-        3,
-    ], "what cannot be scored is worst"
-    assert {2, 3} < {r.group for r in best_worst_random(rollouts, 3, seed=0)}
+    two = best_worst_random(rollouts, 2, seed=0)
+    assert [*two] == [2, 3], "what cannot be scored is worst"
+    assert {2, 3} < best_worst_random(rollouts, 3, seed=0).keys()
+    assert all(rollout is rollouts[place] for place, rollout in two.items())
 
 
 def test_a_damaged_file_is_said_and_left_out(make_run):

@@ -3,7 +3,12 @@ and forks are the run itself but for their remedy."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import re
+import shlex
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,7 @@ from parametrise import each
 from rlkit import Reward, Term
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.cli import main
+from rlkit.extras.why import attacks, data, findings, settings
 from rlkit.extras.why.attacks import answered, attack, unsafe_reason
 from rlkit.extras.why.commands.why import compose_run
 from rlkit.extras.why.effects import list_effects, say_effect, sum_up
@@ -20,8 +26,9 @@ from rlkit.extras.why.evidence import Evidence, read_evidence, share_of_copies
 from rlkit.extras.why.findings import list_findings, say_findings
 from rlkit.extras.why.forks import Fork, Place, choose_place, read_forks, run_fork, write_fork
 from rlkit.extras.why.remedies import changed, list_remedies
+from rlkit.extras.why.tokens import read_step
 from rlkit.rewards import batched, numeric
-from rlkit.runs.reading import ReadRun
+from rlkit.runs.reading import ReadRun, read_run
 from rlkit.training.callbacks.checkpoints import checkpoints, read_checkpoint
 from rlkit.types import Task, ToolResult
 
@@ -98,11 +105,9 @@ def test_a_healthy_run_has_no_finding():
     [
         ("cut", {}, {"len/truncated_frac": 0.6, "stop_reason/length": 0.6}),
         ("hard", {}, {"group/frac_all_bad": 0.95, "group/frac_zero_std": 0.95}),
-        ("easy", {}, {"group/frac_all_good": 0.95, "group/frac_zero_std": 0.95}),
         ("groups", {"batch.group_size": 2}, {"group/frac_zero_std": 0.6}),
         ("kl", {"kl.coef": 10}, {"kl/coef": 10}),
         ("entropy", {"algorithm.entropy_coef": 0.5}, {}),
-        ("critic", {}, {"value/explained_variance": -0.1}),
         ("rate_high", {"optimizer.lr": 3e-2}, {}),
         ("rate_high", {}, {"kl/step": 0.2}),
         ("rate_low", {"optimizer.lr": 1e-6}, {}),
@@ -118,6 +123,56 @@ def test_a_figure_that_is_out_of_range_names_its_cause(cause, settings, row):
     found = list_findings(evidence(settings, row))
     assert found[0].cause == cause
     assert any(character.isdigit() for character in found[0].evidence), "evidence has numbers"
+
+
+def test_problems_are_easy_only_if_the_run_begins_near_its_best_reward():
+    """A run that began at 0.94 of 1 had good replies alone in two thirds of its groups."""
+    good = {"group/frac_all_good": 0.67, "group/frac_zero_std": 0.67}
+    near = [0.94 + 0.005 * i for i in range(9)]
+    found = list_findings(evidence(row=good, rewards=near))
+    assert [own.cause for own in found] == ["easy"] and "began at 0.94" in found[0].evidence
+    assert causes(evidence(row=good)) == [], "0.5 of 1 leaves much to gain"
+
+
+def test_a_few_lucky_groups_in_the_first_step_do_not_hide_hard_problems():
+    e = evidence(row={"group/frac_all_bad": 0.95, "group/frac_zero_std": 0.95})
+    e.run.rows[0]["group/frac_all_bad"] = 6 / 8
+    assert causes(e) == ["hard"]
+    e.run.rows[0]["group/frac_all_bad"] = 5 / 8
+    assert "hard" not in causes(e)
+
+
+def of_critic(explained, predicted, count=9):
+    """A run with a critic, by these figures of each step; the mean return is 0.4."""
+    e = evidence(rewards=[0.5 + 0.02 * (-1) ** i for i in range(count)])
+    for i, row in enumerate(e.run.rows):
+        row["value/explained_variance"] = explained(i)
+        row["value/mean"] = predicted(i)
+        row["value/return_mean"] = 0.4
+    return e
+
+
+def test_a_critic_is_useless_if_it_does_not_learn_the_mean_or_is_old():
+    """PPO on the embedded model: a healthy critic explained nothing in ten steps, but it went from
+    0.08 to the mean return of 0.6; one without updates stayed at 0."""
+    found = list_findings(of_critic(lambda i: 0.0, lambda i: 0.0))
+    assert [own.cause for own in found] == ["critic"]
+    assert "predicts 0.00 on average, where they are 0.40" in found[0].evidence
+    assert causes(of_critic(lambda i: -0.05, lambda i: 0.4 * i / 8)) == [], "it is young"
+    assert causes(of_critic(lambda i: -0.05, lambda i: 0.4, count=50)) == ["critic"], "it is old"
+    unsure = of_critic(lambda i: 0.3 * (-1) ** i, lambda i: 0.4, count=50)
+    assert causes(unsure) == [], "the interval of what it explains holds 0.05"
+    assert causes(of_critic(lambda i: 0.2, lambda i: 0.0)) == [], "it explains a fifth"
+
+
+def test_a_few_large_steps_are_a_fault_only_if_they_cost_reward():
+    """Eight updates a step moved a healthy policy by 0.11 nats in one step of ten."""
+    e = evidence()
+    e.run.rows[2]["kl/step"] = 1.0
+    assert causes(e) == []
+    fallen = evidence(rewards=[0.5] + 8 * [0.0])
+    fallen.run.rows[2]["kl/step"] = 1.0
+    assert causes(fallen) == ["rate_high"]
 
 
 @each(
@@ -174,8 +229,8 @@ def test_rows_that_no_reply_is_scored_of():
 
 
 def test_a_tool_that_always_fails():
-    def called(ok):
-        result = ToolResult("1", "calculator", "error: no answer", ok)
+    def called(ok, name="calculator"):
+        result = ToolResult("1", name, "error: no answer", ok)
         played = []
         for task in tasks_of(12):
             rollout = said(task, "x", 0.0)
@@ -186,6 +241,9 @@ def test_a_tool_that_always_fails():
 
     assert causes(evidence(rollouts=called(ok=False))) == ["tool"]
     assert causes(evidence(rollouts=called(ok=True))) == []
+    assert causes(evidence(rollouts=called(ok=False, name=""))) == [], (
+        "calls that nobody could read"
+    )
 
 
 def test_prompts_that_hold_their_answer_more_often_than_another_rows():
@@ -205,6 +263,27 @@ def test_prompts_that_hold_their_answer_more_often_than_another_rows():
 def test_rows_that_are_one_problem():
     rows = [task._replace(id=f"copy/{i}") for i, task in enumerate(tasks_of(1) * 6)] + tasks_of(6)
     assert causes(evidence(rollouts=[said(task, "", 0.0) for task in rows])) == ["repeated"]
+
+
+def test_the_page_explains_every_finding():
+    """Each title in the code stands in a row of the table, without the name of a tool or a
+    metric."""
+    page = (Path(__file__).parents[3] / "docs" / "no_rise.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith("|")]
+    titles = [*chain.from_iterable(map(titles_of, (data, settings, attacks, findings)))]
+    assert len(titles) > 20
+    for title in titles:
+        assert any(re.search(title, row) for row in rows), title
+
+
+def titles_of(module):
+    """Patterns of the second argument of each Finding(…)."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+            title = node.args[1]
+            parts = title.values if isinstance(title, ast.JoinedStr) else [title]
+            texts = [part.value.strip() for part in parts if isinstance(part, ast.Constant)]
+            yield ".*".join(map(re.escape, texts))
 
 
 # ------------------------------------------------------------------------------------------ attacks
@@ -358,6 +437,21 @@ def test_a_row_that_a_kill_cut_is_passed_over(tmp_path):
 def test_forks_begin_at_the_start_of_a_run_that_never_rose(run):
     e = read_evidence(run)
     assert choose_place(run, e, None).step == 0 and choose_place(run, e, 2).step == 2
+
+
+def test_the_command_beside_a_conversation_of_the_report_explains_its_token(run, capsys):
+    """Of a choice of five conversations each keeps its place in its whole step."""
+    report = pytest.importorskip("rlkit.extras.report.conversations")
+    shown = report.collect([read_run(run)], 5)
+    entry = next(own for own in reversed(shown.entries) if own["kind"] == "training")
+    words = shlex.split(entry["why"] + str(entry["tokens"] - 1))
+    number = int(words[-2].removeprefix("rollout="))
+    played = read_step(run, entry["step"])[number]
+    assert (played.group, played.sample) == (entry["group"], entry["sample"])
+    assert words[0] == "rlkit" and main(words[1:]) == 0
+    out = capsys.readouterr().out
+    assert f"step {entry['step']}, rollout {number}, token {entry['tokens'] - 1}" in out
+    assert main([*words[1:-1], f"token={entry['tokens']}"]) == 2, "it is the last token"
 
 
 @each(

@@ -1,0 +1,122 @@
+"""What does rldoctor 0.2 say of the same runs?
+
+    python -m venv /tmp/rldoctor && /tmp/rldoctor/bin/pip install rldoctor==0.2
+    python experiments/why/rldoctor.py /tmp/rldoctor/bin/rl-doctor [--runs outputs/why]
+
+It reads metrics alone. Each run's are written under the names that it knows (`rl-doctor fields`).
+Its findings of the severities WARNING and CRITICAL are kept in their order. It names no settings
+and no parts, so NAMED lists, generously, each detector whose text could lead to the planted cause.
+rldoctor.csv gets a row a run; the table is of the seeds of one half.
+
+    named  place of such a detector among the findings, 0 if there is none
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from run import KINDS, half_of, sum_up  # noqa: E402
+
+from rlkit.runs.reading import read_run  # noqa: E402
+
+FILE = HERE / "rldoctor.csv"
+# its name → metrics of rlkit, the first that a run has
+FIELDS: Mapping[str, Sequence[str]] = {
+    "reward": ("reward/mean",),
+    "reward_std": ("reward/std",),
+    "frac_reward_zero_std": ("group/frac_zero_std",),
+    "advantage/mean": ("adv/mean",),
+    "advantage/std": ("adv/std",),
+    "entropy": ("policy/entropy",),
+    "kl": ("kl/start", "kl/ref_k3", "kl/ref"),
+    "clip_ratio/low_mean": ("clip/low_frac",),
+    "clip_ratio/high_mean": ("clip/high_frac",),
+    "grad_norm": ("optim/grad_norm",),
+    "learning_rate": ("optim/lr",),
+    "policy_loss": ("loss/policy",),
+    "completions/mean_length": ("len/mean",),
+    "completions/max_length": ("len/max",),
+    "completions/clipped_ratio": ("len/truncated_frac",),
+    "explained_variance": ("value/explained_variance",),
+    "step_time": ("perf/step_s",),
+}
+# planted fault → detectors whose text could lead to it
+NAMED: Mapping[str, Sequence[str]] = {
+    "rate_low": ("kl_drift", "gradient_pathology", "plateau"),
+    "rate_high": ("kl_drift", "gradient_pathology", "clip_saturation", "entropy_collapse"),
+    "kl": ("kl_drift",),
+    "groups": ("advantage_collapse",),
+    "temperature": ("entropy_collapse", "advantage_collapse"),
+    "cut": ("length_pathology",),
+    "hackable": ("reward_hacking", "reward_composition"),
+    "stale": ("clip_saturation",),
+    "hard": ("advantage_collapse",),
+    "easy": ("advantage_collapse",),
+}
+COLUMNS = ("kind", "seed", "half", "named", "first", "second", "findings", "suspected")
+
+
+def write_log(folder: Path, file: Path) -> None:
+    """Write a run's metrics under the names that rldoctor knows."""
+    run = read_run(folder)
+    with file.open("w") as out:
+        for row in run.rows:
+            own = {"step": row["step"], "group_size": run.settings["batch.group_size"]}
+            for name, metrics in FIELDS.items():
+                known = [row[metric] for metric in metrics if row.get(metric) is not None]
+                own |= {name: known[0]} if known else {}
+            out.write(json.dumps(own) + "\n")
+
+
+def name_detectors(program: str, folder: Path) -> list[str]:
+    """The detectors with a warning, in the order of the report."""
+    with tempfile.TemporaryDirectory() as place:
+        log = Path(place) / "log.jsonl"
+        write_log(folder, log)
+        told = subprocess.run(
+            [program, "diagnose", str(log), "-f", "json"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    found = json.loads(told.stdout)["findings"]
+    return [own["detector"] for own in found if own["severity"] in ("WARNING", "CRITICAL")]
+
+
+def main() -> None:
+    """Diagnose all runs of a half, write their rows, and print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program")
+    parser.add_argument("--runs", type=Path, default=Path("outputs/why"))
+    parser.add_argument("--half", default="fresh")
+    given = parser.parse_args()
+    rows = []
+    for kind in KINDS:
+        for folder in sorted((given.runs / kind).glob("[0-9]*/")):
+            if half_of(int(folder.name)) != given.half or not (folder / "summary.json").is_file():
+                continue
+            found = name_detectors(given.program, folder)
+            places = [i for i, own in enumerate(found, 1) if own in NAMED.get(kind, ())]
+            row: dict[str, object] = dict.fromkeys(COLUMNS, "")
+            row |= {"kind": kind, "seed": folder.name, "half": given.half}
+            row |= {"named": min(places, default=0), "findings": len(found)}
+            row |= {"first": "".join(found[:1]), "second": "".join(found[1:2])}
+            rows.append(row)
+    with FILE.open("w", newline="") as out:
+        writer = csv.DictWriter(out, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    print("\n".join(sum_up(rows)))
+
+
+if __name__ == "__main__":
+    main()
