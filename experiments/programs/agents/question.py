@@ -1,0 +1,35 @@
+"""What the agents of this folder share: the question of the episode, the tool, and a place for the
+answer."""
+
+import json
+import os
+from pathlib import Path
+
+QUESTION = json.loads(os.environ["RLKIT_TASK"])["messages"][-1]["content"]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+# the same tool, for packages that take a schema
+ADD = {
+    "name": "add",
+    "description": "Add two numbers.",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+    },
+}
+
+
+def leave(answer: object) -> None:
+    """Write the answer of the agent where the verifier finds it."""
+    Path("answer.txt").write_text(str(answer))

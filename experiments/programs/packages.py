@@ -1,0 +1,328 @@
+"""Do agents of foreign packages train as they are, token by token?
+
+    python experiments/programs/packages.py NAME… [--envs FOLDER]
+
+NAME is a row of PACKAGES; without names, all of them. Each package gets a virtual environment of
+its own and plays episodes with its agent in agents/, unmodified and confined. The question is a sum,
+and the agent has a tool for it. In four episodes the policy says what a script says: a call and
+the answer, right and wrong, without and with thinking. In four more it is the embedded model, which
+says what it likes. Appends a row to packages.csv; a package that has one is left out.
+
+  unchanged    each file of the package has the digest of its record
+  exact        each sampled reply stands in one training row, once, with its context, ids and log-probs,
+               and `difference` is the largest one between these and a new forward pass of the row
+  scored       the reward of an episode is the one of the answer that the package gave its caller: the
+               agent writes this answer to a file, and a verifier reads it
+  rows         training rows of a scripted episode, without and with thinking
+  failed       episodes whose program ended with an error; they are not scored
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import csv
+import hashlib
+import math
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
+
+import torch
+
+from rlkit.engines import Batched, Cached
+from rlkit.episodes import collect
+from rlkit.episodes._assemble import rows
+from rlkit.extras.programs import program
+from rlkit.models import load_policy
+from rlkit.models.chat import encode_scaffold
+from rlkit.rewards import Reward, Term, numeric, score
+from rlkit.types import Engine, Environment, Generation, Policy, Rollout, Task
+
+HERE = Path(__file__).parent.resolve()
+RESULTS = HERE / "packages.csv"
+TOLERANCE = 1e-4  # of a log-prob: batches of another shape round differently
+
+
+def call(name: str, arguments: str) -> str:
+    """A reply that calls a tool."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+ADD = call("add", '{"a": $a, "b": $b}')
+
+
+class Package(NamedTuple):
+    """A package and the way to play with it."""
+
+    requirements: tuple[str, ...]  # the first one is the package
+    door: str
+    # what the script says, reply by reply; the last one stays
+    replies: tuple[str, ...] = (ADD, "The answer is $answer.")
+    # of environment=program
+    settings: Mapping[str, Any] = {}
+
+
+IGNORE = {"unsupported": "ignore"}
+PACKAGES = {
+    "openai_chat": Package(("openai",), "openai-chat"),
+    "openai_responses": Package(("openai",), "openai-responses"),
+    "anthropic_messages": Package(("anthropic",), "anthropic"),
+    "smolagents_tools": Package(
+        ("smolagents", "openai"),
+        "openai-chat",
+        (ADD, call("final_answer", '{"answer": "$answer"}')),
+        {"answer": "tool:final_answer", **IGNORE},
+    ),
+    "pydantic_ai_agent": Package(("pydantic-ai-slim", "openai"), "openai-chat"),
+}
+
+
+# ------------------------------------------------------------------------------------ the episodes
+
+
+def make_task(a: int, b: int) -> Task:
+    """A sum."""
+    question = f"What is {a} + {b}? Answer with the number."
+    return Task(f"{a}+{b}", ({"role": "user", "content": question},), answer=str(a + b))
+
+
+def make_environment(name: str, python: str, confined: Any = True) -> Environment:
+    """Programs that run an agent with this interpreter."""
+    return program(
+        command=[python, str(HERE / "agents" / f"{name}.py")],
+        verify=[sys.executable, str(HERE / "agents" / "verifier.py")],
+        time_limit=120,  # a program that hangs
+        confined=confined,
+        **PACKAGES[name].settings,
+    )
+
+
+def recompute(policy: Policy, ids: Sequence[int]) -> list[float]:
+    """The log-prob of each token but the first, by one forward pass."""
+    with torch.no_grad():
+        given = torch.tensor([ids])
+        logits = policy.model(given).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(-1, given[0, 1:, None])[:, 0].tolist()
+
+
+def scripted(texts: list[str]) -> Batched:
+    """An engine that says the texts one after another, with the log-probs that they have."""
+    left = list(texts)
+
+    def complete(policy: Policy, prompts: Any, seeds: Any, params: Any) -> list[Generation]:
+        out = []
+        for prompt in prompts:
+            text = left.pop(0) if len(left) > 1 else left[0]
+            ids = tuple(encode_scaffold(policy.renderer, f"{text}<|im_end|>"))
+            logprobs = recompute(policy, [*prompt, *ids])[-len(ids) :]
+            out.append(Generation(ids, tuple(logprobs), "stop"))
+        return out
+
+    return Batched(complete)
+
+
+class Heard(NamedTuple):
+    """A reply as the engine gave it."""
+
+    context: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def note(engine: Any, heard: list[Heard]) -> Engine:
+    """The engine, which from now on notes each reply."""
+    generate = engine.generate
+
+    async def noting(key: int, prompt_ids: Sequence[int], seed: int, params: Any) -> Generation:
+        reply = await generate(key, prompt_ids, seed, params)
+        heard.append(Heard(tuple(prompt_ids), reply.token_ids, reply.logprobs))
+        return reply
+
+    engine.generate = noting
+    return engine
+
+
+def play_script(
+    policy: Policy, name: str, environment: Environment, heard: list[Heard], *, thinking: bool
+) -> list[Rollout]:
+    """An episode with the right answer and one with a wrong one."""
+    out = []
+    for a, b, off in ((17, 25, 0), (38, 14, 1)):
+        told = {"a": a, "b": b, "answer": a + b + off}
+        texts = [Template(text).substitute(told) for text in PACKAGES[name].replies]
+        if thinking:
+            texts = [f"<think>\nI see.\n</think>\n\n{text}" for text in texts]
+        engine = note(scripted(texts), heard)
+        out += collect(policy, [make_task(a, b)], engine=engine, environment=environment)
+    return out
+
+
+def play_model(policy: Policy, environment: Environment, heard: list[Heard]) -> list[Rollout]:
+    """Four episodes of the embedded model, side by side."""
+    tasks = [make_task(3, 4), make_task(12, 9)]
+    return collect(
+        policy,
+        tasks,
+        engine=note(Cached(), heard),
+        environment=environment,
+        group_size=2,
+        max_new_tokens=48,
+    )
+
+
+# ---------------------------------------------------------------------------------------- the checks
+
+
+def largest_difference(
+    policy: Policy, rollouts: Sequence[Rollout], heard: Sequence[Heard]
+) -> float:
+    """The largest difference between a recorded log-prob and a new one. Infinite unless each reply
+    stands in exactly one row as it was sampled, up to a stop text of its request."""
+    left = list(heard)
+    worst = 0.0
+    for row in (row for rollout in rollouts for row in rows(rollout)):
+        anew = [0.0, *recompute(policy, row.ids)]
+        for step in dict.fromkeys(s for s, own in zip(row.steps, row.sampled, strict=True) if own):
+            at = [i for i, s in enumerate(row.steps) if s == step and row.sampled[i]]
+            trained = Heard(
+                tuple(row.ids[: at[0]]),
+                tuple(row.ids[i] for i in at),
+                tuple(row.logprobs[i] for i in at),
+            )
+            n = len(at)
+            said = (h._replace(ids=h.ids[:n], logprobs=h.logprobs[:n]) for h in left)
+            found = next((i for i, reply in enumerate(said) if reply == trained), None)
+            if found is None:
+                return math.inf
+            del left[found]
+            worst = max([worst, *(abs(anew[i] - row.logprobs[i]) for i in at)])
+    return math.inf if left else worst
+
+
+def is_unchanged(package: Distribution) -> bool:
+    """Whether each file of an installed package has the digest of its record."""
+    for file in package.files or ():
+        if file.hash:
+            digest = hashlib.new(file.hash.mode, Path(str(file.locate())).read_bytes()).digest()
+            if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+                return False
+    return True
+
+
+def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
+    """Play the episodes of a package with this interpreter. Returns: figures, see the top."""
+    policy = load_policy(path="tiny")._replace(context_length=1 << 16)  # prompts are long
+    environment = make_environment(name, python, confined)
+    heard: list[Heard] = []
+    scripts = [
+        play_script(policy, name, environment, heard, thinking=thinking)
+        for thinking in (False, True)
+    ]
+    played = [*scripts[0], *scripts[1], *play_model(policy, environment, heard)]
+    difference = largest_difference(policy, played, heard)
+    scored = score(played, Reward("numeric", {"numeric": Term(1.0, numeric)}))
+    failed = [rollout for rollout in scored if rollout.reward is None]
+    judged = [rollout for rollout in scored if rollout.reward is not None]
+    script = [rollout.reward for rollout in scored[:4]]
+    agree = all(rollout.reward == rollout.steps[-1].reward for rollout in judged)
+    return {
+        "episodes": len(played),
+        "failed": len(failed),
+        "rows": counted(scripts[0]),
+        "rows_thinking": counted(scripts[1]),
+        "exact": difference <= TOLERANCE,
+        "difference": f"{difference:.1e}",
+        "scored": agree and script == [1.0, 0.0, 1.0, 0.0],
+        "reason": failed[0].error[-300:] if failed else "",
+    }
+
+
+def counted(rollouts: Sequence[Rollout]) -> str:
+    """The numbers of rows that occur."""
+    return " or ".join(sorted({str(len(rows(rollout))) for rollout in rollouts}))
+
+
+# ----------------------------------------------------------------------------------------- the table
+
+
+def installed(requirements: Sequence[str], folder: Path) -> str:
+    """The interpreter of an environment with these packages. Raises: CalledProcessError."""
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        venv.create(folder, with_pip=True)
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "-q", *requirements],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        (folder / "complete").touch()
+    return str(python)
+
+
+def measure(name: str, envs: Path) -> dict[str, Any]:
+    """The row of a package."""
+    package = PACKAGES[name]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=HERE, capture_output=True, text=True
+    )
+    row = dict.fromkeys(FIELDS, "") | {
+        "agent": name,
+        "package": package.requirements[0].partition("[")[0],
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "door": package.door,
+        "settings": " ".join(f"{key}={value}" for key, value in package.settings.items()),
+    }
+    folder = envs / package.requirements[0].partition("[")[0]
+    try:
+        python = installed(package.requirements, folder)
+    except subprocess.CalledProcessError as error:
+        return row | {"reason": f"pip: {error.stderr[-300:]}"}
+    (site,) = folder.glob("lib/python*/site-packages")
+    (own,) = distributions(name=row["package"], path=[str(site)])
+    row["version"] = own.version
+    return row | check(name, python) | {"unchanged": is_unchanged(own)}
+
+
+FIELDS = (
+    "agent package version date commit door episodes failed rows rows_thinking unchanged exact"
+    " difference scored settings reason"
+).split()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--envs", type=Path, default=Path(tempfile.gettempdir(), "rlkit_packages"))
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(PACKAGES)
+    if unknown:
+        parser.error(f"no row of PACKAGES: {', '.join(sorted(unknown))}; there are {', '.join(PACKAGES)}")
+    known = set()
+    if RESULTS.exists():
+        with RESULTS.open(newline="") as file:
+            known = {row["agent"] for row in csv.DictReader(file)}
+    for name in arguments.names or PACKAGES:
+        if name in known:
+            continue
+        row = measure(name, arguments.envs)
+        print(row, flush=True)
+        new = not RESULTS.exists()
+        with RESULTS.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()
