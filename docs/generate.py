@@ -271,7 +271,7 @@ def points() -> tuple[Point, ...]:
             if takes_function(hint) or hint in NAMED:
                 path = f"{place}.{field}" if place else field
                 out[path] = Point(
-                    path, hint, comments.get(field) or NAMED.get(hint) or first_line(hint)
+                    path, hint, comments.get(field) or NAMED.get(hint) or link_protocol(hint)
                 )
     for path, target in targets():
         function = resolve(target)
@@ -281,16 +281,10 @@ def points() -> tuple[Point, ...]:
     return tuple(out.values())
 
 
-def first_line(hint: str) -> str:
-    """The first paragraph of the docstring of the Protocol that an annotation names."""
-    return next(
-        (
-            " ".join(doc.partition("\n\n")[0].split())
-            for n, p in protocols().items()
-            if n in hint and (doc := inspect.getdoc(p))
-        ),
-        "",
-    )
+def link_protocol(hint: str) -> str:
+    """A link to the section of the Protocol that an annotation names."""
+    named = next((name for name in protocols() if re.search(rf"\b{name}\b", hint)), "")
+    return f"[{named}](#{named.lower()})" if named else ""
 
 
 def positional(function: Callable[..., Any], name: str) -> bool:
@@ -403,27 +397,24 @@ An example that uses named rewards, metadata and versions:
 ## Metrics of a part
 
 A part may return `(value, metrics)` instead of its value. Metrics map names to numbers or to tensors
-[N] or [B, T]. They are logged in the step's row as `PART/NAME`: `policy_loss/NAME`, `advantage/NAME`,
-`kl_estimator/NAME`, `value_loss/NAME`, `aggregator/NAME`. A tensor is averaged over the trained tokens
-of all updates, or over the rollouts that have one. Entries that are nan are left out. A number is
-weighted by the trained tokens of the rows that the part was given. So a mean over these tokens does not
-depend on the split into micro-batches, but a maximum does. A step without an update has no metrics of
-the loss. The update of a reference returns `rlkit.types.Measured(state, metrics)`, because its state may
-itself be a pair. Its metrics are logged as `reference/NAME`.
+[N] or [B, T], and are logged in the step's row as `PART/NAME`, such as `policy_loss/NAME`. A tensor is
+averaged over the trained tokens of all updates, or over the rollouts that have one; entries that are nan
+are left out. A number is weighted by the trained tokens of the rows that the part was given, so a mean does
+not depend on the split into micro-batches, but a maximum does. The update of a reference returns
+`rlkit.types.Measured(state, metrics)`, because its state may itself be a pair.
 
     def loss(ratio, advantages):
         return -ratio * advantages, {"above": (ratio > 1).float()}
 
-A reward function may return `(score, metrics)` too, plain or async. Its metrics are numbers of one
-rollout. The row has their mean as `reward/TERM/NAME`:
+A reward function may return `(score, metrics)` too, plain or async. The row has the mean of its numbers as
+`reward/TERM/NAME`:
 
     def few_words(rollout):
         words = len(rollout.final_content.split())
         return float(words < 50), {"words": words}
 
-A callback logs with `module.log(NAME, VALUE)` in any of its hooks, or writes into `module.metrics` in
-`on_train_batch_end`. The row has the mean of what was logged since the row before, over all ranks. A
-name that rlkit uses already, and a value that is no number, end the run with a message.
+A callback logs with `module.log(NAME, VALUE)` in any of its hooks. The row has the mean of what was logged
+since the row before, over all ranks.
 
     import lightning as L
 
@@ -433,19 +424,16 @@ name that rlkit uses already, and a value that is no number, end the run with a 
 
     def clock(run):  # callbacks: +callbacks.clock={_target_: my_parts.clock, _partial_: true}
         return Clock()
-
-All of these stand in metrics.jsonl, in metrics.csv, in every logger and in the report.
 """  # noqa: E501
 
 
 DECLARING = """
 ## What parts assume and give
 
-Some parts need a property of others. For example, an advantage may need rewards of 0 and 1, and a
-penalty may need a limit that counts the tokens of one reply. A part declares what it assumes. A run
-that breaks an assumption is refused, and the message says what to choose instead. Declarations are
-optional. A part without them assumes nothing and guarantees nothing. If another part relies on it, the
-run prints a warning and continues.
+Some parts need a property of others. For example, an advantage may need rewards of 0 and 1. A run that
+breaks a declared assumption is refused, and the message says what to choose instead. Declarations are
+optional. A part without them assumes and guarantees nothing. If another part relies on it, the run prints a
+warning and continues.
 
     from rlkit.types import assumes, gives, keeps, vanishes
 
@@ -465,23 +453,15 @@ run prints a warning and continues.
     def plain(ratio, advantages): ...
 
 `vanishes` lets a run skip updates. If all rewards of a minibatch's groups are equal, its advantages are 0, and
-an update whose loss has no other term would do nothing but repeat old momentum. Without the declaration such
-an update is taken, because the loss may have a term of its own. If the dry run before a training finds a
-gradient where a part declares none, the run is refused.
+an update whose loss has no other term would only repeat old momentum. Without the declaration such an update
+is taken. If the dry run finds a gradient where a part declares none, the run is refused.
 
-`functools.partial` and `functools.wraps` keep the declarations of what they wrap. Only `vanishes` does not
-pass through `functools.wraps`, because a wrapper may add a term. A weight other than
-1 removes `binary`, and a negative weight also removes `non_negative`. The sum of several components is
-not `binary`. `reward.normalize` removes all words.
+`functools.partial` and `functools.wraps` keep the declarations of what they wrap, but `functools.wraps` drops
+`vanishes`, because a wrapper may add a term. A weight other than 1 removes `binary`, and a negative weight also
+removes `non_negative`. The sum of several components is not `binary`. `reward.normalize` removes all words.
 
-`@stateful` says that a function remembers its earlier calls: a reward that counts, an environment that
-keeps a table of episodes. It may mark a class too. `asynchrony=overlap` refuses such a function in a
-reward or an environment, because a second process would call it with a state of its own:
-
-    from rlkit.types import stateful
-
-    @stateful
-    def rarer_is_better(rollout): ...
+`@stateful` marks a function or a class that remembers its earlier calls, such as a reward that counts
+([what your code shares with the run](own_parts.md#what-your-code-shares-with-the-run)).
 """  # noqa: E501
 
 

@@ -306,7 +306,9 @@ def main() -> None:
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(PACKAGES)
     if unknown:
-        parser.error(f"no row of PACKAGES: {', '.join(sorted(unknown))}; there are {', '.join(PACKAGES)}")
+        parser.error(
+            f"no row of PACKAGES: {', '.join(sorted(unknown))}; there are {', '.join(PACKAGES)}"
+        )
     known = set()
     if RESULTS.exists():
         with RESULTS.open(newline="") as file:

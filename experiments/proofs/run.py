@@ -1,4 +1,4 @@
-"""Make the tables of docs/prove.md again: `rlkit prove` gives the row of each first cell.
+"""Make the tables of README.md again: `rlkit prove` gives the row of each first cell.
 
 python experiments/proofs/run.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlkit.extras.bench.commands.prove import row
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "prove.md"
+PAGE = Path(__file__).resolve().parent / "README.md"
 
 
 def remade(text: str) -> str:

@@ -5,9 +5,7 @@ client = Anthropic()
 tool = {"name": "add", "description": "Add two numbers.", "input_schema": ADD["parameters"]}
 messages = [{"role": "user", "content": QUESTION}]
 while True:
-    reply = client.messages.create(
-        model="policy", max_tokens=256, messages=messages, tools=[tool]
-    )
+    reply = client.messages.create(model="policy", max_tokens=256, messages=messages, tools=[tool])
     messages.append({"role": "assistant", "content": reply.content})
     calls = [block for block in reply.content if block.type == "tool_use"]
     if not calls:
