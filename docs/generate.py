@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 import yaml
 
 import rlkit.types
-from rlkit.config.options import conf_dir, options_by_shelf, read_shelf
+from rlkit.config.options import conf_dir, group_options_by_shelf, read_shelf
 from rlkit.config.schema import describe, resolve
 from rlkit.system.extras import list_extras
 from rlkit.training import glossary
@@ -190,7 +190,9 @@ def index(groups: list[Path]) -> str:
         "|---|---|---|",
     ]
     for group in groups:
-        everyday, catalogue = (", ".join(names) for names in options_by_shelf(group.name).values())
+        everyday, catalogue = (
+            ", ".join(names) for names in group_options_by_shelf(group.name).values()
+        )
         lines.append(f"| [{group.name}]({group.name}.md) | {everyday} | {catalogue} |")
     title, _, keys = read_option(conf_dir() / "train.yaml")
     lines += ["", "## `train.yaml`", "", title, "", "| key | default | meaning |", "|---|---|---|"]

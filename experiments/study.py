@@ -156,7 +156,7 @@ def interval(values: Sequence[float], resolution: float = 0.0) -> tuple[float, f
       resolution: the smallest step of a figure: equal differences of a coarse score are not
         certain.
     """
-    found = comparing.paired([0.0] * len(values), values, resolution=resolution)
+    found = comparing.compare_pairs([0.0] * len(values), values, resolution=resolution)
     return found.mean, found.high - found.mean
 
 
@@ -168,7 +168,7 @@ def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[
         for key in (name, baseline)
     }
     shared = sorted(values[name].keys() & values[baseline].keys())
-    step = comparing.smallest_step(
+    step = comparing.find_smallest_step(
         [value for own in values.values() for value in own.values()], 2e-4
     )  # of four digits
     return interval([values[name][seed] - values[baseline][seed] for seed in shared], step)

@@ -37,9 +37,9 @@ def __getattr__(name: str) -> Any:
         found = getattr(importlib.import_module(home), name)
         if isinstance(found, type) or not callable(found):
             return found
-        from rlkit.config.parts import checked_call
+        from rlkit.config.parts import wrap_with_checks
 
-        return checked_call(found, name)
+        return wrap_with_checks(found, name)
     if not name.startswith("_") and importlib.util.find_spec(f"rlkit.{name}") is None:
         notebook = importlib.import_module("rlkit.notebook")
         if name in dir(notebook):

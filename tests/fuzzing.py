@@ -706,10 +706,10 @@ def faults_of(case: Case, status: int, out: str, errors: str, *, reached: bool =
 def warm() -> None:
     """Imports what a command needs, and learns the keys of the config."""
     from rlkit.config.compose import compose
-    from rlkit.config.hints import leaves_of
+    from rlkit.config.hints import list_leaves
 
     import_all()
-    KEYS[:] = [key for key in leaves_of(compose(["debug=fast"]).config) if "suggests" not in key]
+    KEYS[:] = [key for key in list_leaves(compose(["debug=fast"]).config) if "suggests" not in key]
 
 
 def commit_here() -> str:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from rlkit.extras.bench import matrix as bench
-from rlkit.runs.comparing import smallest_step
+from rlkit.runs.comparing import find_smallest_step
 
 HERE = Path(__file__).parent
 
@@ -44,7 +44,9 @@ def plot(folder: Path) -> None:
             if not scores:
                 continue
             color = "grey" if arm.startswith("placebo") else f"C{place % 10}"
-            mean, low, high = bench.score_interval(scores, smallest_step(scores, bench.ROUNDED))
+            mean, low, high = bench.score_interval(
+                scores, find_smallest_step(scores, bench.ROUNDED)
+            )
             panel.plot(scores, [place] * len(scores), "o", color=color, alpha=0.3, markersize=4)
             panel.errorbar(
                 mean,

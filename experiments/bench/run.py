@@ -28,7 +28,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlkit.extras.bench import matrix as bench
-from rlkit.runs.comparing import ALPHA, Difference, paired, smallest_step, tested_together
+from rlkit.runs.comparing import (
+    ALPHA,
+    Difference,
+    compare_pairs,
+    compare_together,
+    find_smallest_step,
+)
 from rlkit.statistics import FEWEST
 from rlkit.system import owner
 
@@ -84,12 +90,12 @@ class Compared(NamedTuple):
     def sides(self) -> tuple[list[float], list[float], float]:
         """The scores of either arm, and the smallest step of a score."""
         first, second = map(list, zip(*self.scores, strict=True))
-        return first, second, smallest_step([*first, *second], bench.ROUNDED)
+        return first, second, find_smallest_step([*first, *second], bench.ROUNDED)
 
     def difference(self) -> Difference:
         """The second arm's score - the first's, alone."""
         first, second, step = self.sides()
-        return paired(first, second, resolution=step)
+        return compare_pairs(first, second, resolution=step)
 
 
 def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
@@ -123,7 +129,7 @@ def table(pairs: Sequence[Compared]) -> str:
     lines of the table."""
     out = []
     for pair, (d, q, sees) in zip(
-        pairs, tested_together([pair.sides() for pair in pairs]), strict=True
+        pairs, compare_together([pair.sides() for pair in pairs]), strict=True
     ):
         says = (
             bench.rate(q)

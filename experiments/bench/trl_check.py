@@ -196,7 +196,7 @@ def main() -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     """Scores of both sides, and the difference within seeds."""
     from rlkit.extras.bench.matrix import markdown
-    from rlkit.runs.comparing import paired
+    from rlkit.runs.comparing import compare_pairs
 
     lines = []
     for task, own in OWN.items():
@@ -213,7 +213,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         theirs = {seed: score for seed, score in theirs.items() if seed in ours}
         if not theirs:
             continue
-        d = paired(list(theirs.values()), [ours[seed] for seed in theirs])
+        d = compare_pairs(list(theirs.values()), [ours[seed] for seed in theirs])
         means = [f"{fmean(theirs.values()):.3f}", f"{fmean(ours[seed] for seed in theirs):.3f}"]
         lines.append([task, str(d.n), *means, f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"])
     return markdown(["task", "seeds", "TRL", "rlkit", "rlkit - TRL, 95 %"], lines)

@@ -100,7 +100,7 @@ def judged(values: np.ndarray, setting: Setting, effect: float = 0.01) -> list[v
     lines = [Line(f"line {i}") for i in range(len(values))]
     step = 1 / PROBLEMS if setting.coarse else 0.0
     own = [dict(enumerate(arm.tolist())) for arm in values]
-    return verdicts.verdicts(lines, verdicts.Figure("accuracy", own, step), effect=effect)  # type: ignore[arg-type]
+    return verdicts.judge_lines(lines, verdicts.Figure("accuracy", own, step), effect=effect)  # type: ignore[arg-type]
 
 
 def claimed(values: np.ndarray, setting: Setting) -> bool:
@@ -213,7 +213,7 @@ def falls_claimed(setting: Setting, pages: int, rng: np.random.Generator) -> Cou
     hits = 0
     for page in figures(setting, pages, 6, rng):
         lines = [line_of(page[2 * i], page[2 * i + 1], f"line {i}") for i in range(3)]
-        hits += any(fall.claim for fall in verdicts.falls(lines))
+        hits += any(fall.claim for fall in verdicts.find_falls(lines))
     return Count(hits, pages)
 
 
@@ -222,7 +222,7 @@ def falls_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> C
     fall = 4 * spread_of_differences(setting)
     hits = of = 0
     for page in figures(setting, pages, 2, rng):
-        found = verdicts.falls([line_of(page[0], page[1] - fall, "line")])
+        found = verdicts.find_falls([line_of(page[0], page[1] - fall, "line")])
         hits += sum(holds(own.found.low, -fall, own.found.high) for own in found)
         of += len(found)
     return Count(hits, of)
@@ -379,7 +379,7 @@ def bench_iqm(setting: Setting, pages: int, rng: np.random.Generator) -> Count |
 
 def row_of(before: np.ndarray, after: np.ndarray) -> tables.HeldOutRow:
     """The row of a line in "Before and after"."""
-    (row,) = tables.before_after([line_of(before, after, "line")])
+    (row,) = tables.tabulate_held_out([line_of(before, after, "line")])
     return row
 
 

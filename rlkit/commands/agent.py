@@ -433,4 +433,4 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
         return config, None
     config["model"] = model_of(run, f"run={named}", arguments)
     refuse_problems(check(config["model"], f"{run}/config.yaml, model"))
-    return config, runs.checkpoint_source(named, run)
+    return config, runs.find_checkpoint(named, run)

@@ -96,7 +96,7 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
 
     Args:
       x: the whole run at its first step, without open schedules
-        (rlkit.config.problems.schedules.first_steps).
+        (rlkit.config.problems.schedules.build_first_steps).
       tasks: at least one training row; the others are only counted.
       host: of the learner.
     Raises: the refusals of a run.
@@ -260,19 +260,19 @@ def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str], list[s
     """The experiment of the first step, its tasks, the names of all phases, and the doubts about
     them. Print the doubts."""
     from rlkit.config.compose import compose, experiment
-    from rlkit.config.problems.doubts import warnings
+    from rlkit.config.problems.doubts import list_warnings
     from rlkit.config.problems.rows import load_tasks
-    from rlkit.config.problems.schedules import first_steps
+    from rlkit.config.problems.schedules import build_first_steps
     from rlkit.training.loggers import check_loggers
 
     composed = compose(arguments.overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
     check_loggers(x.logger)
     tasks = load_tasks(x)
-    doubts = warnings(x, composed.overrides, tasks)
+    doubts = list_warnings(x, composed.overrides, tasks)
     for line in doubts:
         print(f"warning: {line}")
-    firsts = first_steps(x)
+    firsts = build_first_steps(x)
     return next(iter(firsts.values())), tasks, list(firsts), doubts
 
 

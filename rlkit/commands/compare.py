@@ -33,7 +33,7 @@ def command(arguments: Arguments) -> Answer:
         rlkit compare outputs/grpo outputs/dapo pairs=all effect=0.02
     """
     groups, given = lines_of(arguments, "compare")
-    compared = verdicts.shared_figure(groups, given.get("figure"), given.get("at"))
+    compared = verdicts.find_shared_figure(groups, given.get("figure"), given.get("at"))
     if compared is None:
         raise ConfigError(
             "rlkit compare: fewer than two lines of these runs have a figure in common"
@@ -44,7 +44,7 @@ def command(arguments: Arguments) -> Answer:
             f"pairs={given['pairs']}: write pairs=all, or pairs=first for each line against the"
             " first"
         )
-    found = verdicts.verdicts(
+    found = verdicts.judge_lines(
         groups,
         compared,
         every_pair=given.get("pairs") == "all",
@@ -55,12 +55,12 @@ def command(arguments: Arguments) -> Answer:
             f"rlkit compare: the first line, {groups[0].label}, has no {compared.name}; pairs=all"
             " compares the others"
         )
-    told = verdicts.told(groups, compared, found)
+    told = verdicts.format_verdicts(groups, compared, found)
     suspected = list_suspicions([run.folder for group in groups for run in group.runs])
     data = {
         "lines": [group.label for group in groups],
         "figure": compared,
-        "spent": verdicts.budgets(groups),
+        "spent": verdicts.average_budgets(groups),
         "comparisons": found,
         "sentences": told,
         "suspicions": suspected,
@@ -109,7 +109,7 @@ def effect_of(given: dict[str, str], usual: float) -> float:
 
 def table(data: Mapping[str, Any]) -> str:
     """Write a row a line: seeds, mean figure, and the spending of a run."""
-    from rlkit.runs.sweeps.compare import aligned
+    from rlkit.runs.sweeps.compare import align_columns
 
     spent = data["spent"]
     figure = data["figure"]
@@ -117,6 +117,6 @@ def table(data: Mapping[str, Any]) -> str:
     for i, (label, values) in enumerate(zip(data["lines"], figure.values, strict=True)):
         mean = sum(values.values()) / len(values) if values else None
         rows.append([label, len(values), mean, *(f"{own[i]:,.0f}" for own in spent.values())])
-    return aligned(
+    return align_columns(
         ["", "seeds", figure.name, *(verdicts.UNITS[unit] for unit in spent)], rows, left=1
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import yaml
 
 from rlkit.commands.arguments import Arguments
-from rlkit.config.compose import choices, compose, conf_dir, unresolved
+from rlkit.config.compose import compose, conf_dir, list_choices, read_unresolved
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import redact_config
 
@@ -27,15 +27,15 @@ def command(name: str, arguments: Arguments) -> int:
         arguments.overrides, entry=ENTRIES[name], config_dir=arguments.config_dir
     )  # nothing of it is run
     if arguments.shown == "info":
-        print("\n".join(choices(composed.full)))
+        print("\n".join(list_choices(composed.full)))
         print(
             "searched:",
             *[place for place in (conf_dir(), arguments.config_dir) if place],
             sep="\n  ",
         )
         return 0
-    own = composed.config if arguments.resolved else unresolved(composed.full)
-    hydra = unresolved(composed.full, of_hydra=True)
+    own = composed.config if arguments.resolved else read_unresolved(composed.full)
+    hydra = read_unresolved(composed.full, of_hydra=True)
     parts = {"job": own, "hydra": hydra, "all": {**own, **hydra}}
     print(
         yaml.safe_dump(redact_config(parts[arguments.shown]), sort_keys=False, allow_unicode=True),

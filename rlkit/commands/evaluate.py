@@ -57,7 +57,7 @@ def evaluate_run(
         windows = window_line(x, policy, tasks)
         if windows:
             print(windows, flush=True)
-        out = runs.fresh(parent)
+        out = runs.make_fresh_folder(parent)
         greedy = _evaluate_greedily(x, policy, tasks, step or 0, out)
         sampled = _evaluate_samples(x, policy, tasks, step or 0, out)
     level = seen()
@@ -186,7 +186,7 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
         [
             *lines,
             "right answers by evaluation.reward\n",
-            f"written to {runs.shown(out)}, {result['wall_seconds']:.0f} s",
+            f"written to {runs.shorten_path(out)}, {result['wall_seconds']:.0f} s",
         ]
     )
 
@@ -205,7 +205,7 @@ def command(arguments: Arguments) -> int:
         rlkit evaluate model=qwen3_0.6b task=gsm8k evaluation.n=64
     """
     from rlkit.config.compose import compose, experiment
-    from rlkit.config.problems.doubts import embedded_numbers
+    from rlkit.config.problems.doubts import find_embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split
 
     named = option(arguments.overrides, "run")
@@ -218,7 +218,7 @@ def command(arguments: Arguments) -> int:
     ask = None
     if named and run is not None:
         ask = asker(f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True)
-        overrides = added(runs.saved_overrides(run), overrides)
+        overrides = added(runs.read_overrides(run), overrides)
     composed = compose(
         overrides,
         entry="evaluate",
@@ -239,9 +239,9 @@ def command(arguments: Arguments) -> int:
     check_tools(tasks, x.environment)
     if len(tasks) < x.evaluation.n:
         print(f"evaluation.n={x.evaluation.n}: split={split} has {len(tasks)} problems")
-    checkpoint = runs.checkpoint_source(named, run) if named and run else None
+    checkpoint = runs.find_checkpoint(named, run) if named and run else None
     parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
-    for line in embedded_numbers(x):
+    for line in find_embedded_numbers(x):
         print(f"warning: {line}")
     LOST.clear()
     print(

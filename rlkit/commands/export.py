@@ -89,7 +89,7 @@ def command(arguments: Arguments) -> int:
     out = Path(place).expanduser() if place else run / name
     path, step = export(
         model_of(run, f"run={named}", arguments),
-        checkpoint=runs.checkpoint_source(named, run),
+        checkpoint=runs.find_checkpoint(named, run),
         out=out,
         merge=merged,
         run=run,

@@ -67,13 +67,13 @@ def full_help() -> str:
 def list_groups() -> str:
     """List the groups of conf/ and their options: first the everyday ones, then on a second line
     the rest of the catalogue."""
-    from rlkit.config.options import conf_dir, options_by_shelf
+    from rlkit.config.options import conf_dir, group_options_by_shelf
 
     lines = []
     for group in sorted(
         folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "hydra"
     ):
-        shelves = options_by_shelf(group)
+        shelves = group_options_by_shelf(group)
         lines.append(f"  {group:<12} {', '.join(shelves['everyday'])}")
         if shelves["catalogue"]:
             lines.append(f"  {'':<12} catalogue: {', '.join(shelves['catalogue'])}")

@@ -10,7 +10,7 @@ from rlkit.commands.arguments import Answer, Arguments
 from rlkit.commands.compare import effect_of, lines_of
 from rlkit.errors import ConfigError
 from rlkit.runs import verdicts
-from rlkit.runs.comparing import TO_CLAIM, detectable, seeds_needed, spread_bound
+from rlkit.runs.comparing import TO_CLAIM, count_needed_seeds, find_detectable_effect, spread_bound
 from rlkit.runs.reading import Group
 from rlkit.statistics import FEWEST
 from rlkit.system.output import clock
@@ -51,8 +51,8 @@ def command(arguments: Arguments) -> Answer:
         rlkit plan outputs/grpo outputs/dapo seeds=10
     """
     groups, given = lines_of(arguments, "plan")
-    compared = verdicts.shared_figure(groups, given.get("figure"), given.get("at"))
-    found = verdicts.verdicts(groups, compared) if compared else []
+    compared = verdicts.find_shared_figure(groups, given.get("figure"), given.get("at"))
+    found = verdicts.judge_lines(groups, compared) if compared else []
     known = [v for v in found if v.found.n >= FEWEST]
     if not compared or not known:
         raise ConfigError(
@@ -88,7 +88,9 @@ def plan_seeds(
     """
     spread = verdict.found.spread
     bound = spread_bound(spread, verdict.found.n)
-    needed, likely = (seeds_needed(own, effect, comparisons=comparisons) for own in (bound, spread))
+    needed, likely = (
+        count_needed_seeds(own, effect, comparisons=comparisons) for own in (bound, spread)
+    )
     return Need(
         verdict.first,
         verdict.second,
@@ -99,7 +101,7 @@ def plan_seeds(
         bound,
         likely,
         seeds,
-        detectable(bound, seeds, comparisons=comparisons) if seeds else None,
+        find_detectable_effect(bound, seeds, comparisons=comparisons) if seeds else None,
     )
 
 

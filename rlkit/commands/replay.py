@@ -25,9 +25,9 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
       untrusted code. DataError if one of its files is damaged or cannot be read.
     """
     from rlkit.config.compose import conf_dir
-    from rlkit.config.keys import leaks, without
+    from rlkit.config.keys import drop_paths, find_leaks
     from rlkit.config.schema import build, check
-    from rlkit.config.trust import Folder, outside, require_trust, with_environment
+    from rlkit.config.trust import Folder, find_unsafe_values, require_trust, with_environment
     from rlkit.runs import folder as runs
     from rlkit.system.device import autocast, load_on_device
     from rlkit.training.callbacks.checkpoints import read_checkpoint
@@ -45,9 +45,9 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     written = runs.read_config(folder)
     if not is_noted(folder):
         by = Folder(conf_dir())
-        require_trust(list(outside(written, by)), f"bundle={folder}", trusted=trusted)
+        require_trust(list(find_unsafe_values(written, by)), f"bundle={folder}", trusted=trusted)
         # an update needs no secret
-        written = without(written, frozenset(leak.path for leak in leaks(written, by)))
+        written = drop_paths(written, frozenset(leak.path for leak in find_leaks(written, by)))
     config = with_environment(written)
     learn(config, written)
     refuse_problems(check(config, f"{folder}/config.yaml"))

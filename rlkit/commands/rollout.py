@@ -58,7 +58,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     environment = limited(x.environment, x.max_steps)
     with autocast(x, device):
         tools, prompts = check_contexts(policy, tasks, environment)
-        out = runs.fresh(parent)
+        out = runs.make_fresh_folder(parent)
         with (
             unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep,
             failed_rollout_kept(out),
@@ -122,8 +122,8 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
         finally:
             if path.exists():
                 tell_user(
-                    f"rlkit: {done} of {total} episodes had ended; they are in {runs.shown(path)},"
-                    " unscored"
+                    f"rlkit: {done} of {total} episodes had ended; they are in"
+                    f" {runs.shorten_path(path)}, unscored"
                 )
 
 
@@ -194,7 +194,7 @@ def command(arguments: Arguments) -> int:
         rlkit rollout task=arithmetic n=8 num_return_sequences=4
     """
     from rlkit.config.compose import compose
-    from rlkit.config.problems.doubts import embedded_numbers
+    from rlkit.config.problems.doubts import find_embedded_numbers
     from rlkit.config.schema import build
 
     composed = compose(
@@ -203,12 +203,12 @@ def command(arguments: Arguments) -> int:
         config_dir=arguments.config_dir,
     )
     x = build(composed.config)
-    for line in embedded_numbers(x):
+    for line in find_embedded_numbers(x):
         print(f"warning: {line}")
     LOST.clear()
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
     print(
-        f"{'split':<34}{x.split}\n{episode_table(rollouts)}\n\nwritten to {runs.shown(out)}"
+        f"{'split':<34}{x.split}\n{episode_table(rollouts)}\n\nwritten to {runs.shorten_path(out)}"
         + (f", but for {', '.join(LOST)}" if LOST else "")
     )
     return int(bool(LOST))

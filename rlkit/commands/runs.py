@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.commands.arguments import Answer, Arguments, drop, option, unquote
-from rlkit.config.changes import difference
+from rlkit.config.changes import find_differences
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.training.schedules.paths import flat
@@ -133,7 +133,7 @@ def _row(run: Listed) -> tuple[str, ...]:
 
 def _overrides(folder: Path) -> list[str]:
     with suppress(DataError, OSError):
-        return runs.saved_overrides(folder)
+        return runs.read_overrides(folder)
     return []
 
 
@@ -170,7 +170,7 @@ def compare_runs(a: Path, b: Path) -> dict[str, Any]:
     """Differing settings, and results: key → its values in A and B."""
     sides = [_results(runs.read_summary(folder) or {}) for folder in (a, b)]
     return {
-        "settings": difference(runs.read_config(a), runs.read_config(b)),
+        "settings": find_differences(runs.read_config(a), runs.read_config(b)),
         "results": {key: [side.get(key) for side in sides] for key in sides[0] | sides[1]},
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlkit.commands.arguments import Answer, Arguments, added, drop, key_of, option
 from rlkit.commands.trust import asker
-from rlkit.config.options import shelf_of
+from rlkit.config.options import find_shelf
 from rlkit.config.origins import PHASE, Explained, Option, Value, explain
 from rlkit.runs import folder as runs
 
@@ -69,7 +69,7 @@ def command(arguments: Arguments) -> Answer:
         runs.require_overrides(folder)
         ask = asker(where, folder, overrides, arguments, entry="train")
         said = set(map(key_of, overrides))
-        saved = runs.saved_overrides(folder)
+        saved = runs.read_overrides(folder)
         sources |= {key: where for key in map(key_of, saved) if key not in said}
         overrides = added(saved, overrides)
     explained = explain(
@@ -82,7 +82,7 @@ def command(arguments: Arguments) -> Answer:
         explained = explained._replace(
             values=with_decision(explained.values, runs.read_start(folder))
         )
-    words = runs.without_secrets(overrides)
+    words = runs.redact_node(overrides)
     data = {"overrides": words, **explained._asdict()}
     return Answer(data, "\n".join(screen(explained, list(map(shlex.quote, words)))))
 
@@ -147,7 +147,7 @@ def _is_shown(value: Value, options: Mapping[str, Option]) -> bool:
 
 def _with_shelf(chosen: Option) -> str:
     """The option's name, with a note if it is from the catalogue."""
-    shelf = shelf_of(chosen.place.replace(".", "/"), chosen.name)
+    shelf = find_shelf(chosen.place.replace(".", "/"), chosen.name)
     return f"{chosen.name} (catalogue)" if shelf == "catalogue" else chosen.name
 
 

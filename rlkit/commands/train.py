@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
 from rlkit.commands.compare import list_suspicions
 from rlkit.commands.trust import asker
-from rlkit.config.changes import difference, identify, refuse_changes
+from rlkit.config.changes import find_differences, identify, refuse_changes
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError, Refusal, report
 from rlkit.runs import folder as runs
@@ -63,7 +63,7 @@ def command(arguments: Arguments) -> int:
             config_dir=arguments.config_dir,
             report=draw_page,
         )
-    from rlkit.config.compose import compose, experiment, length_keys
+    from rlkit.config.compose import compose, experiment, find_length_keys
     from rlkit.training.loggers import check_loggers
 
     overrides = arguments.overrides
@@ -73,12 +73,12 @@ def command(arguments: Arguments) -> int:
     ask = None
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
-        resume = runs.checkpoint_source(named, folder)
+        resume = runs.find_checkpoint(named, folder)
         runs.require_overrides(folder)
         require_secrets(named, folder, overrides)
         mine = [*drop(overrides, "resume"), f"resume={quote(named)}"]
         ask = asker(f"resume={named}", folder, mine, arguments, entry="train")
-        overrides = added(runs.saved_overrides(folder), mine)
+        overrides = added(runs.read_overrides(folder), mine)
     outputs = runs.OUTPUTS.absolute()  # before any code of the user's runs
     composed = compose(overrides, config_dir=arguments.config_dir, before_import=ask)
     x = experiment(composed)
@@ -93,11 +93,13 @@ def command(arguments: Arguments) -> int:
         folder = ranks.broadcast(
             lambda: (
                 folder
-                or runs.newest_unfinished(x.name, composed.config, beside=length_keys(composed))
+                or runs.find_unfinished_run(
+                    x.name, composed.config, beside=find_length_keys(composed)
+                )
             )
         )
         if folder is not None and runs.is_finished(folder):
-            print(f"{runs.shown(folder)}: finished already; nothing to do")
+            print(f"{runs.shorten_path(folder)}: finished already; nothing to do")
             ranks.leave()
             return 0
         resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
@@ -124,7 +126,7 @@ def _train_owned(
 ) -> int:
     """Take the run's folder (None: a new one in `outputs`), and train inside Hydra's main; return
     the exit status."""
-    from rlkit.config.problems.doubts import warnings
+    from rlkit.config.problems.doubts import list_warnings
     from rlkit.config.problems.rows import load_tasks
 
     with ExitStack() as owning:
@@ -141,12 +143,15 @@ def _train_owned(
         elif folder is not None:
             runs.refuse_leftovers(folder)
         tasks = load_tasks(x)
-        for line in warnings(x, composed.overrides, tasks):
+        for line in list_warnings(x, composed.overrides, tasks):
             print(f"warning: {line}")
         # one folder for all ranks; by now they have read its files
         target = ranks.broadcast(
             lambda: (
-                folder or runs.fresh(outputs / x.name, runs.label_of(composed.overrides, x.name))
+                folder
+                or runs.make_fresh_folder(
+                    outputs / x.name, runs.describe_overrides(composed.overrides, x.name)
+                )
             )
         )
         occupied = not known and target.is_dir() and any(target.iterdir())  # by files of the user
@@ -171,7 +176,7 @@ def _train_owned(
 def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
     """Raise ConfigError if an override of the run held a secret and is not given again. No run
     folder keeps a secret."""
-    missing = [key for key in runs.withheld(folder) if option(overrides, key) is None]
+    missing = [key for key in runs.list_withheld_keys(folder) if option(overrides, key) is None]
     if missing:
         raise ConfigError(
             f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again,"
@@ -234,7 +239,7 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
     identity = ranks.broadcast(lambda: runs.require_identity(folder))
     if not resume.name.endswith(".ckpt"):
         runs.refuse_restart(folder)
-    changed = difference(runs.read_config(folder), config)
+    changed = find_differences(runs.read_config(folder), config)
     refuse_changes(folder, changed)
     for key, (was, now) in changed.items():
         print(f"resume: {key} was {was}, is {now}")
@@ -308,7 +313,7 @@ def run_in_folder(
 ) -> int:
     """Run in a folder and print the end; return the exit status. A refusal removes all its
     additions."""
-    from rlkit.config.compose import builder
+    from rlkit.config.compose import make_builder
 
     fresh = resume is None
     try:
@@ -326,10 +331,10 @@ def run_in_folder(
                 started=started,
                 resume=resume,
                 provenance=provenance,
-                again=builder(config),
+                again=make_builder(config),
             )
     except Exception as error:
-        return report(error, f"run folder: {runs.shown(folder)}")
+        return report(error, f"run folder: {runs.shorten_path(folder)}")
     if ranks.rank() == 0:
         with report_write_errors("config.yaml"):
             # for a resumed run, once it has gone on with this config
@@ -393,7 +398,7 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 
 def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """Write the before/after table of the test problems, the folder and the next commands."""
-    where = shlex.quote(runs.shown(folder))
+    where = shlex.quote(runs.shorten_path(folder))
     lines = [""]
     before = summary.get("before")
     after = summary.get("after")
@@ -419,7 +424,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     longer = f" evaluation.stop_at=null{longer}" if longer and why else longer
     saved = any((folder / "checkpoints").glob("*.ckpt"))
     lines += [
-        f"run folder       {runs.shown(folder)}",
+        f"run folder       {runs.shorten_path(folder)}",
         "next:",
         *(
             [f"  curves         tensorboard --logdir {where}"]
@@ -461,10 +466,10 @@ def doubts(folder: Path) -> list[str]:
     """List harmful drifts over the whole run, and the number of steps of each warning
     printed only once."""
     from rlkit.runs.reading import read_run
-    from rlkit.runs.tables import symptoms
+    from rlkit.runs.tables import find_symptoms
 
     try:
-        found = symptoms(read_run(folder))
+        found = find_symptoms(read_run(folder))
     except OSError:  # a failing disk is named elsewhere
         return []
     drifted = [f.text for f in found if not f.steps]

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.commands.arguments import Arguments, option
-from rlkit.config.compose import conf_dir, without_values
-from rlkit.config.keys import leaks, refuse_leaks
+from rlkit.config.compose import compose_without_values, conf_dir
+from rlkit.config.keys import find_leaks, refuse_leaks
 from rlkit.config.trust import (
     Folder,
-    named_functions,
-    outside,
+    find_named_functions,
+    find_strange_overrides,
+    find_unsafe_values,
     require_trust,
-    strange_overrides,
     with_environment,
 )
 from rlkit.errors import ConfigError
@@ -45,18 +45,20 @@ def asker(
     """
     if is_noted(folder):
         return None
-    theirs = [text for text in runs.saved_overrides(folder) if text not in mine]
-    strange = list(strange_overrides(theirs))
+    theirs = [text for text in runs.read_overrides(folder) if text not in mine]
+    strange = list(find_strange_overrides(theirs))
     if not arguments.trusted:
         require_trust(strange, where, trusted=False)
     files = Path(arguments.config_dir).rglob("*.yaml") if arguments.config_dir else ()
-    named = named_functions("\n".join([*mine, *(file.read_text() for file in files)]))
+    named = find_named_functions("\n".join([*mine, *(file.read_text() for file in files)]))
     by = Folder(conf_dir(), named, folder if own_model else None)
-    base = without_values(theirs, mine, entry=entry, config_dir=arguments.config_dir)
+    base = compose_without_values(theirs, mine, entry=entry, config_dir=arguments.config_dir)
 
     def ask(config: dict[str, Any]) -> None:
-        require_trust([*strange, *outside(config, by, base)], where, trusted=arguments.trusted)
-        refuse_leaks(leaks(config, by, base), where)
+        require_trust(
+            [*strange, *find_unsafe_values(config, by, base)], where, trusted=arguments.trusted
+        )
+        refuse_leaks(find_leaks(config, by, base), where)
 
     return ask
 
@@ -74,8 +76,10 @@ def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
         )
     if not is_noted(run):
         by = Folder(conf_dir(), place=run)
-        require_trust(list(outside({"model": written}, by)), where, trusted=arguments.trusted)
-        refuse_leaks(leaks({"model": written}, by), where)
+        require_trust(
+            list(find_unsafe_values({"model": written}, by)), where, trusted=arguments.trusted
+        )
+        refuse_leaks(find_leaks({"model": written}, by), where)
     model = with_environment(written, "model")
     learn(model, written)
     return model

@@ -40,7 +40,7 @@ def identify(config: Mapping[str, Any]) -> str:
     """
     settings = {
         key: value
-        for key, value in _compared(config).items()
+        for key, value in _flatten_compared(config).items()
         if key not in ONCE and key.split(".")[0] not in APART
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[
@@ -48,7 +48,7 @@ def identify(config: Mapping[str, Any]) -> str:
     ]
 
 
-def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key → value, without secrets, advice and shelves."""
     return {
         key: value
@@ -57,13 +57,13 @@ def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def difference(
+def find_differences(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
     """Dotted key → (old, new) for every value that differs, without the run's length, the keys
     `beside` it, and suggestions."""
-    before = _compared(old)
-    after = _compared(new)
+    before = _flatten_compared(old)
+    after = _flatten_compared(new)
     return {
         key: (before.get(key), after.get(key))
         for key in dict.fromkeys((*before, *after))
@@ -71,12 +71,12 @@ def difference(
     }
 
 
-def other_run(
+def find_departures(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Find where a config departs from a run's: `difference` without the logger, the callbacks and
-    the number of ranks."""
-    changed = difference(old, new, beside=PLACE + beside)
+    """Find where a config departs from a run's: `find_differences` without the logger, the
+    callbacks and the number of ranks."""
+    changed = find_differences(old, new, beside=PLACE + beside)
     return {key: values for key, values in changed.items() if key.split(".")[0] not in APART}
 
 

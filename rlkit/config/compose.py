@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.config.changes import difference
+from rlkit.config.changes import find_differences
 from rlkit.config.functions import read_functions
 from rlkit.config.options import SHELVES, conf_dir
 from rlkit.config.problems import run_problems
 from rlkit.config.problems.names import name_problems
 from rlkit.config.problems.numbers import range_problems
-from rlkit.config.problems.schedules import first_steps, phase_problems
+from rlkit.config.problems.schedules import build_first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check
 from rlkit.config.suggestions import RESOLVERS
@@ -82,16 +82,16 @@ def compose(
 
     logging.getLogger("hydra").setLevel(logging.ERROR)
     _check_searchpath(overrides)
-    with hydra_of_conf(config_dir) as search:
+    with initialize_hydra(config_dir) as search:
         problems, accepted = _check_overrides(overrides, search)
-        problems += _clashes(config_dir)
+        problems += _find_clashes(config_dir)
         try:
             full, accepted = _load(entry, search, accepted)
-            plain = _plain(full)
+            plain = _resolve_all(full)
         except ConfigError as error:
             raise ConfigError("\n".join([*problems, str(error)])) from error
-        problems += _misplaced(plain)
-    learn(plain, unresolved(full))
+        problems += _take_misplaced(plain)
+    learn(plain, read_unresolved(full))
     if before_import is not None:
         before_import(with_variables(full))
     problems += check(plain) or range_problems(plain)
@@ -101,7 +101,7 @@ def compose(
     return Composed(plain, accepted, full)
 
 
-def without_values(
+def compose_without_values(
     theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None
 ) -> dict[str, Any]:
     """Compose the folder's choice of options with everything the user sets, in the form of
@@ -111,7 +111,7 @@ def without_values(
 
     The folder's `sandbox` choice is left out too: it decides how strictly code is confined.
     """
-    with hydra_of_conf(config_dir) as search:
+    with initialize_hydra(config_dir) as search:
         chosen = [
             text
             for text in theirs
@@ -140,7 +140,7 @@ def with_variables(full: DictConfig) -> dict[str, Any]:
 
     OmegaConf.register_new_resolver("oc.env", name_it, replace=True)
     try:
-        return _plain(full)
+        return _resolve_all(full)
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
@@ -156,18 +156,18 @@ class Layer(NamedTuple):
     overrides: dict[str, str]  # the preset's choices in other groups: group → NAME
 
 
-def layers(
+def list_layers(
     composed: Composed, *, entry: str = "train", config_dir: str | None = None
 ) -> tuple[Layer, ...]:
     """List the files a config was composed of, in Hydra's order, without values of the command
     line."""
-    with hydra_of_conf(config_dir) as search:
+    with initialize_hydra(config_dir) as search:
         groups = [text for text in composed.overrides if is_group(text, search)]
-        return _layers(entry, (*search, *groups), _stamp(search))
+        return _list_layers(entry, (*search, *groups), _stamp(search))
 
 
 @functools.lru_cache(maxsize=64)
-def _layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple[Layer, ...]:
+def _list_layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple[Layer, ...]:
     """The layers of a composition of options; `stamp` changes with the files."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
@@ -194,7 +194,7 @@ def _layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple[Laye
 
 
 @contextmanager
-def hydra_of_conf(config_dir: str | Path | None) -> Iterator[list[str]]:
+def initialize_hydra(config_dir: str | Path | None) -> Iterator[list[str]]:
     """Let Hydra read conf/ with rlkit's resolvers inside this block. Yields the overrides for
     searching the user's folder too."""
     from hydra import initialize_config_dir
@@ -224,7 +224,7 @@ def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
         )
 
 
-def length_keys(composed: Composed) -> tuple[str, ...]:
+def find_length_keys(composed: Composed) -> tuple[str, ...]:
     """List the dotted keys with values that follow the run's length, as in ${trainer.steps}: they
     count as length too."""
     from omegaconf import OmegaConf
@@ -239,7 +239,7 @@ def length_keys(composed: Composed) -> tuple[str, ...]:
         2 * (composed.config["trainer"].get("max_time") or 0) + 1,
         force_add=True,
     )
-    return tuple(difference(composed.config, _plain(longer)))
+    return tuple(find_differences(composed.config, _resolve_all(longer)))
 
 
 def searchpath(config_dir: str | Path | None) -> list[str]:
@@ -250,7 +250,7 @@ def searchpath(config_dir: str | Path | None) -> list[str]:
     return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
 
 
-def _clashes(config_dir: str | Path | None) -> list[str]:
+def _find_clashes(config_dir: str | Path | None) -> list[str]:
     """Options of a user's folder hidden by a shipped option of the same name. Hydra would say
     nothing."""
     folder = Path(config_dir) if config_dir else None
@@ -274,14 +274,14 @@ def _check_searchpath(overrides: Sequence[str]) -> None:
                 f"hydra.searchpath: file://{place} is no folder; name the folder that holds your"
                 " groups"
             )
-        if scheme == "pkg" and not _importable(place):
+        if scheme == "pkg" and not _is_importable(place):
             raise ConfigError(
                 f"hydra.searchpath: pkg://{place} cannot be imported; install the package, or put"
                 " its folder on PYTHONPATH"
             )
 
 
-def _importable(package: str) -> bool:
+def _is_importable(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -309,7 +309,7 @@ def _load(
     accepted = []
     text = ""
     try:
-        full = pickle.loads(_composed_groups(entry, (*search, *groups), _stamp(search)))
+        full = pickle.loads(_compose_groups(entry, (*search, *groups), _stamp(search)))
         for text in overrides:
             named = read_functions(text)
             for path, value in named.items():
@@ -328,7 +328,7 @@ def _load(
     except yaml.MarkedYAMLError as error:
         raise ConfigError(not_yaml(error, "an option")) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise _refusal(error, text, entry, search, overrides) from error
+        raise _make_refusal(error, text, entry, search, overrides) from error
     _keep_declared(full, accepted)
     own = [text for text in accepted if not text.startswith("hydra")]
     full.hydra.overrides.task = own
@@ -337,7 +337,7 @@ def _load(
     return full, accepted
 
 
-def _refusal(
+def _make_refusal(
     error: Exception, text: str, entry: str, search: Sequence[str], overrides: Sequence[str]
 ) -> ConfigError:
     """Turn Hydra's error into one sentence about the user's words. `text` is the override applied
@@ -347,12 +347,14 @@ def _refusal(
         group, name = absent.groups()
         where = "" if f"{group}={name}" in overrides else ", which a defaults list names"
         return ConfigError(
-            no_such_option(f"{group}={name}{where}", name, group, _listed_options(group, search))
+            explain_unknown_option(
+                f"{group}={name}{where}", name, group, _name_options(group, search)
+            )
         )
     absent = re.match(r"Could not override '([\w.]+)'", str(error))
     path = absent[1] if absent else ""
     if path.startswith("hydra."):
-        known = pickle.loads(_composed_groups(entry, (), _stamp(search))).hydra
+        known = pickle.loads(_compose_groups(entry, (), _stamp(search))).hydra
         return ConfigError(
             f"{path}: Hydra has no such setting.{nearest(path.split('.')[1], known)}"
         )
@@ -360,7 +362,7 @@ def _refusal(
         return ConfigError(f"{path}: rlkit {entry} has no such group")
     if str(error).startswith("Error merging override"):
         text = text.lstrip("+")
-        said = one_sentence(error.__cause__ or error)
+        said = shorten_to_sentence(error.__cause__ or error)
         key = text.partition("=")[0]
         if "Cannot merge DictConfig with ListConfig" in said:
             said = f"{key} holds values by name and takes no list; set {key}.NAME=VALUE"
@@ -369,7 +371,7 @@ def _refusal(
         f"a YAML file of the config cannot be read ({type(error).__name__}); look for a key that is"
         " no text, such as null"
     )
-    return ConfigError(one_sentence(error) or unread)
+    return ConfigError(shorten_to_sentence(error) or unread)
 
 
 def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
@@ -386,7 +388,7 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
     raw = OmegaConf.to_container(full, resolve=False)
     for kind, target, option in BY_TASK:
         declared: list[str] = []
-        found = list(_paths_of(raw.get("task"), kind, "task")) if isinstance(raw, dict) else []
+        found = list(_find_paths(raw.get("task"), kind, "task")) if isinstance(raw, dict) else []
         for path in found:
             declared += [str(name) for name in OmegaConf.select(full, path)]
         for path in found:
@@ -394,7 +396,7 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
         shipped = set(
             re.findall(rf"(?:@{kind}\.|^        )(\w+):", (conf_dir() / option).read_text(), re.M)
         )
-        for path in _paths_of_target(raw, target):
+        for path in _find_target_paths(raw, target):
             parts = OmegaConf.select(full, f"{path}.{kind}")
             for name in shipped & set(parts or ()):
                 touched = any(f".{kind}.{name}." in key for key in keys)
@@ -403,27 +405,27 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
                     del parts[name]
 
 
-def _paths_of(node: Any, key: str, path: str) -> Iterator[str]:
+def _find_paths(node: Any, key: str, path: str) -> Iterator[str]:
     """The dotted keys of lists of this name in a task and the parts of a mixture."""
     if isinstance(node, dict):
         if isinstance(node.get(key), list):
             yield f"{path}.{key}"
         for name, part in (node.get("parts") or {}).items():
-            yield from _paths_of(part, key, f"{path}.parts.{name}")
+            yield from _find_paths(part, key, f"{path}.parts.{name}")
 
 
-def _paths_of_target(node: Any, target: str, path: str = "") -> Iterator[str]:
+def _find_target_paths(node: Any, target: str, path: str = "") -> Iterator[str]:
     """The dotted keys of the nodes with this `_target_`."""
     if isinstance(node, dict):
         if node.get("_target_") == target:
             yield path
         for key, value in node.items():
             if key != "hydra":
-                yield from _paths_of_target(value, target, f"{path}.{key}".lstrip("."))
+                yield from _find_target_paths(value, target, f"{path}.{key}".lstrip("."))
 
 
 @functools.lru_cache(maxsize=64)
-def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> bytes:
+def _compose_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> bytes:
     """Hydra's composition of options, pickled. Configs with other values but the same options share
     it.
 
@@ -463,7 +465,7 @@ def _stamp(search: Sequence[str]) -> object:
     )
 
 
-def _plain(full: DictConfig) -> dict[str, Any]:
+def _resolve_all(full: DictConfig) -> dict[str, Any]:
     """The config without Hydra's own node in plain containers, every reference to another value
     resolved."""
     from omegaconf import OmegaConf
@@ -478,7 +480,7 @@ def _plain(full: DictConfig) -> dict[str, Any]:
         _require_text(found)
         return found
     except (OmegaConfBaseException, ValueError) as error:
-        key, written = _unresolved(full)
+        key, written = _find_unresolved(full)
         if "node `suggests` is not a container" in str(error):
             group = written.strip("${}").partition(".suggests")[0] or key.partition(".")[0]
             raise ConfigError(
@@ -486,9 +488,9 @@ def _plain(full: DictConfig) -> dict[str, Any]:
                 f" {group}.suggests.NAME=VALUE"
             ) from error
         raise ConfigError(
-            f"{key}: {written} cannot be resolved: {one_sentence(error)}"
+            f"{key}: {written} cannot be resolved: {shorten_to_sentence(error)}"
             if key
-            else one_sentence(error)
+            else shorten_to_sentence(error)
         ) from error
 
 
@@ -501,7 +503,7 @@ def _require_text(node: Mapping[Any, Any], path: str = "") -> None:
             _require_text(value, f"{path}{key}.")
 
 
-def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
+def _find_unresolved(node: Any, path: str = "") -> tuple[str, str]:
     """Return the first key with a reference nothing resolves, and the reference as written.
 
     If all can be resolved, both are empty.
@@ -519,13 +521,13 @@ def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
             written: Any = OmegaConf.to_container(node, resolve=False)
             return where, str(written[key])
         if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, key):
-            found = _unresolved(value, where)
+            found = _find_unresolved(value, where)
             if found[0]:
                 return found
     return "", ""
 
 
-def _misplaced(plain: dict[str, Any]) -> list[str]:
+def _take_misplaced(plain: dict[str, Any]) -> list[str]:
     """Find presets without the line `# @package _global_`. Take their keys out of the config and
     report them."""
     return [
@@ -536,7 +538,7 @@ def _misplaced(plain: dict[str, Any]) -> list[str]:
     ]
 
 
-def unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
+def read_unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
     """The config, or Hydra's own node of it, with references to other values and to the environment
     as they were written."""
     from omegaconf import OmegaConf
@@ -545,7 +547,7 @@ def unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if (key == "hydra") == of_hydra}
 
 
-def choices(full: DictConfig) -> list[str]:
+def list_choices(full: DictConfig) -> list[str]:
     """GROUP=OPTION of every group with a chosen option, sorted."""
     chosen = full.hydra.runtime.choices.items()
     return sorted(
@@ -579,7 +581,7 @@ def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
     return loader.repository.get_group_options(group, ObjectType.CONFIG)
 
 
-def _listed_options(group: str, search: Sequence[str] = ()) -> list[str]:
+def _name_options(group: str, search: Sequence[str] = ()) -> list[str]:
     """Names for a message: a group's options, and the recipes among the presets."""
     recipes = _group_options("experiment/recipe", search) if group == "experiment" else []
     return [*_group_options(group, search), *(f"recipe/{name}" for name in recipes)]
@@ -606,7 +608,7 @@ def _check_overrides(
             override, text = parse_override(parser, given)
         except HydraException as error:
             said = (
-                one_sentence(error)
+                shorten_to_sentence(error)
                 .partition(" See https://hydra.cc")[0]
                 .replace("no viable alternative at input", "no sense from here on:")
             )
@@ -629,13 +631,15 @@ def _check_overrides(
         if override.is_sweep_override():
             problems.append(f"{text}: several values are a sweep; run it with -m")
         elif unknown and not elsewhere and not read_functions(text):
-            problems.append(no_such_option(text, str(unknown[0]), group, _listed_options(group)))
+            problems.append(
+                explain_unknown_option(text, str(unknown[0]), group, _name_options(group))
+            )
         else:
             accepted.append(text)
     return problems, accepted
 
 
-def no_such_option(text: str, name: str, group: str, options: Iterable[str]) -> str:
+def explain_unknown_option(text: str, name: str, group: str, options: Iterable[str]) -> str:
     """The sentence about an option that does not exist."""
     return (
         f"{text}: no such option.{nearest(name, options)} Options of {group}:"
@@ -658,7 +662,7 @@ def parse_override(parser: Any, text: str) -> tuple[Any, str]:
         return parser.parse_overrides([quoted])[0], quoted
 
 
-def one_sentence(error: BaseException) -> str:
+def shorten_to_sentence(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(
         line
@@ -670,21 +674,21 @@ def one_sentence(error: BaseException) -> str:
 def experiment(composed: Composed) -> Experiment:
     """The Experiment of a composed config, checked and dry-run phase by phase. Raises ConfigError
     with all problems at once."""
-    return checked(build(composed.config))
+    return check_experiment(build(composed.config))
 
 
-def builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
+def make_builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
     """A function for another process: it builds the experiment again for sampling, without loggers
     and callbacks."""
     return functools.partial(build, {**config, "logger": {}, "callbacks": {}})
 
 
-def checked(x: Experiment) -> Experiment:
+def check_experiment(x: Experiment) -> Experiment:
     """Return the experiment after every check possible without model and data. Raises ConfigError
     with all problems at once."""
     # their functions run on fake data
     with guard_state(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):
         refuse_problems(run_problems(x))
-        for first in first_steps(x).values():
+        for first in build_first_steps(x).values():
             dry_run(first)
     return x

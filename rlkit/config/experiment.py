@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rlkit.config.compose import checked, compose, conf_dir
-from rlkit.config.parts import inside, name_tools, placed
+from rlkit.config.compose import check_experiment, compose, conf_dir
+from rlkit.config.parts import get_inside, name_tools, place_part
 from rlkit.config.problems.schedules import phase_problems
 from rlkit.config.schema import build
 from rlkit.errors import ConfigError, refuse_problems, written
@@ -84,12 +84,12 @@ def experiment(
     x = x._replace(task=source.load, model=x.model.load)
     for path, part in parts.items():
         if path not in early:
-            x = placed(x, path, part, Experiment, path)
-            part = reduce(inside, path.split("."), x)
-        config = with_value(config, path, described(part))
+            x = place_part(x, path, part, Experiment, path)
+            part = reduce(get_inside, path.split("."), x)
+        config = with_value(config, path, describe_part(part))
     # a replaced task or model keeps the other numbers of its option
     x = x._replace(task=replace(source, load=x.task), model=model_spec(x.model, suggested))
-    configured = Configured(*checked(x))
+    configured = Configured(*check_experiment(x))
     configured.config = config
     configured.overrides = () if parts else tuple(composed.overrides)
     return configured
@@ -120,15 +120,15 @@ def override(path: str, value: Any) -> str:
     ):
         options = f"[{','.join(chosen)}]" if chosen is value else value
         return f"{path.replace('.', '/')}={options}"
-    return f"{path}={literal(value)}"
+    return f"{path}={format_literal(value)}"
 
 
-def literal(value: Any) -> str:
+def format_literal(value: Any) -> str:
     """A plain value in Hydra's grammar."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{literal(own)}" for key, own in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{format_literal(own)}" for key, own in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(map(literal, value)) + "]"
+        return "[" + ",".join(map(format_literal, value)) + "]"
     if isinstance(value, str | Path):
         return "'" + str(value).replace("'", r"\'") + "'"
     text = repr(value)
@@ -138,21 +138,23 @@ def literal(value: Any) -> str:
 # ------------------------------------------------------------------------------------- written down
 
 
-def described(part: Any) -> Any:
+def describe_part(part: Any) -> Any:
     """A part as a node of a config, for the run folder: its name and its plain values. The node may
     not be buildable again."""
     if is_plain(part):
         return str(part) if isinstance(part, Path) else part
     if isinstance(part, Mapping):
-        return {str(key): described(value) for key, value in part.items()}
+        return {str(key): describe_part(value) for key, value in part.items()}
     if isinstance(part, ModelSpec | TaskSource):
-        return described(part.load)
+        return describe_part(part.load)
     if is_record(part):
-        return {"_target_": written(type(part)), **described(part._asdict())}
+        return {"_target_": written(type(part)), **describe_part(part._asdict())}
     if isinstance(part, list | tuple):
-        return [described(value) for value in part[:8]]  # of a long list of tasks the first ones
+        return [
+            describe_part(value) for value in part[:8]
+        ]  # of a long list of tasks the first ones
     if isinstance(part, partial):
-        return {"_target_": written(part.func), "_partial_": True, **described(part.keywords)}
+        return {"_target_": written(part.func), "_partial_": True, **describe_part(part.keywords)}
     return {
         "_target_": written(part if callable(part) else type(part)),
         "_partial_": callable(part),

@@ -66,7 +66,7 @@ PEERS = {
 MEANT = {word: key for key, words in PEERS.items() for word in words.split()}
 
 
-def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
+def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
     """Suggest a key for an unknown one, as " Did you mean 'optimizer.lr'?"; '' if nothing is near.
 
     Args:
@@ -105,7 +105,7 @@ def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
     )
 
 
-def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+def list_leaves(config: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Every dotted key a user can set in a plain config, groups and lists as one key each, without
     Hydra's own words."""
     found = []
@@ -114,7 +114,7 @@ def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
             continue
         found.append(f"{prefix}{key}")
         if isinstance(value, Mapping):
-            found += leaves_of(value, f"{prefix}{key}.")
+            found += list_leaves(value, f"{prefix}{key}.")
     return found
 
 

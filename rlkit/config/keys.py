@@ -12,15 +12,15 @@ from rlkit.config.trust import (
     SENDS,
     Declared,
     Folder,
-    below,
-    declared_by,
+    get_child,
+    get_item,
     is_known,
     is_same,
     is_shipped,
     is_text,
-    item,
-    plain_parts,
-    short,
+    read_declarations,
+    shorten_value,
+    walk_plain_values,
 )
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import FROM_ENVIRONMENT, is_secret_key
@@ -50,7 +50,7 @@ class Leak(NamedTuple):
         )
 
 
-def leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
+def find_leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
     """Find values of the environment and secrets on their way to an address, a program or a
     function that only the folder names.
 
@@ -66,7 +66,7 @@ def leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
         named = _places(function, by, own_base, path)
         places += named
         if named:
-            found += _beside(function, own_base, path, named[0])
+            found += _find_user_values(function, own_base, path, named[0])
     for path, text, own in _leaves(node, base, "") if places else ():
         names = FROM_ENVIRONMENT.findall(text)
         if names and not own:
@@ -78,16 +78,18 @@ def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[s
     """(path, node, its base) of every function of a config."""
     if isinstance(node, Mapping):
         if "_target_" in node:
-            base = base if below(base, "_target_") == node["_target_"] else ABSENT
+            base = base if get_child(base, "_target_") == node["_target_"] else ABSENT
             yield path, node, base
         for key, value in node.items():
-            yield from _functions(value, below(base, key), f"{path}.{key}" if path else str(key))
+            yield from _functions(
+                value, get_child(base, key), f"{path}.{key}" if path else str(key)
+            )
     elif isinstance(node, list):
         for i, value in enumerate(node):
-            yield from _functions(value, item(base, i), f"{path}[{i}]")
+            yield from _functions(value, get_item(base, i), f"{path}[{i}]")
 
 
-def _beside(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterator[Leak]:
+def _find_user_values(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterator[Leak]:
     """The user's values among the arguments of a function with an address from the folder."""
     for where, text, own in _leaves(
         {key: value for key, value in node.items() if key != "suggests"}, base, path
@@ -110,17 +112,20 @@ def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[s
         return [f"{path}._target_={target!s:.80}" if path else f"_target_={target!s:.80}"]
     found = []
     for key, value in node.items():
-        verdict = declared_by(target).get(key, Declared(""))
+        verdict = read_declarations(target).get(key, Declared(""))
         if (
             verdict.word not in SENDS
             or is_shipped(value, verdict, target, key, by)
-            or is_same(value, below(base, key))
+            or is_same(value, get_child(base, key))
         ):
             continue
         if verdict.plain or any(
-            is_text(part) and not FROM_ENVIRONMENT.fullmatch(part) for part in plain_parts(value)
+            is_text(part) and not FROM_ENVIRONMENT.fullmatch(part)
+            for part in walk_plain_values(value)
         ):
-            found.append(f"{path}.{key}={short(value)}" if path else f"{key}={short(value)}")
+            found.append(
+                f"{path}.{key}={shorten_value(value)}" if path else f"{key}={shorten_value(value)}"
+            )
     return found
 
 
@@ -128,10 +133,10 @@ def _leaves(node: Any, base: Any, path: str) -> Iterator[tuple[str, str, bool]]:
     """(path, text, whether rlkit or the user himself gives it) of every text."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            yield from _leaves(value, below(base, key), f"{path}.{key}" if path else str(key))
+            yield from _leaves(value, get_child(base, key), f"{path}.{key}" if path else str(key))
     elif isinstance(node, list):
         for i, value in enumerate(node):
-            yield from _leaves(value, item(base, i), f"{path}[{i}]")
+            yield from _leaves(value, get_item(base, i), f"{path}[{i}]")
     elif isinstance(node, str):
         yield path, node, is_same(node, base)
 
@@ -142,15 +147,15 @@ def refuse_leaks(found: Sequence[Leak], where: str) -> None:
         raise ConfigError(f"{where}: {found[0]}")
 
 
-def without(node: Any, paths: frozenset[str], path: str = "") -> Any:
+def drop_paths(node: Any, paths: frozenset[str], path: str = "") -> Any:
     """A copy of a config with null at these paths."""
     if path in paths:
         return None
     if isinstance(node, Mapping):
         return {
-            key: without(value, paths, f"{path}.{key}" if path else str(key))
+            key: drop_paths(value, paths, f"{path}.{key}" if path else str(key))
             for key, value in node.items()
         }
     if isinstance(node, list):
-        return [without(value, paths, f"{path}[{i}]") for i, value in enumerate(node)]
+        return [drop_paths(value, paths, f"{path}[{i}]") for i, value in enumerate(node)]
     return node

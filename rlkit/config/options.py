@@ -28,7 +28,7 @@ def read_shelf(file: Path) -> str:
     return found[1] if found else ""
 
 
-def shelf_of(group: str, option: str, config_dir: str | Path | None = None) -> str:
+def find_shelf(group: str, option: str, config_dir: str | Path | None = None) -> str:
     """The shelf of an option: everyday, catalogue, or "" if its file names none or does not exist.
 
     Args:
@@ -43,7 +43,7 @@ def shelf_of(group: str, option: str, config_dir: str | Path | None = None) -> s
     return ""
 
 
-def options_by_shelf(group: str) -> dict[str, list[str]]:
+def group_options_by_shelf(group: str) -> dict[str, list[str]]:
     """Shelf → the shipped options of a group, sorted; presets in a folder of experiment/ as
     FOLDER/NAME."""
     folder = conf_dir() / group

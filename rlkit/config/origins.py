@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rlkit.config.compose import PRESETS, Composed, Layer, compose, layers, unresolved
+from rlkit.config.compose import PRESETS, Composed, Layer, compose, list_layers, read_unresolved
 from rlkit.config.suggestions import RESOLVERS
 from rlkit.system.redaction import redact_config
 from rlkit.training.schedules.paths import flat
@@ -82,7 +82,7 @@ def explain(
     Raises: ConfigError.
     """
     composed = compose(overrides, config_dir=config_dir, before_import=before_import)
-    files = layers(composed, config_dir=config_dir)
+    files = list_layers(composed, config_dir=config_dir)
     standard = compose([])
     groups = {layer.option.partition("=")[0] for layer in files} | set(_choices(composed))
     chosen: dict[str, tuple[str, str]] = {}  # group → (option, its origin)
@@ -100,11 +100,11 @@ def explain(
     return Explained(
         _options(composed, standard, files, chosen),
         [*_values(composed, standard, files, is_set), *removed],
-        extras_of(composed.config),
+        find_extras(composed.config),
     )
 
 
-def extras_of(config: Mapping[str, Any]) -> list[str]:
+def find_extras(config: Mapping[str, Any]) -> list[str]:
     """The extras whose functions a config names, sorted."""
     names = (EXTRA.match(target) for target in _targets(config))
     return sorted({found[1] for found in names if found})
@@ -159,7 +159,7 @@ def _values(
     now = flat(composed.config)
     before = flat(standard.config)
     shown = flat(redact_config(composed.config))
-    raw = flat(unresolved(composed.full))
+    raw = flat(read_unresolved(composed.full))
     owners: dict[str, str] = {}
     for layer in files:
         owners |= dict.fromkeys(flat(layer.config), layer.option)
@@ -172,7 +172,7 @@ def _values(
 
     def origin_of(key: str, changed: bool) -> str:
         phase = PHASE.fullmatch(key)
-        source = followed(key, raw.get(key), now)
+        source = follow_reference(key, raw.get(key), now)
         if setter(key):
             return setter(key)
         if phase:
@@ -201,7 +201,7 @@ def _values(
         yield Value(key, shown.get(key), origin_of(key, changed), changed)
 
 
-def followed(key: str, written: Any, config: Mapping[str, Any]) -> str:
+def follow_reference(key: str, written: Any, config: Mapping[str, Any]) -> str:
     """Find the key behind a reference; empty if there is none.
 
     Args:

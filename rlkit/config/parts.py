@@ -32,7 +32,7 @@ hints_of = functools.cache(signature_hints)  # of records
 
 
 @functools.cache
-def checked_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def wrap_with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Wrap a top-level function of the package: it refuses arguments missing from its signature. A
     bare function becomes a Reward or Term if the signature asks for one.
 
@@ -57,13 +57,13 @@ def checked_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             if kind is inspect.Parameter.VAR_KEYWORD:  # of an episode, or of a config
                 params = hints_of(SamplingParams)
                 call.arguments[key] = {
-                    own: lifted(value[own], params.get(own, Any), f"rlkit.{name}: {own}")
+                    own: lift_part(value[own], params.get(own, Any), f"rlkit.{name}: {own}")
                     for own in value
                 }
             elif kind is inspect.Parameter.VAR_POSITIONAL:
-                call.arguments[key] = [lifted(own, hint, where) for own in value]
+                call.arguments[key] = [lift_part(own, hint, where) for own in value]
             else:
-                call.arguments[key] = lifted(value, hint, where)
+                call.arguments[key] = lift_part(value, hint, where)
         return function(*call.args, **call.kwargs)
 
     checked.__module__ = "rlkit"  # the name pickle looks up
@@ -71,7 +71,7 @@ def checked_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return checked
 
 
-def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
+def place_part(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
     """Return the owner with a new part at a path inside it.
 
     Args:
@@ -80,11 +80,11 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
     Raises: ConfigError if the place does not exist or cannot take the part.
     """
     if not path:
-        return lifted(part, hint, where)
+        return lift_part(part, hint, where)
     name, _, rest = path.partition(".")
     if isinstance(owner, Mapping):
         within = (Any, *typing.get_args(hint))[-1]
-        return {**owner, name: placed(owner.get(name), rest, part, within, where)}
+        return {**owner, name: place_part(owner.get(name), rest, part, within, where)}
     if inspect.isroutine(owner):
         owner = partial(owner)
     is_partial = isinstance(owner, partial)
@@ -98,33 +98,33 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: there is no '{name}'.{nearest(name, known)} There are: {', '.join(known)}"
         )
-    new = {name: placed(inside(owner, name), rest, part, known[name], where)}
+    new = {name: place_part(get_inside(owner, name), rest, part, known[name], where)}
     return partial(owner, **new) if is_partial else owner._replace(**new)
 
 
-def inside(owner: Any, name: str) -> Any:
+def get_inside(owner: Any, name: str) -> Any:
     """The field, entry or keyword argument of this name; None if there is none."""
     return fields(owner).get(name)
 
 
-def lifted(part: Any, hint: Any, where: str) -> Any:
+def lift_part(part: Any, hint: Any, where: str) -> Any:
     """Convert a part, and everything in it, to the type of its place. Raises ConfigError if one of
     them does not fit."""
     if hint in (Reward, Term) and not isinstance(part, hint):
-        part = (as_reward if hint is Reward else as_term)(part, where)
+        part = (make_reward if hint is Reward else make_term)(part, where)
     elif where == "task":
-        part = part if callable(part) else task_function(part)
+        part = part if callable(part) else make_task_function(part)
         require_arguments(part, "task", split="train")
         hint = Callable[..., Any]
     elif where == "model":
-        part = the_policy(part) if isinstance(part, Policy) else part
+        part = wrap_policy(part) if isinstance(part, Policy) else part
         if callable(part):
             require_arguments(part, "model", device="cpu")
         hint = Callable[..., Any] | Policy
     is_scalar = isinstance(part, str | int | float | NoneType)
     fitting = [one for one in alternatives(hint) if (fits if is_scalar else stands)(part, one)]
     if not fitting:
-        raise ConfigError(misfit(part, hint, where))
+        raise ConfigError(explain_misfit(part, hint, where))
     return part if is_scalar else with_lifted(part, fitting[0], where)
 
 
@@ -142,7 +142,7 @@ def with_lifted(part: Any, hint: Any, where: str) -> Any:
         hints = dict.fromkeys(held, within[0])
     else:
         return part
-    new = {key: lifted(held[key], hints.get(key, Any), f"{where}.{key}") for key in held}
+    new = {key: lift_part(held[key], hints.get(key, Any), f"{where}.{key}") for key in held}
     if all(new[key] is held[key] for key in held):
         return part
     if is_record(part):
@@ -170,7 +170,7 @@ def is_function(base: Any) -> bool:
     return base is Callable or calls
 
 
-def misfit(part: Any, hint: Any, where: str) -> str:
+def explain_misfit(part: Any, hint: Any, where: str) -> str:
     """Why the part cannot stand there, as a sentence."""
     wanted = [one for one in alternatives(hint) if one is not NoneType]
     hint = wanted[0] if len(wanted) == 1 else hint
@@ -185,13 +185,13 @@ def misfit(part: Any, hint: Any, where: str) -> str:
         takes = f", made of this class: {part.__name__}(…)"
     elif is_protocol(hint):
         takes = f"; it has no {', '.join(missing(part, hint))}"
-    words = " or ".join(map(in_words, wanted))
+    words = " or ".join(map(describe_type, wanted))
     if isinstance(part, str | int | float | NoneType):
         return f"{where}: {part!r:.100} is not {words}{takes}"
     return f"{where}: {part!r:.100} cannot stand there; give {words}{takes}"
 
 
-def in_words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type for a message: a number; a function; a value of the type Reward."""
     base = typing.get_origin(hint) or hint
     if is_function(base):
@@ -208,7 +208,7 @@ def name_tools(part: Any) -> Mapping[str, Any]:
     return {tool_name(tool): tool for tool in tools}
 
 
-def as_term(part: Any, where: str) -> Term:
+def make_term(part: Any, where: str) -> Term:
     """A function of a rollout as a term of weight 1."""
     if isinstance(part, Term):
         return part
@@ -220,23 +220,23 @@ def as_term(part: Any, where: str) -> Term:
     return Term(1.0, part)
 
 
-def as_reward(part: Any, where: str) -> Reward:
+def make_reward(part: Any, where: str) -> Reward:
     """Functions and terms as a reward; they are named as they are in a mapping, else as the
     functions are."""
     own = part if type(part) in (list, tuple) else [part]
     terms = (
-        {name: as_term(one, f"{where}.terms.{name}") for name, one in part.items()}
+        {name: make_term(one, f"{where}.terms.{name}") for name, one in part.items()}
         if isinstance(part, Mapping)
         else {}
     )
     for one in own if not terms else ():
-        term = as_term(one, where)
+        term = make_term(one, where)
         name = written(term.fn).rpartition(".")[2].strip("<>")
         terms[name if name not in terms else f"{name}_{len(terms)}"] = term
     return Reward("+".join(terms), terms)
 
 
-def task_function(part: Any) -> Callable[..., Sequence[Task]]:
+def make_task_function(part: Any) -> Callable[..., Sequence[Task]]:
     """Tasks, or rows of a prompt and an answer, as a function from split to tasks. Without splits
     all are for training."""
     if isinstance(part, Mapping):  # of a DatasetDict, say
@@ -246,7 +246,7 @@ def task_function(part: Any) -> Callable[..., Sequence[Task]]:
     return lambda *, split: tasks[split]
 
 
-def the_policy(policy: Policy) -> ModelSpec:
+def wrap_policy(policy: Policy) -> ModelSpec:
     """Wrap a loaded policy as a run's model. The run moves it to its device."""
 
     def model(*, device: Any) -> Policy:

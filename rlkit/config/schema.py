@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from rlkit.config.hints import leaves_of, meant
+from rlkit.config.hints import list_leaves, suggest_key
 from rlkit.errors import ConfigError, describe_error, name_error, nearest, parameters_of, place
 from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
@@ -61,7 +61,7 @@ def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
     `leaves` are the dotted keys of the whole config, for suggesting the nearest one. By default
     they are the keys of `node`.
     """
-    leaves = leaves or (leaves_of(node) if isinstance(node, dict) else [])
+    leaves = leaves or (list_leaves(node) if isinstance(node, dict) else [])
     if isinstance(node, list):
         return [p for i, item in enumerate(node) for p in check(item, f"{path}[{i}]", leaves)]
     if node == MISSING:
@@ -124,7 +124,7 @@ def _check_call(
                 if own
                 else ""
             )
-            hint = nearest(key, named) if own else meant(where, named, leaves)
+            hint = nearest(key, named) if own else suggest_key(where, named, leaves)
             problems.append(
                 f"{where}: {label} takes no '{key}'.{hint} It takes:"
                 f" {', '.join(named) or 'nothing'}{away}"
@@ -167,14 +167,14 @@ def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> li
     return (
         problems
         if problems and not isinstance(value, dict | list)
-        else problems + mismatch(value, hint, where)
+        else problems + find_mismatches(value, hint, where)
     )
 
 
-def mismatch(value: Any, hint: Any, where: str) -> list[str]:
+def find_mismatches(value: Any, hint: Any, where: str) -> list[str]:
     """Find each value, at any depth, whose type differs from its signature's."""
     if isinstance(value, dict) and "_target_" in value:
-        return _bare_function(value, hint, where)
+        return _report_bare_function(value, hint, where)
     if value == MISSING:
         return []
     if not isinstance(value, dict | list):
@@ -198,16 +198,16 @@ def mismatch(value: Any, hint: Any, where: str) -> list[str]:
         return [
             problem
             for key, item in value.items()
-            for problem in mismatch(item, inside[-1], _join(where, key))
+            for problem in find_mismatches(item, inside[-1], _join(where, key))
         ]
     return [
         problem
         for i, item in enumerate(value)
-        for problem in mismatch(item, inside[-1], f"{where}[{i}]")
+        for problem in find_mismatches(item, inside[-1], f"{where}[{i}]")
     ]
 
 
-def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
+def _report_bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
     """Report a bare function in the place of a part that holds one, for example a reward function
     in place of a term."""
     wanted = [option for option in alternatives(hint) if option is not type(None)]

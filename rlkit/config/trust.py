@@ -79,7 +79,7 @@ def read_yaml(path: Path) -> Any:
 
 
 @functools.cache
-def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
+def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     """Functions named in the shipped options → their parameters → the values given there.
 
     Hydra's own groups are left out, because no part of a run calls their functions. Functions of
@@ -99,7 +99,7 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
                     continue
                 own = found.setdefault(name, {})
                 for key, value in node.items():
-                    own.setdefault(key, []).append(_marked(value))
+                    own.setdefault(key, []).append(_mark_references(value))
 
     files = [
         file for file in sorted(conf.rglob("*.yaml")) if file.relative_to(conf).parts[0] != "hydra"
@@ -121,16 +121,16 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
                 str(other["_target_"]) for other in group if "_target_" in other
             } & found.keys():
                 for key, value in option.items():
-                    found[name].setdefault(key, []).append(_marked(value))
+                    found[name].setdefault(key, []).append(_mark_references(value))
     return found
 
 
-def _marked(value: Any) -> Any:
+def _mark_references(value: Any) -> Any:
     """Rewrite references to the environment in a run folder's form, without a default."""
     if isinstance(value, dict):
-        return {key: _marked(item) for key, item in value.items()}
+        return {key: _mark_references(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_marked(item) for item in value]
+        return [_mark_references(item) for item in value]
     return FROM_ENVIRONMENT.sub(r"${oc.env:\1}", value) if isinstance(value, str) else value
 
 
@@ -144,7 +144,7 @@ class Declared(NamedTuple):
 
 
 @functools.cache
-def declared_by(name: str) -> Mapping[str, Declared]:
+def read_declarations(name: str) -> Mapping[str, Declared]:
     """Import a function by its name in a config, and give parameter → verdict."""
     target = resolve(name)
     declared = getattr(
@@ -153,18 +153,18 @@ def declared_by(name: str) -> Mapping[str, Declared]:
     hints = signature_hints(target)
     found = {}
     for key, parameter in parameters_of(target).items():
-        plain = safe_by_type(hints.get(key, Any))
+        plain = is_safe_by_type(hints.get(key, Any))
         otherwise = "" if plain or OPTIMIZER.fullmatch(name) else UNDECLARED
         default = None if parameter.default is parameter.empty else parameter.default
         found[key] = Declared(declared.get(key, otherwise), default, plain)
     return found
 
 
-def safe_by_type(hint: Any) -> bool:
+def is_safe_by_type(hint: Any) -> bool:
     """Whether a parameter of this type can hold no text: numbers, truth values, Literals, and
     parts, because a config names a part by a function of its own."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return all(map(safe_by_type, typing.get_args(hint)))
+        return all(map(is_safe_by_type, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal or hint in (int, float, bool, type(None)):
         return True
     if not inspect.isclass(hint) or typing.get_origin(hint) is not None or hint in (Any, object):
@@ -186,7 +186,7 @@ class Folder(NamedTuple):
     )
 
 
-def outside(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterator[str]:
+def find_unsafe_values(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterator[str]:
     """Every value that is not declared safe, as "path=value can reach a program".
 
     Args:
@@ -194,23 +194,23 @@ def outside(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterat
       base: the config as it would be without the folder's own values. A value equal there is
         rlkit's or the user's.
     """
-    yield from _outside(node, by, base, path, "")
+    yield from _find_unsafe_values(node, by, base, path, "")
 
 
-def _outside(node: Any, by: Folder, base: Any, path: str, word: str) -> Iterator[str]:
+def _find_unsafe_values(node: Any, by: Folder, base: Any, path: str, word: str) -> Iterator[str]:
     if is_same(node, base):
         return
     if isinstance(node, Mapping):
         if "_target_" in node:
-            yield from _of_a_function(node, by, base, path, word)
+            yield from _find_unsafe_arguments(node, by, base, path, word)
             return
         for key, value in node.items():
-            yield from _outside(
-                value, by, below(base, key), f"{path}.{key}" if path else str(key), word
+            yield from _find_unsafe_values(
+                value, by, get_child(base, key), f"{path}.{key}" if path else str(key), word
             )
     elif isinstance(node, list):
         for i, value in enumerate(node):
-            yield from _outside(value, by, item(base, i), f"{path}[{i}]", word)
+            yield from _find_unsafe_values(value, by, get_item(base, i), f"{path}[{i}]", word)
     elif isinstance(node, str):
         names = FROM_ENVIRONMENT.findall(node)
         if names:
@@ -221,27 +221,29 @@ def is_same(node: Any, base: Any) -> bool:
     return base is not ABSENT and type(node) is type(base) and node == base
 
 
-def below(base: Any, key: Any) -> Any:
+def get_child(base: Any, key: Any) -> Any:
     return base.get(key, ABSENT) if isinstance(base, Mapping) else ABSENT
 
 
-def item(base: Any, i: int) -> Any:
+def get_item(base: Any, i: int) -> Any:
     return base[i] if isinstance(base, list) and i < len(base) else ABSENT
 
 
 def is_known(target: Any, by: Folder) -> bool:
     return isinstance(target, str) and (
-        target in shipped(by.conf) or target in by.mine or bool(OPTIMIZER.fullmatch(target))
+        target in read_shipped_values(by.conf)
+        or target in by.mine
+        or bool(OPTIMIZER.fullmatch(target))
     )
 
 
-def _of_a_function(
+def _find_unsafe_arguments(
     node: Mapping[str, Any], by: Folder, base: Any, path: str, word: str
 ) -> Iterator[str]:
     target = node["_target_"]
-    base = base if below(base, "_target_") == target else ABSENT
+    base = base if get_child(base, "_target_") == target else ABSENT
     known = is_known(target, by) or base is not ABSENT
-    own = declared_by(target) if known else {}
+    own = read_declarations(target) if known else {}
     if not known:
         yield f"{path or 'the config'} calls {target!s:.80}"
     if word == "calls" and node.get("_partial_"):
@@ -251,18 +253,18 @@ def _of_a_function(
                 f"{path} lets the policy call {target}, whose {open_to[0]} can reach"
                 f" {_reach(own[open_to[0]].word)}"
             )
-    if node.get("_args_") and not is_same(node["_args_"], below(base, "_args_")):
-        yield f"{path}._args_={short(node['_args_'])} can reach {UNDECLARED}"
+    if node.get("_args_") and not is_same(node["_args_"], get_child(base, "_args_")):
+        yield f"{path}._args_={shorten_value(node['_args_'])} can reach {UNDECLARED}"
     for key, value in node.items():
-        if key in CALLS or is_same(value, below(base, key)):
+        if key in CALLS or is_same(value, get_child(base, key)):
             continue
         where = f"{path}.{key}" if path else str(key)
         verdict = _verdict(own, key, value) if known and key != "suggests" else Declared("")
         if is_shipped(value, verdict, target, key, by):
             continue
         if verdict.word and _says(value, verdict) and not _is_own_model(target, key, value, by):
-            yield f"{where}={short(value)} can reach {_reach(verdict.word)}"
-        yield from _outside(value, by, below(base, key), where, verdict.word)
+            yield f"{where}={shorten_value(value)} can reach {_reach(verdict.word)}"
+        yield from _find_unsafe_values(value, by, get_child(base, key), where, verdict.word)
 
 
 def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
@@ -283,24 +285,24 @@ def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder)
         return True
     if verdict.plain and verdict.word:
         return False
-    return value in shipped(by.conf).get(str(target), {}).get(key, ())
+    return value in read_shipped_values(by.conf).get(str(target), {}).get(key, ())
 
 
 def _says(value: Any, verdict: Declared) -> bool:
     """Whether a value says anything: a text anywhere in it, or a number or truth value declared to
     reach something."""
-    return verdict.plain or any(map(is_text, plain_parts(value)))
+    return verdict.plain or any(map(is_text, walk_plain_values(value)))
 
 
-def plain_parts(value: Any) -> Iterator[Any]:
+def walk_plain_values(value: Any) -> Iterator[Any]:
     """The leaves of a value, nested functions left out."""
     if isinstance(value, Mapping):
         if "_target_" not in value:
             for item in value.values():
-                yield from plain_parts(item)
+                yield from walk_plain_values(item)
     elif isinstance(value, list):
         for item in value:
-            yield from plain_parts(item)
+            yield from walk_plain_values(item)
     else:
         yield value
 
@@ -331,7 +333,7 @@ def _reach(word: str) -> str:
     return REACHES.get(word, word)
 
 
-def short(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     said = "[" + ", ".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
     return said if len(said) <= 80 else f"{said[:80]}…"
 
@@ -342,7 +344,7 @@ PLAIN_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w/.-]*)(@[\w.:-]*)?(=.*)?", r
 REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")  # to another value of the config
 
 
-def strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
+def find_strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
     """Find overrides of a folder that are dangerous to compose: computed references, and Hydra's
     own settings, because they import and read files."""
     for text in overrides:
@@ -354,11 +356,11 @@ def strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
             or key.split("/")[0].split(".")[0] == "hydra"
             or re.search(r"[@:]hydra\b", package)
         ):
-            yield f"{short(text)} can reach an import"
+            yield f"{shorten_value(text)} can reach an import"
         elif "." not in key and ".." in text:  # an option outside the folder of options
-            yield f"{short(text)} can reach a path"
+            yield f"{shorten_value(text)} can reach a path"
         elif "${" in REFERENCE.sub("", text):
-            yield f"{short(text)} can reach an environment variable"
+            yield f"{shorten_value(text)} can reach an environment variable"
 
 
 # ------------------------------------------------------------------------------------------- asking
@@ -368,7 +370,7 @@ def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
     """Refuse a folder's config unless the user trusts it. If trusted, print every finding.
 
     Args:
-      found: sentences of `outside` and `strange_overrides`.
+      found: sentences of `find_unsafe_values` and `find_strange_overrides`.
       where: the folder of the config, as the user named it.
       trusted: whether the user has said trust=true.
     Raises: ConfigError with the findings.
@@ -386,7 +388,7 @@ def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
     tell_user(f"{where}: trusted: {said}")
 
 
-def named_functions(text: str) -> frozenset[str]:
+def find_named_functions(text: str) -> frozenset[str]:
     """The functions named in overrides or options."""
     return frozenset(re.findall(r"_target_\s*[:=]\s*['\"]?([\w.]+)", text))
 

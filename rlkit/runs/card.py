@@ -130,7 +130,7 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def _repeat(run: Path, summary: Mapping[str, Any], start: Mapping[str, Any]) -> str:
     """The command, the versions and the costs."""
     # hydra's overrides are places of one machine
-    kept = (text for text in runs.saved_overrides(run) if not text.lstrip("+~").startswith("hydra"))
+    kept = (text for text in runs.read_overrides(run) if not text.lstrip("+~").startswith("hydra"))
     overrides = " ".join(shlex.quote(text) for text in kept)
     versions = ", ".join(
         f"{name} {version}" for name, version in (start.get("versions") or {}).items()

@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 # -------------------------------------------------------------------------------------------- pairs
 
 
-def paired(
+def compare_pairs(
     first: Sequence[float],
     second: Sequence[float],
     *,
@@ -93,19 +93,19 @@ def spread_of(values: Sequence[float], resolution: float = 0.0) -> float:
     return max(math.sqrt(square), resolution / math.sqrt(12))
 
 
-def smallest_step(figures: Sequence[float], rounding: float = 1e-9) -> float:
+def find_smallest_step(figures: Sequence[float], rounding: float = 1e-9) -> float:
     """The smallest difference between two figures beyond rounding: the step of a coarse score.
 
     It is never smaller than the true step. 0 if all figures are equal: the step is unknown.
 
-    >>> round(smallest_step([0.5, 0.75, 0.5, 0.625]), 3), smallest_step([0.5, 0.5])
+    >>> round(find_smallest_step([0.5, 0.75, 0.5, 0.625]), 3), find_smallest_step([0.5, 0.5])
     (0.125, 0.0)
     """
     places = sorted(figures)
     return min((b - a for a, b in pairwise(places) if b - a > rounding), default=0.0)
 
 
-def bounded_mean(
+def estimate_bounded_mean(
     values: Sequence[float],
     *,
     level: float = LEVEL,
@@ -120,17 +120,17 @@ def bounded_mean(
     may be luck.
 
     Args:
-      resolution: the smallest step of a figure, as for `paired`.
+      resolution: the smallest step of a figure, as for `compare_pairs`.
     Returns: nan for the bounds of fewer than `FEWEST` seeds, and of equal values with an unknown
       step: such values do not show how far they vary.
     Raises: ValueError for a value outside the bounds, or none.
 
-    >>> tuple(round(v, 3) for v in bounded_mean([0.85, 0.9, 0.97]))
+    >>> tuple(round(v, 3) for v in estimate_bounded_mean([0.85, 0.9, 0.97]))
     (0.907, 0.466, 0.98)
     """
     bottom, top = bounds
     if not values or not all(bottom <= value <= top for value in values):
-        raise ValueError(f"bounded_mean: needs values within {bottom:g} … {top:g}")
+        raise ValueError(f"estimate_bounded_mean: needs values within {bottom:g} … {top:g}")
     n = len(values)
     mean = min(top, max(bottom, math.fsum(values) / n))
     if n < FEWEST or (not resolution and min(values) == max(values)):
@@ -144,27 +144,27 @@ def bounded_mean(
 # ------------------------------------------------------------------------------------ seeds to plan
 
 
-def seeds_needed(
+def count_needed_seeds(
     spread: float, effect: float, *, power: float = POWER, comparisons: float = 1
 ) -> int:
     """The fewest seeds for a paired t test to find a difference `effect` with probability `power`;
     at least `TO_CLAIM`.
 
-    By `power_of`, exact for normal differences; beyond 300 seeds by (z + z_power)² (σ_D/δ)² + z²/2
-    (Guenther 1981, The American Statistician 35). Pass an estimated spread through `spread_bound`
-    first: with the estimate itself, half of the plans have less power than they say.
+    By `compute_power`, exact for normal differences; beyond 300 seeds by (z + z_power)² (σ_D/δ)² +
+    z²/2 (Guenther 1981, The American Statistician 35). Pass an estimated spread through
+    `spread_bound` first: with the estimate itself, half of the plans have less power than they say.
 
     Args:
       spread: standard deviation σ_D of the paired differences, ≥ 0. effect: δ > 0, in the same
         unit.
       comparisons: how many are made at once, ≥ 1; each then has α / comparisons.
 
-    >>> seeds_needed(0.0148, 0.02), seeds_needed(0.0148, 0.01)
+    >>> count_needed_seeds(0.0148, 0.02), count_needed_seeds(0.0148, 0.01)
     (10, 20)
     """
     if not (effect > 0 and spread >= 0 and math.isfinite(spread)):
         raise ValueError(
-            f"seeds_needed: effect={effect} must be above 0, and spread={spread} at least 0"
+            f"count_needed_seeds: effect={effect} must be above 0, and spread={spread} at least 0"
         )
     z = NORMAL.inv_cdf(1 - ALPHA / comparisons / 2)
     about = (z + NORMAL.inv_cdf(power)) ** 2 * (spread / effect) ** 2 + z**2 / 2
@@ -172,35 +172,37 @@ def seeds_needed(
         return math.ceil(about)
     low = TO_CLAIM - 1  # too few, or the least there is
     high = TO_CLAIM
-    while detectable(spread, high, power=power, comparisons=comparisons) > effect:
+    while find_detectable_effect(spread, high, power=power, comparisons=comparisons) > effect:
         low = high
         high *= 2
     while high - low > 1:
         middle = (low + high) // 2
-        if detectable(spread, middle, power=power, comparisons=comparisons) > effect:
+        if find_detectable_effect(spread, middle, power=power, comparisons=comparisons) > effect:
             low = middle
         else:
             high = middle
     return high
 
 
-def detectable(spread: float, n: int, *, power: float = POWER, comparisons: float = 1) -> float:
-    """The difference n seeds find with probability `power`, by `power_of`; inf below `TO_CLAIM`,
-    because nothing is claimed there."""
-    return spread * spreads_to_see(n, power, comparisons) if n >= TO_CLAIM else math.inf
+def find_detectable_effect(
+    spread: float, n: int, *, power: float = POWER, comparisons: float = 1
+) -> float:
+    """The difference n seeds find with probability `power`, by `compute_power`; inf below
+    `TO_CLAIM`, because nothing is claimed there."""
+    return spread * compute_visible_effect(n, power, comparisons) if n >= TO_CLAIM else math.inf
 
 
 @functools.lru_cache(4096)
-def spreads_to_see(n: int, power: float, comparisons: float) -> float:
+def compute_visible_effect(n: int, power: float, comparisons: float) -> float:
     """The difference n seeds find with probability `power`, in units of its standard deviation."""
     low = 0.0
     high = 1.0
-    while power_of(1.0, high, n, comparisons=comparisons) < power:
+    while compute_power(1.0, high, n, comparisons=comparisons) < power:
         low = high
         high *= 2
     for _ in range(24):
         middle = (low + high) / 2
-        if power_of(1.0, middle, n, comparisons=comparisons) < power:
+        if compute_power(1.0, middle, n, comparisons=comparisons) < power:
             low = middle
         else:
             high = middle
@@ -220,7 +222,7 @@ def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
     return spread / math.sqrt(max(root, 0.05) ** 3)
 
 
-def power_of(
+def compute_power(
     spread: float, effect: float, n: int, *, comparisons: float = 1, draws: int = 200
 ) -> float:
     """P(the paired t test at α / comparisons finds a true difference `effect`): ∫ [Φ(d - t s) +
@@ -257,7 +259,7 @@ def holm(values: Sequence[float]) -> list[float]:
     out = list(values)
     m = sum(not math.isnan(p) for p in values)
     highest = 0.0
-    for rank, i in enumerate(_ascending(values)):
+    for rank, i in enumerate(_order_ascending(values)):
         highest = max(highest, min(1.0, (m - rank) * values[i]))
         out[i] = highest
     return out
@@ -274,7 +276,7 @@ def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list
     >>> [round(q, 3) for q in false_discovery([0.01, 0.03, 0.04, 0.2])]
     [0.04, 0.053, 0.053, 0.2]
     """
-    order = _ascending(values)
+    order = _order_ascending(values)
     m = len(order)
     factor = math.fsum(1 / i for i in range(1, m + 1)) if dependent else 1.0
     out = list(values)
@@ -289,7 +291,7 @@ def holm_levels(values: Sequence[float]) -> list[float]:
     """The level of each interval, chosen to leave out 0 exactly if Holm's rule makes the claim: 1 -
     α/(m - i + 1) for the i-th smallest p-value. From the first comparison without a claim on, all
     intervals have its level."""
-    order = _ascending(values)
+    order = _order_ascending(values)
     m = len(order)
     stop = next((rank for rank, i in enumerate(order) if values[i] > ALPHA / (m - rank)), m)
     out = [1 - ALPHA / max(1, m)] * len(values)
@@ -298,7 +300,7 @@ def holm_levels(values: Sequence[float]) -> list[float]:
     return out
 
 
-def _ascending(values: Sequence[float]) -> list[int]:
+def _order_ascending(values: Sequence[float]) -> list[int]:
     """Places of the values other than nan, smallest first."""
     return sorted((i for i, p in enumerate(values) if not math.isnan(p)), key=lambda i: values[i])
 
@@ -313,7 +315,7 @@ class Tested(NamedTuple):
     sees: float
 
 
-def tested_together(
+def compare_together(
     sides: Sequence[tuple[Sequence[float], Sequence[float], float]],
 ) -> list[Tested]:
     """Make paired comparisons, correct them together by `false_discovery`, and give intervals to
@@ -326,9 +328,10 @@ def tested_together(
     each interval is at 95 %.
 
     Args:
-      sides: of each comparison [n] figures of both arms and their smallest step, as for `paired`.
+      sides: of each comparison [n] figures of both arms and their smallest step, as for
+      `compare_pairs`.
     """
-    tests = [paired(first, second, resolution=step) for first, second, step in sides]
+    tests = [compare_pairs(first, second, resolution=step) for first, second, step in sides]
     rates = false_discovery([test.evidence() for test in tests])
     m = sum(not math.isnan(q) for q in rates)
     claimed = sum(q <= ALPHA for q in rates)
@@ -339,8 +342,8 @@ def tested_together(
             out.append(Tested(test, q, math.inf))
             continue
         bound = spread_bound(test.spread, test.n)
-        sees = detectable(bound, test.n, comparisons=max(1.0, m / (claimed + 1)))
-        out.append(Tested(paired(first, second, level=level, resolution=step), q, sees))
+        sees = find_detectable_effect(bound, test.n, comparisons=max(1.0, m / (claimed + 1)))
+        out.append(Tested(compare_pairs(first, second, level=level, resolution=step), q, sees))
     return out
 
 

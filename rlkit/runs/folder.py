@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from rlkit.config.changes import ONCE, identify, other_run
+from rlkit.config.changes import ONCE, find_departures, identify
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError
 from rlkit.system.contents import require_readable
@@ -33,7 +33,7 @@ OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 EVALUATIONS = ("validation", "before", "after")
 
 
-def fresh(parent: Path, label: str = "") -> Path:
+def make_fresh_folder(parent: Path, label: str = "") -> Path:
     """Make a new, empty folder <parent>/<time>_<label>, and return its absolute path. Raises
     ConfigError if it cannot be made."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + (f"_{label}" if label else "")
@@ -62,7 +62,7 @@ def point_latest(outputs: Path, folder: Path) -> None:
             link.symlink_to(os.path.relpath(folder, outputs))
 
 
-def label_of(overrides: Sequence[str], name: str) -> str:
+def describe_overrides(overrides: Sequence[str], name: str) -> str:
     """Describe a run's differences from the default, for the name of its folder: "lr-3e-4_seed-2".
     At most 60 characters, whole parts only.
 
@@ -87,7 +87,7 @@ def label_of(overrides: Sequence[str], name: str) -> str:
     return "_".join(parts)
 
 
-def shown(path: Path) -> str:
+def shorten_path(path: Path) -> str:
     """A path for printing: relative to the working directory if it lies below it."""
     with suppress(OSError):  # the working directory may be gone
         if path.is_relative_to(Path.cwd()):
@@ -147,7 +147,7 @@ def find_run(text: str, key: str) -> Path:
         path = path.resolve()  # so a continued run does not move with the link
     for folder in (path, path.parent, path.parent.parent):
         if os.path.exists(path) and is_run(folder):
-            identity_of(folder)
+            find_identity(folder)
             return folder
         if folder == path or os.path.isfile(path):
             refuse_leftovers(folder)
@@ -170,32 +170,32 @@ def refuse_leftovers(folder: Path) -> None:
         )
 
 
-def checkpoint_source(text: str, folder: Path) -> Path:
+def find_checkpoint(text: str, folder: Path) -> Path:
     """The place to load a run from: the checkpoint file the user named, or the run's folder of
     checkpoints."""
     return Path(text).expanduser().absolute() if text.endswith(".ckpt") else folder / "checkpoints"
 
 
-def newest_unfinished(
+def find_unfinished_run(
     name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> Path | None:
     """The newest unfinished run under outputs/<name> with this config; length, ranks, logger and
     callbacks may differ.
 
     `beside`: further keys that may differ, because they follow the length
-    (`rlkit.config.compose.length_keys`).
+    (`rlkit.config.compose.find_length_keys`).
     """
     candidates = [
         f for f in (OUTPUTS / name).absolute().glob("*") if is_run(f) and not is_finished(f)
     ]
-    for folder in sorted(candidates, key=_last_written, reverse=True):
+    for folder in sorted(candidates, key=_read_last_write, reverse=True):
         with suppress(DataError):  # half-written: it is equal to no config
-            if not other_run(read_config(folder), config, beside=beside):
+            if not find_departures(read_config(folder), config, beside=beside):
                 return folder
     return None
 
 
-def _last_written(folder: Path) -> float:
+def _read_last_write(folder: Path) -> float:
     """The time of a run's last row, or of its beginning. The folder's own time also changes when a
     process only checks for a resume."""
     rows = folder / "metrics.jsonl"
@@ -241,7 +241,7 @@ def cover_overrides(folder: Path) -> None:
 def write_hydra(folder: Path, name: str, text: str) -> None:
     """Write a file of .hydra/ without its secrets; `text` is YAML as Hydra would write it."""
     written = yaml.safe_load(text)
-    hidden = without_secrets(written)
+    hidden = redact_node(written)
     rewrite(folder, name, text.encode() if hidden == written else dump(hidden))
 
 
@@ -266,12 +266,12 @@ class _NoAliases(yaml.SafeDumper):
         return True
 
 
-def without_secrets(node: Any) -> Any:
+def redact_node(node: Any) -> Any:
     """Redact Hydra's files; an override of a secret key loses its value, however short."""
     if isinstance(node, list):
-        return [without_secrets(value) for value in node]
+        return [redact_node(value) for value in node]
     if isinstance(node, dict):
-        return {key: without_secrets(value) for key, value in redact_config(node).items()}
+        return {key: redact_node(value) for key, value in redact_config(node).items()}
     found = OVERRIDE.fullmatch(node) if isinstance(node, str) else None
     if found and is_secret_key(found[1].rpartition(".")[2]) and not FROM_ENVIRONMENT.search(node):
         return f"{found[1]}={REDACTED}"
@@ -299,12 +299,12 @@ def write_start(
     now = {
         "started": started,
         "identity": identity,
-        "overrides": without_secrets(list(overrides)),
+        "overrides": redact_node(list(overrides)),
         "config": redact_config(config),
         "versions": dict(versions),
         "git": git_state(),
     }
-    starts = _starts(folder)
+    starts = _read_starts(folder)
     changed = []
     if starts is None:
         kept = put_aside(folder / "run.json", ".unreadable")
@@ -330,11 +330,11 @@ def write_start(
 
 def read_start(folder: Path) -> dict[str, Any]:
     """Config, versions and git state of the last process in the folder."""
-    starts = _starts(folder)
+    starts = _read_starts(folder)
     return starts[-1] if starts else {}
 
 
-def _starts(folder: Path) -> list[dict[str, Any]] | None:
+def _read_starts(folder: Path) -> list[dict[str, Any]] | None:
     """The content of run.json, one entry for each process; None if it cannot be read."""
     try:
         starts = json.loads(read_regular(folder / "run.json").decode())
@@ -350,7 +350,7 @@ def _starts(folder: Path) -> list[dict[str, Any]] | None:
     return starts if fine else None
 
 
-def identity_of(folder: Path) -> str:
+def find_identity(folder: Path) -> str:
     """The identity of the run in a folder, by its config.yaml. Raises DataError if the file cannot
     be read or names none."""
     require_readable(folder / "config.yaml")
@@ -365,10 +365,10 @@ def identity_of(folder: Path) -> str:
 
 
 def require_identity(folder: Path) -> str:
-    """The identity of the run in a folder. Raises DataError like `identity_of`, and if run.json
+    """The identity of the run in a folder. Raises DataError like `find_identity`, and if run.json
     names another run."""
-    identity = identity_of(folder)
-    starts = _starts(folder)
+    identity = find_identity(folder)
+    starts = _read_starts(folder)
     others = [start["identity"] for start in starts or () if start["identity"] != identity]
     if others:
         raise DataError(
@@ -389,11 +389,9 @@ def require_overrides(folder: Path) -> None:
             f"{path} is missing or no file, so the settings of this run cannot be composed again."
             " Put it back"
         )
-    saved = _saved(folder)
-    starts = _starts(folder) or ()
-    if starts and all(
-        start["overrides"] not in (saved, without_secrets(saved)) for start in starts
-    ):
+    saved = _read_saved(folder)
+    starts = _read_starts(folder) or ()
+    if starts and all(start["overrides"] not in (saved, redact_node(saved)) for start in starts):
         raise DataError(
             f"{path} is not what this run wrote: run.json lists other overrides. Put it back, and"
             " give changes on the command line"
@@ -423,25 +421,25 @@ def git_state() -> str:
     return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
-def saved_overrides(folder: Path) -> list[str]:
+def read_overrides(folder: Path) -> list[str]:
     """The overrides at a run's start, without secrets and without keys of one process alone.
 
     Raises: DataError if they cannot be read.
     """
     return [
         text
-        for text in _saved(folder)
+        for text in _read_saved(folder)
         if REDACTED not in text and text.partition("=")[0].lstrip("+") not in ONCE
     ]
 
 
-def withheld(folder: Path) -> list[str]:
+def list_withheld_keys(folder: Path) -> list[str]:
     """The keys of overrides with a secret. The secrets are not kept, so they have to be given
     again."""
-    return [text.partition("=")[0].lstrip("+") for text in _saved(folder) if REDACTED in text]
+    return [text.partition("=")[0].lstrip("+") for text in _read_saved(folder) if REDACTED in text]
 
 
-def _saved(folder: Path) -> list[str]:
+def _read_saved(folder: Path) -> list[str]:
     path = folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
         return []
@@ -454,7 +452,7 @@ def _saved(folder: Path) -> list[str]:
 def refuse_restart(folder: Path) -> None:
     """Raise DataError if a run has trained and has no checkpoint left: it could only begin again,
     and replace its old results."""
-    steps = lost_steps(folder)
+    steps = count_lost_steps(folder)
     if steps:
         raise DataError(
             f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot"
@@ -463,7 +461,7 @@ def refuse_restart(folder: Path) -> None:
         )
 
 
-def lost_steps(folder: Path) -> int:
+def count_lost_steps(folder: Path) -> int:
     """The number of steps trained by a run that lost its checkpoints; 0 if one is left, or if the
     run ended before its first save.
 

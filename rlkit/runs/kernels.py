@@ -21,7 +21,7 @@ def decide_kernels(folder: Path) -> dict[str, str]:
     Raises: ConfigError if the jobs so far used compiled code and this machine has none; Undecided
       if the load of the moment keeps the compiler from its work.
     """
-    reason = unavailable()
+    reason = explain_missing_kernels()
     earlier = read_decision(folder / NAME) if next(folder.rglob("config.yaml"), None) else ""
     if earlier == "fused" and reason:
         raise ConfigError(
@@ -38,7 +38,7 @@ def decide_kernels(folder: Path) -> dict[str, str]:
     return {JOBS: decided}
 
 
-def unavailable() -> str:
+def explain_missing_kernels() -> str:
     """Say why this machine has no compiled code; empty if it has."""
     from rlkit.engines.cached.kernel import compiled
     from rlkit.models.fused import operations

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from rlkit import display
 from rlkit.config.changes import identify
-from rlkit.config.compose import builder
-from rlkit.config.experiment import Configured, described
-from rlkit.config.problems.doubts import warnings
+from rlkit.config.compose import make_builder
+from rlkit.config.experiment import Configured, describe_part
+from rlkit.config.problems.doubts import list_warnings
 from rlkit.config.problems.rows import load_tasks
 from rlkit.distributed import ranks
 from rlkit.errors import ConfigError
@@ -80,8 +80,8 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
     from rlkit.training.run import train_in
 
     started = time.perf_counter()
-    tasks = _problems_of(x)
-    again = _again(x)
+    tasks = _load_problems(x)
+    again = _make_rebuilder(x)
     with ExitStack() as stack:
         if folder is None:
             place = Path(stack.enter_context(TemporaryDirectory(prefix="rlkit_")))
@@ -93,7 +93,7 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
         else:
             check_loggers(x.logger)
             place = Path(folder).expanduser().absolute()
-            stack.enter_context(_begun(x, place))
+            stack.enter_context(_begin_run(x, place))
         summary, module = train_in(
             x,
             tasks,
@@ -119,8 +119,8 @@ def steps(x: Experiment) -> Iterator[RLStep]:
     from rlkit.training.learner import Learner
     from rlkit.training.run import ready
 
-    tasks = _problems_of(x)
-    with group_source(x, tasks.train, _again(x)) as source:
+    tasks = _load_problems(x)
+    with group_source(x, tasks.train, _make_rebuilder(x)) as source:
         policy, device, exact = ready(x, tasks)
         learner = Learner(x, policy, exact=exact)
         flight = Flight()
@@ -140,13 +140,13 @@ def steps(x: Experiment) -> Iterator[RLStep]:
             yield RLStep(learner.rl_step, learner.metrics, learner.rollouts, policy)
 
 
-def _again(x: Experiment) -> Callable[[], Experiment] | None:
+def _make_rebuilder(x: Experiment) -> Callable[[], Experiment] | None:
     """A function to build the experiment in another process; None if some parts are Python
     objects."""
-    return builder(x.config) if isinstance(x, Configured) and x.overrides else None
+    return make_builder(x.config) if isinstance(x, Configured) and x.overrides else None
 
 
-def _problems_of(x: Experiment) -> Splits:
+def _load_problems(x: Experiment) -> Splits:
     """Load the problems of a run in this process. Prints warnings about settings probably not
     meant."""
     count = x.trainer.devices * x.trainer.nodes
@@ -158,12 +158,12 @@ def _problems_of(x: Experiment) -> Splits:
         )
     tasks = load_tasks(x)
     overrides = x.overrides if isinstance(x, Configured) else ()
-    for line in warnings(x, overrides, tasks):
+    for line in list_warnings(x, overrides, tasks):
         print(f"warning: {line}", flush=True)
     return tasks
 
 
-def _begun(x: Experiment, folder: Path) -> Any:
+def _begin_run(x: Experiment, folder: Path) -> Any:
     """Write a run's beginning to its folder. Returns a block in which this process owns the
     folder."""
     if runs.is_run(folder):
@@ -178,7 +178,7 @@ def _begun(x: Experiment, folder: Path) -> Any:
         config = x.config
         overrides = x.overrides
     else:
-        config = described(x)
+        config = describe_part(x)
     identity = identify(config)
     with refuse_unwritable(folder):
         if overrides is not None:

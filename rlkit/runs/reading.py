@@ -50,7 +50,9 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
     found = list[Path]()
     without = list[Path]()
     for path in (Path(text).expanduser() for text in paths):
-        own = [path] if is_source(path) else sorted(f for f in folders(path) if is_source(f))
+        own = (
+            [path] if is_source(path) else sorted(f for f in find_run_folders(path) if is_source(f))
+        )
         found += own
         without += [] if own else [path]
     beside = {path.parent for path in found}
@@ -61,7 +63,7 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def folders(path: Path) -> list[Path]:
+def find_run_folders(path: Path) -> list[Path]:
     """Folders below a path that may hold a run, without Hydra's own folders and without runs set
     aside by a sweep."""
     files = [
@@ -75,10 +77,12 @@ def folders(path: Path) -> list[Path]:
 
 def is_source(folder: Path) -> bool:
     """Whether a report can be made of a folder: it has a run's metrics or a file of rollouts."""
-    return (runs.is_run(folder) and folder.name != ".hydra") or rollout_file(folder) is not None
+    return (runs.is_run(folder) and folder.name != ".hydra") or find_rollout_file(
+        folder
+    ) is not None
 
 
-def rollout_file(folder: Path) -> Path | None:
+def find_rollout_file(folder: Path) -> Path | None:
     """The file of `rlkit rollout`."""
     return next(
         (path for ending in FORMATS if (path := folder / f"rollouts{ending}").is_file()), None
@@ -133,12 +137,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
-def series(run: ReadRun, metric: str) -> dict[int, float]:
+def read_series(run: ReadRun, metric: str) -> dict[int, float]:
     """Step → value, for each step with a finite one."""
     return {row["step"]: float(row[metric]) for row in run.rows if is_number(row.get(metric))}
 
 
-def metrics_of(found: Iterable[ReadRun]) -> list[str]:
+def list_metrics(found: Iterable[ReadRun]) -> list[str]:
     """All metrics in the order of the runs' rows."""
     return list(
         dict.fromkeys(key for run in found for row in run.rows for key in row if key != "step")
@@ -164,14 +168,16 @@ def group_runs(found: Sequence[ReadRun]) -> list[Group]:
             }
             by_settings.setdefault(json.dumps(own, default=str), []).append(run)
     members = list(by_settings.values())
-    changed = differences([own[0] for own in members])
+    changed = find_differences([own[0] for own in members])
     return [
         Group(label, own)
-        for label, own in zip(labels([own[0] for own in members], changed), members, strict=True)
+        for label, own in zip(
+            make_labels([own[0] for own in members], changed), members, strict=True
+        )
     ]
 
 
-def differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
+def find_differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
     """Dotted key → its value in each run, for every setting that differs; seeds aside."""
     told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
     # Hydra's own words
@@ -182,16 +188,16 @@ def differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
     }
 
 
-def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> list[str]:
+def make_labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> list[str]:
     """A short name of each, no two alike: the run's name, with as many settings as needed to tell
     them apart, else a number."""
     names = [run.name for run in found]
     out = list(names)
-    for key, values in sorted(changed.items(), key=lambda item: weight(item[0])):
+    for key, values in sorted(changed.items(), key=lambda item: rank_setting(item[0])):
         if len(set(out)) == len(out):
             break
         longer = [
-            f"{text}, {said(key, value)}" if out.count(text) > 1 else text
+            f"{text}, {shorten_setting(key, value)}" if out.count(text) > 1 else text
             for text, value in zip(out, values, strict=True)
         ]
         out = longer if len(set(longer)) > len(set(out)) else out
@@ -201,7 +207,7 @@ def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> li
     ]
 
 
-def weight(key: str) -> tuple[int, int]:
+def rank_setting(key: str) -> tuple[int, int]:
     """Rank a setting by how little it tells about a run: names first, then the chosen option of a
     group, then numbers, then code within options."""
     depth = key.count(".")
@@ -213,7 +219,7 @@ def weight(key: str) -> tuple[int, int]:
     return 2, depth
 
 
-def said(key: str, value: Any) -> str:
+def shorten_setting(key: str, value: Any) -> str:
     """A setting in a few characters; of an option's code its name.
 
     >>> said("optimizer.lr", 1e-4), said("task._target_", "rlkit.tasks.gsm8k")

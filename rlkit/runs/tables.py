@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from rlkit.episodes.summary import STATUSES
-from rlkit.runs.comparing import TO_CLAIM, bounded_mean, paired, smallest_step
-from rlkit.runs.reading import Group, ReadRun, is_number, metrics_of, series
-from rlkit.runs.trends import TRENDS, shadows
-from rlkit.runs.verdicts import distinct_problems
+from rlkit.runs.comparing import TO_CLAIM, compare_pairs, estimate_bounded_mean, find_smallest_step
+from rlkit.runs.reading import Group, ReadRun, is_number, list_metrics, read_series
+from rlkit.runs.trends import TRENDS, find_shadow_rewards
+from rlkit.runs.verdicts import count_problems
 from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS, with_least_bad
 
 
@@ -54,27 +54,29 @@ def mark_change(change: WithInterval, *, claims: bool = True) -> Literal["good",
     return "open"
 
 
-def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
+def tabulate_held_out(groups: Iterable[Group]) -> list[HeldOutRow]:
     """Test accuracy and, if it is another number, reward; for a mixture also of each part.
 
     One seed: the interval is over problems. The change has the interval of Newcombe's rule for two
     independent samples; it is wide, because the problems are the same. Three seeds and more: over
-    seeds, see `over_seeds`. Two have no interval.
+    seeds, see `average_over_seeds`. Two have no interval.
     """
     out = []
     for group in groups:
-        pairs = whole_pairs((r.summary.get("before"), r.summary.get("after")) for r in group.runs)
+        pairs = select_whole_pairs(
+            (r.summary.get("before"), r.summary.get("after")) for r in group.runs
+        )
         if not pairs:
             continue
         split = str(pairs[0][1].get("split", ""))
-        out += figures(group.label, split, "", pairs)
+        out += tabulate_figures(group.label, split, "", pairs)
         for part in _parts(pairs[0][1]):
-            own = whole_pairs((_parts(b).get(part), _parts(a).get(part)) for b, a in pairs)
-            out += figures(group.label, split, f"{part}: ", own)
+            own = select_whole_pairs((_parts(b).get(part), _parts(a).get(part)) for b, a in pairs)
+            out += tabulate_figures(group.label, split, f"{part}: ", own)
     return out
 
 
-def whole_pairs(
+def select_whole_pairs(
     sides: Iterable[tuple[Any, Any]],
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """The pairs of held-out results with both sides in the form `rlkit train` writes."""
@@ -105,7 +107,7 @@ def _parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def figures(
+def tabulate_figures(
     line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> list[HeldOutRow]:
     """The rows of one line; of `pairs` there is one a seed."""
@@ -118,7 +120,7 @@ def figures(
             continue  # the reward is the accuracy
         both = [[estimate(side[name], side[interval]) for side in pair] for pair in pairs]
         problems = int(pairs[0][1]["n"])
-        distinct = distinct_problems(pairs[0][1])
+        distinct = count_problems(pairs[0][1])
         if len(both) == 1:
             before, after, change = *both[0], newcombe(*both[0])
         else:
@@ -126,10 +128,12 @@ def figures(
             step = (
                 1 / distinct
                 if name == "accuracy" and distinct
-                else smallest_step([value for own in sides for value in own])
+                else find_smallest_step([value for own in sides for value in own])
             )
-            before, after = (over_seeds(own, bounded=True, resolution=step) for own in sides)
-            change = over_seeds(
+            before, after = (
+                average_over_seeds(own, bounded=True, resolution=step) for own in sides
+            )
+            change = average_over_seeds(
                 [b - a for a, b in zip(*sides, strict=True)], bounded=False, resolution=step
             )
         out.append(
@@ -163,7 +167,9 @@ def estimate(value: float | None, interval: Sequence[float | None]) -> WithInter
     return WithInterval(*(math.nan if v is None else float(v) for v in (value, *interval)))
 
 
-def over_seeds(values: Sequence[float], *, bounded: bool, resolution: float = 0.0) -> WithInterval:
+def average_over_seeds(
+    values: Sequence[float], *, bounded: bool, resolution: float = 0.0
+) -> WithInterval:
     """The mean of a figure over seeds, and its 95 % interval by Student's t; nan below three seeds,
     because t says nothing there.
 
@@ -171,7 +177,7 @@ def over_seeds(values: Sequence[float], *, bounded: bool, resolution: float = 0.
 
     Args:
       bounded: the figure is one of a policy, and its interval stays within 0 … 1 and the values
-        (`bounded_mean`); else it is a change.
+        (`estimate_bounded_mean`); else it is a change.
       resolution: the smallest step of a figure.
     """
     known = [value for value in values if math.isfinite(value)]
@@ -179,8 +185,8 @@ def over_seeds(values: Sequence[float], *, bounded: bool, resolution: float = 0.
         return WithInterval(math.nan, math.nan, math.nan)
     if bounded:
         bounds = min(0.0, *known), max(1.0, *known)
-        return WithInterval(*bounded_mean(known, resolution=resolution, bounds=bounds))
-    return WithInterval(*paired([0.0] * len(known), known, resolution=resolution)[:3])
+        return WithInterval(*estimate_bounded_mean(known, resolution=resolution, bounds=bounds))
+    return WithInterval(*compare_pairs([0.0] * len(known), known, resolution=resolution)[:3])
 
 
 # ------------------------------------------------------------------------------------------ rewards
@@ -205,13 +211,13 @@ def reward_rows(groups: Iterable[Group]) -> list[RewardRow]:
     for group in groups:
         names = [
             key.split("/")[1]
-            for key in metrics_of(group.runs)
+            for key in list_metrics(group.runs)
             if re.fullmatch(r"reward/[^/]+/mean", key)
         ]
-        hidden = shadows(group.runs[0])
+        hidden = find_shadow_rewards(group.runs[0])
         for name in ["", *names]:
             prefix = f"reward/{name}/" if name else "reward/"
-            ends = [_ends(series(run, f"{prefix}mean")) for run in group.runs]
+            ends = [_ends(read_series(run, f"{prefix}mean")) for run in group.runs]
             known = [end for end in ends if end is not None]
             if not known:
                 continue
@@ -241,7 +247,7 @@ def _ends(curve: Mapping[int, float]) -> tuple[float, float] | None:
 
 def _mean_end(group: Group, metric: str) -> float:
     """The mean over a line's runs at their ends; nan if it was not measured."""
-    known = [end[1] for run in group.runs if (end := _ends(series(run, metric))) is not None]
+    known = [end[1] for run in group.runs if (end := _ends(read_series(run, metric))) is not None]
     return sum(known) / len(known) if known else math.nan
 
 
@@ -256,7 +262,7 @@ class Symptom(NamedTuple):
     text: str  # the check's first message
 
 
-def symptoms(run: ReadRun) -> list[Symptom]:
+def find_symptoms(run: ReadRun) -> list[Symptom]:
     """Find the known pathologies of the whole run and of its steps. A step is skipped if its row
     lacks a check's metrics."""
     out = [

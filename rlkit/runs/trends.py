@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean, variance
 from typing import NamedTuple
 
-from rlkit.runs.reading import ReadRun, series
+from rlkit.runs.reading import ReadRun, read_series
 
 FEWEST = 12  # RL steps; with fewer a third says nothing
 
@@ -35,7 +35,7 @@ class Thirds(NamedTuple):
         return since - self.last > 2 * self.error
 
 
-def thirds(curve: Mapping[int, float]) -> Thirds | None:
+def average_thirds(curve: Mapping[int, float]) -> Thirds | None:
     """Means by thirds; None below FEWEST values.
 
     The error comes from the values' differences from step to step, so a trend within a third does
@@ -54,8 +54,8 @@ def thirds(curve: Mapping[int, float]) -> Thirds | None:
 
 def entropy_collapse(run: ReadRun) -> str | None:
     """Entropy below a fifth of its start, and most prompts still unsolved."""
-    entropy = thirds(series(run, "policy/entropy"))
-    solved = thirds(series(run, "group/frac_all_good"))
+    entropy = average_thirds(read_series(run, "policy/entropy"))
+    solved = average_thirds(read_series(run, "group/frac_all_good"))
     if (
         entropy is None
         or not (entropy.last < entropy.first / 5 and entropy.fell(entropy.first))
@@ -73,7 +73,7 @@ def entropy_collapse(run: ReadRun) -> str | None:
 
 def reward_loss(run: ReadRun) -> str | None:
     """The reward ends a fifth below its beginning."""
-    reward = thirds(series(run, "reward/mean"))
+    reward = average_thirds(read_series(run, "reward/mean"))
     if reward is None or not reward.fell(reward.first):
         return None
     if reward.first - reward.last < 0.2 * abs(reward.first):
@@ -86,8 +86,8 @@ def reward_loss(run: ReadRun) -> str | None:
 
 def kl_growth(run: ReadRun) -> str | None:
     """The policy still moves away, and the reward no longer rises with it."""
-    kl = thirds(series(run, "kl/ref_k3") or series(run, "kl/start"))
-    reward = thirds(series(run, "reward/mean"))
+    kl = average_thirds(read_series(run, "kl/ref_k3") or read_series(run, "kl/start"))
+    reward = average_thirds(read_series(run, "reward/mean"))
     if (
         kl is None
         or reward is None
@@ -104,8 +104,8 @@ def kl_growth(run: ReadRun) -> str | None:
 
 def length_growth(run: ReadRun) -> str | None:
     """Replies half as long again, for no more reward."""
-    length = thirds(series(run, "len/mean"))
-    reward = thirds(series(run, "reward/mean"))
+    length = average_thirds(read_series(run, "len/mean"))
+    reward = average_thirds(read_series(run, "reward/mean"))
     if (
         length is None
         or reward is None
@@ -124,9 +124,9 @@ def length_growth(run: ReadRun) -> str | None:
 def training_up_validation_down(run: ReadRun) -> str | None:
     """The training reward rises, and the last fifth of the validations is below the best fifth by
     more than half an interval."""
-    curve = series(run, "eval/accuracy")
-    low = series(run, "eval/accuracy_low")
-    reward = thirds(series(run, "reward/mean"))
+    curve = read_series(run, "eval/accuracy")
+    low = read_series(run, "eval/accuracy_low")
+    reward = average_thirds(read_series(run, "reward/mean"))
     if reward is None or len(curve) < 3 or not low or not reward.rose(reward.first):
         return None
     steps = sorted(curve)
@@ -146,11 +146,11 @@ def training_up_validation_down(run: ReadRun) -> str | None:
 
 def reward_hacking(run: ReadRun) -> str | None:
     """The reward rises, and a shadow reward falls. Nothing is trained on a shadow reward."""
-    reward = thirds(series(run, "reward/mean"))
+    reward = average_thirds(read_series(run, "reward/mean"))
     if reward is None or not reward.rose(reward.first):
         return None
-    for name in shadows(run):
-        shadow = thirds(series(run, f"reward/{name}/mean"))
+    for name in find_shadow_rewards(run):
+        shadow = average_thirds(read_series(run, f"reward/{name}/mean"))
         if (
             shadow
             and shadow.fell(shadow.first)
@@ -164,7 +164,7 @@ def reward_hacking(run: ReadRun) -> str | None:
     return None
 
 
-def shadows(run: ReadRun) -> list[str]:
+def find_shadow_rewards(run: ReadRun) -> list[str]:
     """Terms of the reward without weight in any phase: they are scored and not trained on."""
     weights: dict[str, list[object]] = {}
     for key, value in run.settings.items():

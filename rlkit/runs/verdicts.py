@@ -17,15 +17,15 @@ from rlkit.runs.comparing import (
     ALPHA,
     TO_CLAIM,
     Difference,
-    detectable,
+    compare_pairs,
+    count_needed_seeds,
+    find_detectable_effect,
+    find_smallest_step,
     holm,
     holm_levels,
-    paired,
-    seeds_needed,
-    smallest_step,
     spread_bound,
 )
-from rlkit.runs.reading import Group, ReadRun, differences, is_number, series
+from rlkit.runs.reading import Group, ReadRun, find_differences, is_number, read_series
 from rlkit.statistics import FEWEST
 
 # default difference for counting the seeds: a point of accuracy
@@ -75,7 +75,7 @@ def _side(run: ReadRun, side: str, name: str) -> float | None:
 def _curve(run: ReadRun) -> float | None:
     """Mean height of the validation accuracy over the steps: the area under the curve by trapezia,
     divided by its width."""
-    points = sorted(series(run, "eval/accuracy").items())
+    points = sorted(read_series(run, "eval/accuracy").items())
     width = points[-1][0] - points[0][0] if points else 0
     return (
         sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / width
@@ -85,7 +85,7 @@ def _curve(run: ReadRun) -> float | None:
 
 
 def _training(run: ReadRun) -> float | None:
-    last = list(series(run, "reward/mean").values())[-LAST:]
+    last = list(read_series(run, "reward/mean").values())[-LAST:]
     return math.fsum(last) / len(last) if last else None
 
 
@@ -98,7 +98,7 @@ FIGURES: Mapping[str, tuple[str, Callable[[ReadRun], float | None]]] = {
 }
 
 
-def shared_figure(
+def find_shared_figure(
     groups: Sequence[Group], name: str | None = None, at: str | None = None
 ) -> Figure | None:
     """The figure of this name, or the first one two lines have; None without any.
@@ -113,7 +113,7 @@ def shared_figure(
     if at is not None and at not in UNITS:
         raise ConfigError(f"at={at}: there is no such budget; there are {', '.join(UNITS)}")
     if at is not None:
-        return _at_budget(groups, at)
+        return _find_budget_figure(groups, at)
     for key in [name] if name else FIGURES:
         title, read = FIGURES[key]
         values = [
@@ -127,15 +127,15 @@ def shared_figure(
     return None
 
 
-def _at_budget(groups: Sequence[Group], at: str) -> Figure:
+def _find_budget_figure(groups: Sequence[Group], at: str) -> Figure:
     """The last validation accuracy within the budget all runs have spent."""
-    spent = [[budget(run, at) for run in group.runs] for group in groups]
+    spent = [[read_budget(run, at) for run in group.runs] for group in groups]
     shared = min((max(own.values(), default=0.0) for of in spent for own in of), default=0.0)
     values: list[dict[int, float]] = []
     for group, of in zip(groups, spent, strict=True):
         values.append({})
         for run, own in zip(group.runs, of, strict=True):
-            curve = series(run, "eval/accuracy")
+            curve = read_series(run, "eval/accuracy")
             within = [step for step in curve if (own.get(step, 0.0) if step else 0.0) <= shared]
             values[-1] |= {run.seed or 0: curve[max(within)]} if within else {}
     if sum(map(bool, values)) < 2:
@@ -152,7 +152,7 @@ def _resolution(
 ) -> float:
     """The smallest step of a figure: for an accuracy 1 / distinct problems; for a reward, whose
     scale is free, the smallest one seen."""
-    seen = smallest_step([value for own in values for value in own.values()])
+    seen = find_smallest_step([value for own in values for value in own.values()])
     counts = _problem_counts(groups)
     if not counts or (seen and not accuracy):
         return seen
@@ -168,11 +168,11 @@ def _problem_counts(groups: Sequence[Group]) -> list[int]:
         for side in ("after", "validation")
     ]
     return [
-        count for side in sides if isinstance(side, Mapping) and (count := distinct_problems(side))
+        count for side in sides if isinstance(side, Mapping) and (count := count_problems(side))
     ]
 
 
-def distinct_problems(result: Mapping[str, Any]) -> int:
+def count_problems(result: Mapping[str, Any]) -> int:
     """Number of distinct problems of an evaluation; 0 if not recorded."""
     found = result.get("distinct")
     return found if isinstance(found, int) and found > 0 else 0
@@ -181,7 +181,7 @@ def distinct_problems(result: Mapping[str, Any]) -> int:
 # ------------------------------------------------------------------------------------------ budgets
 
 
-def budget(run: ReadRun, unit: str) -> dict[int, float]:
+def read_budget(run: ReadRun, unit: str) -> dict[int, float]:
     """RL step → the run's spending up to its end."""
     rows = [row for row in run.rows if is_number(row.get("reward/mean"))]
     size = run.settings.get("batch.group_size") or 1
@@ -194,16 +194,16 @@ def budget(run: ReadRun, unit: str) -> dict[int, float]:
         "seconds": lambda row: row.get("perf/step_s"),
     }
     if unit == "tokens":
-        return {step: value for step, value in series(run, "tokens/total").items() if step}
+        return {step: value for step, value in read_series(run, "tokens/total").items() if step}
     each = [value if is_number(value := spent[unit](row)) else 0.0 for row in rows]
     return dict(zip((row["step"] for row in rows), accumulate(each), strict=True))
 
 
-def budgets(groups: Sequence[Group]) -> dict[str, list[float]]:
+def average_budgets(groups: Sequence[Group]) -> dict[str, list[float]]:
     """Unit → each line's mean spending; units recorded by no run are left out."""
     table = {
         unit: [
-            _mean([max(budget(run, unit).values(), default=0.0) for run in group.runs])
+            _mean([max(read_budget(run, unit).values(), default=0.0) for run in group.runs])
             for group in groups
         ]
         for unit in UNITS
@@ -215,11 +215,11 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def notes(groups: Sequence[Group]) -> list[str]:
+def list_notes(groups: Sequence[Group]) -> list[str]:
     """Remarks for a reader of the verdicts: unequal budgets, and settings that change the
     problems."""
     out = []
-    for unit, values in budgets(groups).items():
+    for unit, values in average_budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
             said = ", ".join(
                 f"{group.label} {value:,.0f}" for group, value in zip(groups, values, strict=True)
@@ -230,7 +230,7 @@ def notes(groups: Sequence[Group]) -> list[str]:
             )
     changed = [
         key
-        for key in differences([group.runs[0] for group in groups])
+        for key in find_differences([group.runs[0] for group in groups])
         if key.startswith(PROBLEMS) and "suggests" not in key
     ]
     if changed:
@@ -244,7 +244,7 @@ def notes(groups: Sequence[Group]) -> list[str]:
 # ----------------------------------------------------------------------------------------- verdicts
 
 
-def verdicts(
+def judge_lines(
     groups: Sequence[Group], compared: Figure, *, every_pair: bool = False, effect: float = EFFECT
 ) -> list[Compared]:
     """Compare each line with the first, or every pair.
@@ -267,13 +267,15 @@ def verdicts(
         tuple([compared.values[i][seed] for seed in seeds] for i in pair)
         for pair, seeds in zip(places, shared, strict=True)
     ]
-    found = [paired(*own, resolution=compared.resolution) if own[0] else NOTHING for own in sides]
+    found = [
+        compare_pairs(*own, resolution=compared.resolution) if own[0] else NOTHING for own in sides
+    ]
     p = holm([d.evidence() for d in found])
     levels = holm_levels([d.evidence() for d in found])
     count = max(1, sum(d.n >= FEWEST for d in found))
     out = []
     for (a, b), own, first, adjusted, level in zip(places, sides, found, p, levels, strict=True):
-        d = paired(*own, level=level, resolution=compared.resolution) if own[0] else first
+        d = compare_pairs(*own, level=level, resolution=compared.resolution) if own[0] else first
         claim: Any = "better" if d.mean > 0 else "worse"
         if not adjusted <= ALPHA:
             claim = "open"
@@ -284,7 +286,7 @@ def verdicts(
                 d,
                 adjusted,
                 claim,
-                sentence(*names, d, claim, effect=effect, comparisons=count),
+                phrase_verdict(*names, d, claim, effect=effect, comparisons=count),
             )
         )
     return out
@@ -293,7 +295,7 @@ def verdicts(
 NOTHING = Difference(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
 
 
-def sentence(
+def phrase_verdict(
     first: str, second: str, d: Difference, claim: str, *, effect: float, comparisons: int
 ) -> str:
     """A verdict as a person would say it."""
@@ -310,7 +312,7 @@ def sentence(
             " claim nothing."
         )
     bound = spread_bound(d.spread, d.n)
-    needed = seeds_needed(bound, effect, comparisons=comparisons)
+    needed = count_needed_seeds(bound, effect, comparisons=comparisons)
     head += f" ({d.mean:+.3f}, {d.low:+.3f} to {d.high:+.3f})"
     if d.n < TO_CLAIM:
         return (
@@ -318,7 +320,7 @@ def sentence(
         )
     if needed <= d.n:
         return f"{head}; {d.n} seeds are enough to see {effect:g}."
-    visible = detectable(bound, d.n, comparisons=comparisons)
+    visible = find_detectable_effect(bound, d.n, comparisons=comparisons)
     return (
         f"{head}; to see {effect:g} you need {needed} seeds; these {d.n} seeds see {visible:.3f}."
     )
@@ -334,7 +336,7 @@ class Fall(NamedTuple):
     sentence: str
 
 
-def falls(groups: Sequence[Group]) -> list[Fall]:
+def find_falls(groups: Sequence[Group]) -> list[Fall]:
     """Lines ending below their start, over the runs with both ends: in test accuracy, else in
     validation accuracy.
 
@@ -347,16 +349,16 @@ def falls(groups: Sequence[Group]) -> list[Fall]:
     }
     known = {label: list(zip(*own, strict=True)) for label, own in ends.items() if own}
     resolution = 1 / min(_problem_counts(groups), default=math.inf)
-    tests = [paired(*own, resolution=resolution) for own in known.values()]
+    tests = [compare_pairs(*own, resolution=resolution) for own in known.values()]
     p = holm([d.evidence() for d in tests])
     levels = holm_levels([d.evidence() for d in tests])
     out = []
     for (label, own), adjusted, level in zip(known.items(), p, levels, strict=True):
-        d = paired(*own, level=level, resolution=resolution)
+        d = compare_pairs(*own, level=level, resolution=resolution)
         if d.mean < 0:
             before = _mean(own[0])
             claim = adjusted <= ALPHA
-            out.append(Fall(label, before, d, claim, fall_sentence(label, before, d, claim=claim)))
+            out.append(Fall(label, before, d, claim, phrase_fall(label, before, d, claim=claim)))
     return out
 
 
@@ -365,11 +367,11 @@ def _ends(run: ReadRun) -> tuple[float, float] | None:
     before, after = (_side(run, side, "accuracy") for side in ("before", "after"))
     if before is not None and after is not None:
         return before, after
-    curve = series(run, "eval/accuracy")
+    curve = read_series(run, "eval/accuracy")
     return (curve[min(curve)], curve[max(curve)]) if len(curve) > 1 else None
 
 
-def fall_sentence(line: str, before: float, d: Difference, *, claim: bool) -> str:
+def phrase_fall(line: str, before: float, d: Difference, *, claim: bool) -> str:
     """Say how far a line ends below its start, and whether this may be chance."""
     said = f"{line} ends below its start: accuracy {before:.3f} before, {before + d.mean:.3f} after"
     if d.n >= FEWEST:
@@ -380,17 +382,19 @@ def fall_sentence(line: str, before: float, d: Difference, *, claim: bool) -> st
     return f"{said}." if claim else f"{said}; this may be chance."
 
 
-def told(groups: Sequence[Group], compared: Figure, found: Sequence[Compared]) -> list[str]:
+def format_verdicts(
+    groups: Sequence[Group], compared: Figure, found: Sequence[Compared]
+) -> list[str]:
     """The verdicts as lines of text, with their basis, and the lines that training made worse."""
     return [
         *(v.sentence for v in found),
-        *(fall.sentence for fall in falls(groups)),
-        basis(compared, found),
-        *notes(groups),
+        *(fall.sentence for fall in find_falls(groups)),
+        describe_basis(compared, found),
+        *list_notes(groups),
     ]
 
 
-def basis(compared: Figure, found: Sequence[Compared]) -> str:
+def describe_basis(compared: Figure, found: Sequence[Compared]) -> str:
     """The basis of the verdicts."""
     tested = sum(not math.isnan(v.p) for v in found)
     corrected = (

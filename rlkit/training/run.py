@@ -60,7 +60,8 @@ def train_in(
       provenance: config, versions and git state of this process, for checkpoints and loggers.
       resume: a checkpoint, or a folder, whose newest checkpoint is taken; None starts a new run.
       started: time.perf_counter() of the command's start.
-      again: builds the experiment again in a second process (`rlkit.config.compose.builder`), for
+      again: builds the experiment again in a second process (`rlkit.config.compose.make_builder`),
+      for
         asynchrony=overlap.
     Raises: ConfigError if `again` is needed and None.
     """

@@ -15,7 +15,7 @@ from rlkit.commands import check, doctor
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
-from rlkit.config.problems.schedules import first_steps
+from rlkit.config.problems.schedules import build_first_steps
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def checked():
     )
     printed = io.StringIO()
     with redirect_stdout(printed):
-        report = check.run(first_steps(x)[""], load_tasks(x))
+        report = check.run(build_first_steps(x)[""], load_tasks(x))
     return report, printed.getvalue()
 
 

@@ -11,7 +11,7 @@ import pytest
 from rlkit.commands.arguments import parse
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
-from rlkit.config.hints import PEERS, meant
+from rlkit.config.hints import PEERS, suggest_key
 from rlkit.config.schema import resolve
 from rlkit.environments import by_task, single_turn
 from rlkit.errors import ConfigError
@@ -134,8 +134,8 @@ def test_every_key_that_a_foreign_name_is_answered_with_exists():
 
 
 def test_the_meant_key_is_never_the_wrong_one_itself():
-    assert meant("foo", ["bar"], ["foo", "foo.baz"]) == ""
-    assert meant("a.depth", ["width"], ["a.depth", "b.depth"]) == " Did you mean 'b.depth'?"
+    assert suggest_key("foo", ["bar"], ["foo", "foo.baz"]) == ""
+    assert suggest_key("a.depth", ["width"], ["a.depth", "b.depth"]) == " Did you mean 'b.depth'?"
 
 
 def test_a_flag_that_is_a_key_is_answered_with_the_key():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from parametrise import each, examples
 from rlkit.commands.cli import main
 from rlkit.commands.show import WIDTH, screen
-from rlkit.config.compose import compose, conf_dir, unresolved
-from rlkit.config.origins import COMMAND_LINE, SILENT, explain, extras_of
+from rlkit.config.compose import compose, conf_dir, read_unresolved
+from rlkit.config.origins import COMMAND_LINE, SILENT, explain, find_extras
 from rlkit.errors import ConfigError
 from rlkit.system.identity import identity_line
 from rlkit.training.schedules.paths import flat
@@ -87,13 +87,17 @@ def test_each_key_has_the_origin_that_it_has(options, keys):
             assert row.changed == (key not in default or default[key] != now[key]), row
         group, _, option = row.origin.partition("=")
         if row.origin.startswith(("phase ", "suggested by ", "follows ", "model.suggests.lr")):
-            assert isinstance(flat(unresolved(full.full))[key], str) or row.origin[:6] == "phase "
+            assert (
+                isinstance(flat(read_unresolved(full.full))[key], str) or row.origin[:6] == "phase "
+            )
         elif not row.changed:
             assert row.origin == "default"
         else:
             written = flat(yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text()))
             assert any(key == name or key.endswith(f".{name}") for name in written), row
-    references = [key for key, value in flat(unresolved(full.full)).items() if "${" in str(value)]
+    references = [
+        key for key, value in flat(read_unresolved(full.full)).items() if "${" in str(value)
+    ]
     missing = [key for key in now if key not in rows]
     assert all(any(key.startswith(f"{name}.") for name in references) for key in missing)
 
@@ -212,7 +216,7 @@ def test_overrides_of_a_run_folder_say_so(tmp_path, monkeypatch, capsys):
 
 def test_extras_are_those_of_the_functions():
     config = {"a": [{"_target_": "rlkit.extras.vllm.Server"}], "b": {"_target_": "rlkit.numeric"}}
-    assert extras_of(config | {"c": {"_target_": "rlkit.extras.bench.tasks.make"}}) == [
+    assert find_extras(config | {"c": {"_target_": "rlkit.extras.bench.tasks.make"}}) == [
         "bench",
         "vllm",
     ]

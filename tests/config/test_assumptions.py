@@ -11,7 +11,7 @@ import torch
 from parametrise import available, cases, each
 from rlkit import rewards
 from rlkit.config.compose import compose, experiment
-from rlkit.config.problems import problems_of
+from rlkit.config.problems import find_problems
 from rlkit.config.problems.assumptions import assumption_problems, assumption_warnings
 from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes import assemble
@@ -237,7 +237,7 @@ def test_a_part_from_outside_is_taken_and_named():
     x = experiment(compose(["algorithm=max_rl", "reward=numeric"]))
     term = x.reward.terms["numeric"]
     own = x._replace(reward=x.reward._replace(terms={"numeric": term._replace(fn=mine)}))
-    assert problems_of(own) == []
+    assert find_problems(own) == []
     (text,) = assumption_warnings(own)
     assert "reward.terms.numeric does not say" in text and "gives('non_negative')" in text
     marked = own._replace(

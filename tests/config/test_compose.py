@@ -18,7 +18,7 @@ import parametrise
 from parametrise import cases, combinations, presets
 from rlkit.algorithm import inputs
 from rlkit.config.compose import compose, conf_dir, experiment
-from rlkit.config.problems.doubts import warnings
+from rlkit.config.problems.doubts import list_warnings
 from rlkit.config.schema import build, check
 from rlkit.errors import ConfigError
 from rlkit.functional import forward, k2, k3
@@ -148,12 +148,12 @@ def test_recipes_hold_the_numbers_of_their_papers(name, numbers):
 def test_hydra_composes_alike_with_and_without_what_makes_the_tests_fast(words, composing):
     """The session's own `composing`: values, interpolations, flags and parents, which two equal
     configs share."""
-    from rlkit.config.compose import _composed_groups
+    from rlkit.config.compose import _compose_groups
 
     found = []
     for on in (True, False):
         composing(on)
-        _composed_groups.cache_clear()
+        _compose_groups.cache_clear()
         full = compose([*words, *REQUIRED.get(words[0], [])]).full
         found.append(
             (
@@ -414,7 +414,7 @@ def test_refusal_names_the_place_and_the_remedy(overrides, words):
 
 def test_a_frozen_reference_that_no_kl_uses_is_a_warning():
     x = experiment(compose(["kl=none", "reference=frozen"]))
-    assert [line for line in warnings(x) if "reference=frozen is not built" in line]
+    assert [line for line in list_warnings(x) if "reference=frozen is not built" in line]
 
 
 def test_an_average_of_adapters_says_once_what_it_averages():
@@ -423,7 +423,7 @@ def test_an_average_of_adapters_says_once_what_it_averages():
     found = {
         tuple(overrides): sum(
             "averages the adapter's factors" in line
-            for line in warnings(experiment(compose(overrides)))
+            for line in list_warnings(experiment(compose(overrides)))
         )
         for overrides in (
             ["reference=ema", "model.lora.rank=4"],
@@ -438,7 +438,7 @@ def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
     """The coefficient stands at 0 in the config, and the schedule raises it; without an estimator
     nothing can."""
     x = experiment(compose(["schedule=kl_anneal", "kl.coef=0"]))
-    assert x.needs_reference and not any("not built" in line for line in warnings(x))
+    assert x.needs_reference and not any("not built" in line for line in list_warnings(x))
     assert not experiment(
         compose(["schedule=kl_anneal", "kl=none", "reference=none"])
     ).needs_reference
@@ -602,7 +602,7 @@ def test_phases_keep_the_decay_of_the_learning_rate():
 
 
 def test_an_end_beyond_the_run_is_a_warning():
-    (text,) = warnings(
+    (text,) = list_warnings(
         experiment(compose(["schedule=on_reward", "schedule.phases.explore.until=50"]))
     )
     assert "schedule.phases.explore.until=50" in text and "trainer.steps=20" in text
@@ -619,9 +619,9 @@ def test_an_end_beyond_the_run_is_a_warning():
     ],
 )
 def test_steps_that_the_run_never_reaches_are_a_warning(overrides, words):
-    (text,) = warnings(experiment(compose(overrides)))
+    (text,) = list_warnings(experiment(compose(overrides)))
     assert text.startswith(words) and "trainer.steps=20" in text
-    assert not warnings(experiment(compose([*overrides, "trainer.steps=21"])))
+    assert not list_warnings(experiment(compose([*overrides, "trainer.steps=21"])))
 
 
 @pytest.mark.parametrize(
@@ -638,7 +638,7 @@ def test_steps_that_the_run_never_reaches_are_a_warning(overrides, words):
     ],
 )
 def test_a_schedule_that_does_nothing_is_a_warning(overrides, words):
-    (text,) = warnings(experiment(compose(overrides)))
+    (text,) = list_warnings(experiment(compose(overrides)))
     assert re.match(words, text)
 
 
@@ -782,7 +782,9 @@ def test_only_a_reference_that_somebody_chose_is_warned_of():
     """`algorithm=gspo` alone has no KL, and the default reference is not built; the first line says
     so."""
     assert not [
-        line for line in warnings(experiment(compose(["algorithm=gspo"]))) if "is not built" in line
+        line
+        for line in list_warnings(experiment(compose(["algorithm=gspo"])))
+        if "is not built" in line
     ]
     with pytest.raises(ConfigError, match="reference=ema: it would be updated and never used"):
         experiment(compose(["algorithm=gspo", "reference=ema"]))

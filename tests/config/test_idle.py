@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parametrise import each
 from rlkit.config.compose import compose, experiment
-from rlkit.config.problems.doubts import warnings
+from rlkit.config.problems.doubts import list_warnings
 from rlkit.config.problems.rows import load_tasks
 
 ALONE = "every episode ends with its first reply"
@@ -33,6 +33,8 @@ def test_a_key_that_does_nothing_is_named(words, said):
     composed = compose([*words, "task.max_samples=8"])
     x = experiment(composed)
     lines = [
-        line for line in warnings(x, composed.overrides, load_tasks(x)) if "does nothing" in line
+        line
+        for line in list_warnings(x, composed.overrides, load_tasks(x))
+        if "does nothing" in line
     ]
     assert ([said in line for line in lines] == [True]) if said else lines == []

@@ -3,7 +3,7 @@
 import pytest
 
 from rlkit.config.compose import compose, experiment
-from rlkit.config.problems import problems_of
+from rlkit.config.problems import find_problems
 from rlkit.errors import ConfigError
 from rlkit.types import ranges
 
@@ -33,7 +33,7 @@ def test_a_part_from_outside_has_its_ranges_too(tmp_path, monkeypatch):
 
 def test_an_experiment_built_by_hand_has_them_too():
     x = experiment(compose([]))
-    assert "batch.prompts=0: must be at least 1" in problems_of(
+    assert "batch.prompts=0: must be at least 1" in find_problems(
         x._replace(batch=x.batch._replace(prompts=0))
     )
 

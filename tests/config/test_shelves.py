@@ -19,7 +19,7 @@ from rlkit.commands.cli import main
 from rlkit.commands.help import list_groups
 from rlkit.config.changes import identify
 from rlkit.config.compose import _load, compose, conf_dir
-from rlkit.config.options import SHELVES, options_by_shelf, read_shelf, shelf_of
+from rlkit.config.options import SHELVES, find_shelf, group_options_by_shelf, read_shelf
 from rlkit.errors import ConfigError
 from rlkit.runs.sweeps.plan import compose_sweep
 
@@ -53,17 +53,19 @@ def test_every_option_is_on_one_shelf():
     assert {named(file): shelf for file, shelf in found.items() if shelf not in SHELVES} == {}
     assert {file: read_shelf(file) for file in OPTIONS} == found
     assert (
-        shelf_of("algorithm/ratio", "token") == shelf_of("experiment", "quickstart") == "everyday"
+        find_shelf("algorithm/ratio", "token")
+        == find_shelf("experiment", "quickstart")
+        == "everyday"
     )
     assert (
-        shelf_of("experiment", "recipe/grpo") == "catalogue"
-        and shelf_of("algorithm", "nonsense") == ""
+        find_shelf("experiment", "recipe/grpo") == "catalogue"
+        and find_shelf("algorithm", "nonsense") == ""
     )
 
 
 def test_the_everyday_algorithms():
     known = ["cispo", "dapo", "dr_grpo", "grpo", "max_rl", "opd", "ppo", "rloo", "sdpo", "sft"]
-    assert options_by_shelf("algorithm")["everyday"] == known
+    assert group_options_by_shelf("algorithm")["everyday"] == known
 
 
 def test_everyday_options_and_defaults_use_everyday_options_only():
@@ -81,7 +83,7 @@ def test_options_of_the_readme_are_everyday():
         for word in shlex.split(command.partition(",")[0], posix=False):
             group, _, option = word.partition("=")
             if group != "algorithm" and (CONF / group / f"{option}.yaml").is_file():
-                found.append((shelf_of(group, option), word))
+                found.append((find_shelf(group, option), word))
     assert found and {word for shelf, word in found if shelf != "everyday"} == set()
 
 
@@ -131,7 +133,7 @@ def test_the_key_is_no_part_of_a_runs_identity(tmp_path):
             (folder / group).mkdir(parents=True)
             (folder / group / "mine.yaml").write_text(text + shelf)
         made.append(compose(["algorithm=mine", "experiment=mine"], config_dir=str(folder)).config)
-        assert shelf_of("algorithm", "mine", folder) == shelf.partition(": ")[2].strip()
+        assert find_shelf("algorithm", "mine", folder) == shelf.partition(": ")[2].strip()
     assert made[0] == made[1] and made[0]["algorithm"]["epochs"] == 2
     assert identify(made[0]) == identify({**made[0], "shelf": "catalogue"})
 

@@ -12,9 +12,9 @@ import rlkit
 from laws.test_docs import COMMANDS, words_of
 from parametrise import available, cases, options
 from rlkit.commands.arguments import parse
-from rlkit.config.changes import difference
+from rlkit.config.changes import find_differences
 from rlkit.config.compose import compose, conf_dir, experiment
-from rlkit.config.problems.doubts import embedded_numbers, warnings
+from rlkit.config.problems.doubts import find_embedded_numbers, list_warnings
 from rlkit.errors import ConfigError
 from rlkit.models import LoRA, load_policy
 
@@ -202,7 +202,7 @@ def test_other_suggestions_do_not_keep_a_run_from_going_on():
     """A run folder keeps the numbers, and a later version may advise others: the numbers decide
     whether it is the same run."""
     old = {"model": {"path": "tiny", "suggests": {"lr": 1e-3}}}
-    assert difference(old, {"model": {"path": "tiny"}}) == {} and difference(
+    assert find_differences(old, {"model": {"path": "tiny"}}) == {} and find_differences(
         old, {"model": {"path": "other"}}
     )
 
@@ -232,7 +232,7 @@ def test_every_advertised_command_for_a_real_model_can_learn(command):
     )
     if not any("=recipe/" in word for word in words):  # those have the paper's rate
         assert x.optimizer.keywords["lr"] == own["lora_lr" if x.model.rank else "lr"]
-    assert [w for w in warnings(x) if "tiny model" in w or "LoRA" in w] == []
+    assert [w for w in list_warnings(x) if "tiny model" in w or "LoRA" in w] == []
     assert shlex.split(command)[:2] == ["rlkit", "train"]
 
 
@@ -240,7 +240,9 @@ def test_every_advertised_command_for_a_real_model_can_learn(command):
 
 
 def of_numbers(*words, **parts):
-    return [line for line in warnings(rlkit.experiment(*words, **parts)) if "tiny model" in line]
+    return [
+        line for line in list_warnings(rlkit.experiment(*words, **parts)) if "tiny model" in line
+    ]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,7 @@ def test_a_model_as_a_python_object_is_known_by_its_folder():
 
 
 def test_without_training_only_the_length_of_replies_is_doubted():
-    [line] = embedded_numbers(rlkit.experiment("model.path=elsewhere"))
+    [line] = find_embedded_numbers(rlkit.experiment("model.path=elsewhere"))
     assert "generation.max_new_tokens=64" in line and "optimizer.lr" not in line
 
 
@@ -310,6 +312,8 @@ def test_without_training_only_the_length_of_replies_is_doubted():
     ],
 )
 def test_adapters_at_the_rate_of_all_weights_get_one_line(words, better):
-    lines = [line for line in warnings(rlkit.experiment(*words)) if "LoRA Without Regret" in line]
+    lines = [
+        line for line in list_warnings(rlkit.experiment(*words)) if "LoRA Without Regret" in line
+    ]
     assert [better in line for line in lines] == ([True] if better else [])
     assert all(LoRA.__name__ in line or "model.lora.rank" in line for line in lines)

@@ -13,8 +13,8 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.trust import (
     Folder,
-    named_functions,
-    outside,
+    find_named_functions,
+    find_unsafe_values,
     read_yaml,
     require_trust,
     with_environment,
@@ -23,7 +23,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.runs import verdicts
 from rlkit.runs.reading import group_runs, read_run
-from rlkit.runs.tables import before_after, reward_rows, symptoms
+from rlkit.runs.tables import find_symptoms, reward_rows, tabulate_held_out
 from run_folders import LAUGHS, damage_run
 
 MODEL = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny"}
@@ -86,9 +86,9 @@ def test_what_the_user_names_himself_needs_no_trust():
         f"reward._target_={node['reward']['_target_']}",
         f"_target_: {node['reward']['_target_']}\n",
     ):
-        assert list(outside(node, Folder(conf_dir(), named_functions(own)))) == []
+        assert list(find_unsafe_values(node, Folder(conf_dir(), find_named_functions(own)))) == []
     for own in (f"reward={__name__}.test_what_rlkit_writes_it_can_read", ""):
-        said = list(outside(node, Folder(conf_dir(), named_functions(own))))
+        said = list(find_unsafe_values(node, Folder(conf_dir(), find_named_functions(own))))
         assert said == [f"reward calls {node['reward']['_target_']}"]
     with pytest.raises(ConfigError, match=r"run=a: .*reward calls .*say trust=true"):
         require_trust(said, "run=a", trusted=False)
@@ -115,7 +115,7 @@ def test_what_is_trusted_is_printed(capsys):
 )
 def test_every_way_to_code_outside_is_seen(node):
     for place in (node, {"deep": [{"down": node}]}):
-        assert len(list(outside(place, Folder(conf_dir())))) >= 1
+        assert len(list(find_unsafe_values(place, Folder(conf_dir())))) >= 1
 
 
 def test_values_of_the_environment_come_from_it_again(monkeypatch):
@@ -156,7 +156,7 @@ def test_a_config_that_attacks_is_one_sentence(tmp_path, kind, capsys):
     assert main(["evaluate", f"run={folder}"]) == main(["train", f"resume={folder}"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 4 and "Traceback" not in said
-    assert runs.newest_unfinished("run", {}) is None
+    assert runs.find_unfinished_run("run", {}) is None
 
 
 def test_what_rlkit_writes_it_can_read(tmp_path):
@@ -185,14 +185,14 @@ def test_reading_survives_whatever_stands_in_a_run_folder(first, last, tmp_path)
         runs.read_summary(folder)
         found.append(read_run(folder))
         assert any("metrics.jsonl: " in note and "left out" in note for note in found[-1].notes)
-        symptoms(found[-1])
+        find_symptoms(found[-1])
     groups = group_runs(found)
-    before_after(groups)
+    tabulate_held_out(groups)
     reward_rows(groups)
-    verdicts.falls(groups)
-    compared = verdicts.shared_figure(groups)
+    verdicts.find_falls(groups)
+    compared = verdicts.find_shared_figure(groups)
     if compared:
-        verdicts.verdicts(groups, compared)
+        verdicts.judge_lines(groups, compared)
 
 
 def test_a_rollout_of_other_types_is_left_out_with_its_field(tmp_path):

@@ -18,17 +18,24 @@ from parametrise import available, cases, each, every_extra, presets
 from rlkit.commands.arguments import Arguments, added
 from rlkit.commands.cli import list_commands, main
 from rlkit.commands.trust import asker
-from rlkit.config.compose import compose, conf_dir, without_values
-from rlkit.config.experiment import literal
+from rlkit.config.compose import compose, compose_without_values, conf_dir
+from rlkit.config.experiment import format_literal
 from rlkit.config.schema import resolve, signature_hints
-from rlkit.config.trust import UNDECLARED, Folder, declared_by, outside, safe_by_type, shipped
+from rlkit.config.trust import (
+    UNDECLARED,
+    Folder,
+    find_unsafe_values,
+    is_safe_by_type,
+    read_declarations,
+    read_shipped_values,
+)
 from rlkit.errors import ConfigError
 from rlkit.models.load import TINY
 from rlkit.runs import folder as runs
 from rlkit.system.extras import explain_missing
 from rlkit.types import REACHES, reaches, safe
 
-SHIPPED = [name for name in sorted(shipped(conf_dir())) if not explain_missing(name)]
+SHIPPED = [name for name in sorted(read_shipped_values(conf_dir())) if not explain_missing(name)]
 BY = Folder(conf_dir())
 
 
@@ -46,13 +53,16 @@ def settable(target: str) -> list[str]:
 
 
 REACHING = [
-    (target, key) for target in SHIPPED for key in settable(target) if declared_by(target)[key].word
+    (target, key)
+    for target in SHIPPED
+    for key in settable(target)
+    if read_declarations(target)[key].word
 ]
 
 
 @each("target", SHIPPED)
 def test_every_parameter_has_a_verdict(target):
-    words = {key: declared_by(target)[key].word for key in settable(target)}
+    words = {key: read_declarations(target)[key].word for key in settable(target)}
     assert UNDECLARED not in words.values(), f"@safe or @reaches is missing for {target}: {words}"
 
 
@@ -67,9 +77,13 @@ def with_verdict(*, where: str, made: Any = None):
 
 
 def test_a_new_parameter_without_a_verdict_is_not_safe():
-    words = {key: found.word for key, found in declared_by(f"{__name__}.without_verdict").items()}
+    words = {
+        key: found.word for key, found in read_declarations(f"{__name__}.without_verdict").items()
+    }
     assert words == {"where": UNDECLARED, "count": "", "ways": "", "made": UNDECLARED}
-    assert {key: found.word for key, found in declared_by(f"{__name__}.with_verdict").items()} == {
+    assert {
+        key: found.word for key, found in read_declarations(f"{__name__}.with_verdict").items()
+    } == {
         "where": "path",
         "made": "",
     }
@@ -97,7 +111,7 @@ def test_a_new_parameter_without_a_verdict_is_not_safe():
     ],
 )
 def test_safe_by_type(hint, expected):
-    assert safe_by_type(hint) == expected
+    assert is_safe_by_type(hint) == expected
 
 
 # ------------------------------------------------------------------------------ a stranger's folder
@@ -105,7 +119,7 @@ def test_safe_by_type(hint, expected):
 
 def bad_value(target: str, key: str, canary: str) -> Any:
     """A value of the parameter's kind that no shipped option gives."""
-    found = declared_by(target)[key]
+    found = read_declarations(target)[key]
     if found.word == "calls":
         return {"x": {"_target_": "rlkit.tasks.jsonl", "_partial_": True}}
     hint = signature_hints(resolve(target)).get(key, Any)
@@ -140,13 +154,15 @@ def test_what_is_not_declared_safe_is_found_wherever_it_stands(target, key):
         {"deep": [{"down": node}]},
         {"task": {"suggests": {"kl": node}, "_target_": "rlkit.tasks.arithmetic"}},
     ):
-        said = list(outside(place, BY))
+        said = list(find_unsafe_values(place, BY))
         assert any(
             f"{key}" in what or "further" in what or "policy call" in what for what in said
         ), said
-        assert list(outside(place, BY, place)) == []
+        assert list(find_unsafe_values(place, BY, place)) == []
     other = {**node, "_target_": "rlkit.tasks.arithmetic"}
-    assert list(outside(node, BY, other))  # the same value under another function is another value
+    assert list(
+        find_unsafe_values(node, BY, other)
+    )  # the same value under another function is another value
 
 
 THERE = list_commands()
@@ -171,7 +187,7 @@ def test_each_command_refuses_what_is_not_declared_safe(
         config["model"] = node
     runs.write_config(folder, config)
     (folder / ".hydra" / "overrides.yaml").write_text(
-        yaml.safe_dump([f"+callbacks.strange={literal(node)}"])
+        yaml.safe_dump([f"+callbacks.strange={format_literal(node)}"])
     )
     for file in ("batch.pt", "state.ckpt"):
         (folder / file).write_bytes(b"")
@@ -194,9 +210,9 @@ def test_runs_of_shipped_options_need_no_trust(experiment):
         else []
     )
     config = compose(words).config
-    base = without_values([], words, entry="train", config_dir=None)
-    assert list(outside(config, BY, base)) == []
-    rows = [what for what in outside(config, BY) if "rows.jsonl" not in what]
+    base = compose_without_values([], words, entry="train", config_dir=None)
+    assert list(find_unsafe_values(config, BY, base)) == []
+    rows = [what for what in find_unsafe_values(config, BY) if "rows.jsonl" not in what]
     assert rows == []  # also where only the written config is there to look at
 
 
@@ -326,7 +342,7 @@ def judge(folder: Path, mine: list[str], entry: str) -> None:
         ask(config)
         raise Asked
 
-    compose(added(runs.saved_overrides(folder), mine), entry=entry, before_import=stop)
+    compose(added(runs.read_overrides(folder), mine), entry=entry, before_import=stop)
 
 
 OVERRIDES = {kind: case for kind, case in OVERRIDES.items() if all(map(available, case[0]))}
@@ -375,8 +391,8 @@ def test_a_model_in_the_folder_is_the_folders_own(tmp_path):
                 "path": str(tmp_path / name),
             }
         }
-        assert len(list(outside(node, by))) == count, name
-        assert len(list(outside(node, BY))) == 1
+        assert len(list(find_unsafe_values(node, by))) == count, name
+        assert len(list(find_unsafe_values(node, BY))) == 1
 
 
 @pytest.mark.slow
@@ -419,5 +435,5 @@ def test_every_command_takes_trust(command, tmp_path, capsys, monkeypatch):
 
 
 def test_the_words_of_reach_are_used():
-    used = {declared_by(target)[key].word for target, key in REACHING}
+    used = {read_declarations(target)[key].word for target, key in REACHING}
     assert used == set(REACHES) or (used < set(REACHES) and not every_extra())

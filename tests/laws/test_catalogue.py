@@ -26,7 +26,7 @@ from parametrise import (
 )
 from rlkit.config.compose import compose
 from rlkit.config.compose import experiment as built
-from rlkit.config.problems import problems_of
+from rlkit.config.problems import find_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
 from rlkit.training.schedules import at, start
@@ -67,7 +67,7 @@ def composed(overrides: tuple[str, ...]):
                 }
             )
         )
-        if problems_of(x):
+        if find_problems(x):
             return None
         dry_run(x)
         return x

@@ -22,7 +22,7 @@ from parametrise import available, cases, every_extra, presets
 from rlkit.commands.arguments import drop, parse
 from rlkit.commands.cli import list_commands, main
 from rlkit.config.compose import compose, conf_dir, experiment
-from rlkit.config.hints import leaves_of
+from rlkit.config.hints import list_leaves
 from rlkit.config.schema import build
 from rlkit.errors import ConfigError
 from rlkit.runs.sweeps import expand
@@ -450,7 +450,7 @@ def test_every_name_of_the_table_for_users_of_trl_and_verl_is_ours():
     keys = {
         key
         for preset in ("grpo", "dapo")
-        for key in leaves_of(compose([f"algorithm={preset}"]).config)
+        for key in list_leaves(compose([f"algorithm={preset}"]).config)
     } | {"reward.terms.NAME.weight"}
     lost = []
     for name in names:

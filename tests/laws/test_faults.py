@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from parametrise import cases
-from rlkit.config.changes import difference
+from rlkit.config.changes import find_differences
 from rlkit.distributed import ranks
 from rlkit.runs import folder as runs
 from rlkit.system import rng
@@ -363,8 +363,8 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
         "reward": {"header": f"Bearer {REDACTED}"},
         "tokens": 5,
     }
-    assert runs.saved_overrides(tmp_path) == ["seed=3"]
-    assert difference(runs.read_config(tmp_path), config) == {}
+    assert runs.read_overrides(tmp_path) == ["seed=3"]
+    assert find_differences(runs.read_config(tmp_path), config) == {}
     runs.write_start(tmp_path, config, {})
     assert all(
         "sk-01" not in p.read_text() and "my-own-key" not in p.read_text()

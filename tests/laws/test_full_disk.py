@@ -193,14 +193,14 @@ def test_other_commands_show_what_they_computed(tmp_path, monkeypatch, capsys, r
         "rollout": ["n=2", "max_steps=1"],
         "evaluate": ["run=run", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"],
     }
-    fresh = runs.fresh
+    fresh = runs.make_fresh_folder
 
     def filled(parent: Path) -> Path:
         folder = fresh(parent)
         room(0)
         return folder
 
-    monkeypatch.setattr(runs, "fresh", filled)
+    monkeypatch.setattr(runs, "make_fresh_folder", filled)
     capsys.readouterr()
     if command == "export":
         room(0)

@@ -651,11 +651,11 @@ def test_auto_finds_a_run_that_is_shown_and_saved_in_other_ways(tmp_path, monkey
     config = {"seed": 0, "logger": {}, "callbacks": {"checkpoint": {"every": 1}}}
     run_folders.write_config(Path("outputs/a/run"), config)
     assert (
-        run_folders.newest_unfinished("a", {"seed": 0, "logger": {"x": 1}, "callbacks": {}})
+        run_folders.find_unfinished_run("a", {"seed": 0, "logger": {"x": 1}, "callbacks": {}})
         == tmp_path / "outputs/a/run"
     )
     assert (
-        run_folders.newest_unfinished(
+        run_folders.find_unfinished_run(
             "a", {"seed": 1, "logger": {}, "callbacks": config["callbacks"]}
         )
         is None

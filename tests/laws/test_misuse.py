@@ -8,7 +8,7 @@ import functools
 import pytest
 
 import rlkit
-from rlkit.config.parts import lifted
+from rlkit.config.parts import lift_part
 from rlkit.environments import environment_of
 
 TASK = rlkit.Task("t/0", ({"role": "user", "content": "What is 1 + 1?"},), answer="2")
@@ -156,4 +156,4 @@ def test_a_wrong_call_is_answered_by_a_sentence(case, tmp_path, monkeypatch):
 def test_what_the_options_give_is_a_right_argument(words):
     """The types that the signatures name are those of the parts that ship; nothing is copied."""
     x = rlkit.experiment(*words)
-    assert lifted(x, rlkit.Experiment, "rlkit.train: x") is x
+    assert lift_part(x, rlkit.Experiment, "rlkit.train: x") is x

@@ -14,7 +14,7 @@ from parametrise import cases, presets
 from rlkit.commands import check
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
-from rlkit.config.problems.schedules import first_steps
+from rlkit.config.problems.schedules import build_first_steps
 
 CHEAP = ("tool_tracking",)  # the others take a minute together
 
@@ -53,7 +53,7 @@ def test_a_preset_takes_a_step(name, tmp_path):
     )
     overrides += ["batch.group_size=4"] if config["batch"]["group_size"] > 8 else []
     x = experiment(compose(overrides))
-    report = check.run(next(iter(first_steps(x).values())), load_tasks(x))
+    report = check.run(next(iter(build_first_steps(x).values())), load_tasks(x))
     assert report.metrics["optim/updates"] == 1
 
 

@@ -27,7 +27,7 @@ import rlkit
 from parametrise import cases, cover
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems import run_problems
-from rlkit.config.problems.asynchrony import _stateful
+from rlkit.config.problems.asynchrony import _find_stateful
 from rlkit.config.problems.rows import load_tasks
 from rlkit.environments import by_task as environments_by_task
 from rlkit.environments import dialogue, gymnasium, single_turn, tool_use
@@ -694,7 +694,7 @@ STATEFUL = {
 def test_a_function_that_keeps_state_is_refused_in_a_second_process(place):
     x = STATEFUL[place](plain())
     overlap = x._replace(asynchrony=x.asynchrony._replace(mode="overlap", staleness=1))
-    (said,) = _stateful(overlap)
+    (said,) = _find_stateful(overlap)
     assert (
         f"({__file__}:" in said
         and said.endswith("choose asynchrony=lag")
@@ -704,4 +704,4 @@ def test_a_function_that_keeps_state_is_refused_in_a_second_process(place):
         "@stateful" in problem
         for problem in run_problems(x._replace(asynchrony=overlap.asynchrony._replace(mode="lag")))
     )
-    assert _stateful(plain()._replace(asynchrony=overlap.asynchrony)) == []
+    assert _find_stateful(plain()._replace(asynchrony=overlap.asynchrony)) == []

@@ -16,7 +16,7 @@ import torch
 
 from parametrise import cases
 from rlkit import functional
-from rlkit.config.changes import difference
+from rlkit.config.changes import find_differences
 from rlkit.config.compose import compose
 from rlkit.rewards import group_normalised
 
@@ -59,7 +59,7 @@ TWINS = {
 @pytest.mark.parametrize("name", cases(TWINS, ("forward", "gspo_token")))
 def test_twins_have_one_config(name):
     one, other, apart = TWINS[name]
-    changed = set(difference(compose(one).config, compose(other).config))
+    changed = set(find_differences(compose(one).config, compose(other).config))
     allowed = apart | ({"algorithm.name"} if "name" in apart else set())
     if name == "rl_sft":  # grpo leaves its one stream to the default
         changed = {key for key in changed if not key.startswith("algorithm.streams.reward.")}

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from rlkit.commands.cli import main
-from rlkit.config.changes import difference, refuse_changes
+from rlkit.config.changes import find_differences, refuse_changes
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.system.identity import read_identity
@@ -76,7 +76,7 @@ def test_a_fresh_folder_is_never_one_that_exists(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "datetime", Clock)
     folders = []
     for _ in range(4):
-        folders.append(runs.fresh(tmp_path / "grpo"))
+        folders.append(runs.make_fresh_folder(tmp_path / "grpo"))
         folders[-1].mkdir(parents=True, exist_ok=True)
     assert [f.name for f in folders] == ["2026-01-02_03-04-05"] + [
         f"2026-01-02_03-04-05_{i}" for i in (2, 3, 4)
@@ -85,7 +85,7 @@ def test_a_fresh_folder_is_never_one_that_exists(tmp_path, monkeypatch):
 
 
 def test_names_of_fresh_folders_sort_by_time(tmp_path):
-    stamp = runs.fresh(tmp_path).name
+    stamp = runs.make_fresh_folder(tmp_path).name
     assert datetime.strptime(stamp, "%Y-%m-%d_%H-%M-%S")
 
 
@@ -143,7 +143,7 @@ def test_a_misspelt_name_inside_a_run_is_refused(tmp_path, monkeypatch):
 def test_a_config_reads_back_as_it_was_written(tmp_path):
     runs.write_config(tmp_path / "a" / "run", CONFIG)
     assert runs.read_config(tmp_path / "a" / "run") == CONFIG
-    assert difference(runs.read_config(tmp_path / "a" / "run"), CONFIG) == {}
+    assert find_differences(runs.read_config(tmp_path / "a" / "run"), CONFIG) == {}
 
 
 DIFFERENCES = {
@@ -165,20 +165,20 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("new, want", DIFFERENCES.values(), ids=DIFFERENCES)
 def test_difference_by_dotted_key(new, want):
-    assert difference(CONFIG, new) == want
+    assert find_differences(CONFIG, new) == want
 
 
 @pytest.mark.parametrize(
     "path, value", [("trainer.steps", 50), ("trainer.max_time", 3.0), ("resume", "auto")]
 )
 def test_the_length_of_a_run_is_no_difference(path, value):
-    assert difference(CONFIG, changed(path, value)) == {}
+    assert find_differences(CONFIG, changed(path, value)) == {}
 
 
 def test_a_key_that_went_away_is_a_difference():
     new = changed("seed", 0)
     del new["task"]["max_samples"]
-    assert difference(CONFIG, new) == {"task.max_samples": (64, None)}
+    assert find_differences(CONFIG, new) == {"task.max_samples": (64, None)}
 
 
 FIXED = [
@@ -193,14 +193,14 @@ FIXED = [
 @pytest.mark.parametrize("path, value", FIXED)
 def test_a_run_cannot_continue_as_another(path, value):
     with pytest.raises(ConfigError, match=rf"{path} was .* and is now {value}.*resume=never"):
-        refuse_changes(Path("run"), difference(CONFIG, changed(path, value)))
+        refuse_changes(Path("run"), find_differences(CONFIG, changed(path, value)))
 
 
 @pytest.mark.parametrize(
     "path, value", [("optimizer.lr", 1e-4), ("trainer.accelerator", "cpu"), ("name", "model")]
 )
 def test_other_changes_are_allowed(path, value):
-    refuse_changes(Path("run"), difference(CONFIG, changed(path, value)))
+    refuse_changes(Path("run"), find_differences(CONFIG, changed(path, value)))
 
 
 def test_a_key_that_only_begins_like_a_fixed_one_is_free():
@@ -217,15 +217,15 @@ def test_the_newest_unfinished_run_of_this_config_is_continued(outputs):
     make_run(outputs / "grpo", "4", 20, changed("optimizer.lr", 9.0))
     make_run(outputs / "other", "5", 10)
     (outputs / "grpo" / "no run").mkdir()
-    assert runs.newest_unfinished("grpo", CONFIG) == wanted
+    assert runs.find_unfinished_run("grpo", CONFIG) == wanted
 
 
 def test_a_run_is_continued_on_another_number_of_devices(outputs):
     config = changed("trainer.devices", 4)
     config["trainer"] |= {"strategy": "ddp", "nodes": 2, "timeout": 60}
     wanted = make_run(outputs / "grpo", "1", 50, config)
-    assert runs.newest_unfinished("grpo", CONFIG) == wanted
-    assert difference(config, CONFIG)["trainer.devices"] == (
+    assert runs.find_unfinished_run("grpo", CONFIG) == wanted
+    assert find_differences(config, CONFIG)["trainer.devices"] == (
         4,
         CONFIG["trainer"].get("devices"),
     )  # it is said
@@ -234,7 +234,7 @@ def test_a_run_is_continued_on_another_number_of_devices(outputs):
 @pytest.mark.parametrize("name", ["grpo", "absent"])
 def test_nothing_to_continue(outputs, name):
     make_run(outputs / "grpo", "1", 0, ended="finished")
-    assert runs.newest_unfinished(name, CONFIG) is None
+    assert runs.find_unfinished_run(name, CONFIG) is None
 
 
 @pytest.mark.parametrize("text", ["", "seed: 0\nmod", "name: 'gr"])
@@ -244,7 +244,7 @@ def test_a_run_with_a_damaged_config_is_passed_over(outputs, text):
     wanted = make_run(outputs / "grpo", "1", 50)
     damaged = make_run(outputs / "grpo", "2", 10)
     (damaged / "config.yaml").write_text(text)
-    assert runs.newest_unfinished("grpo", CONFIG) == wanted
+    assert runs.find_unfinished_run("grpo", CONFIG) == wanted
 
 
 # ---------------------------------------------------------------------------------------- overrides
@@ -256,8 +256,8 @@ def test_saved_overrides_are_those_of_hydra(tmp_path):
         # the last two are of one process alone
         "- seed=3\n- algorithm=grpo\n- ++optimizer.lr=1e-4\n- resume=auto\n- +takeover=true\n"
     )
-    assert runs.saved_overrides(tmp_path) == ["seed=3", "algorithm=grpo", "++optimizer.lr=1e-4"]
-    assert runs.saved_overrides(tmp_path / "absent") == []
+    assert runs.read_overrides(tmp_path) == ["seed=3", "algorithm=grpo", "++optimizer.lr=1e-4"]
+    assert runs.read_overrides(tmp_path / "absent") == []
 
 
 def test_a_run_folder_is_named_by_what_differs_from_the_default():
@@ -270,11 +270,11 @@ def test_a_run_folder_is_named_by_what_differs_from_the_default():
         "task.path=/a b/c.jsonl",
         "debug=fast",
     ]
-    assert runs.label_of(given, "dapo") == "lr-3e-4_seed-2"
+    assert runs.describe_overrides(given, "dapo") == "lr-3e-4_seed-2"
     long = [f"kl.key{i}={'1' * 20}" for i in range(9)]
-    assert runs.label_of(long, "grpo") == "_".join(f"key{i}-{'1' * 20}" for i in range(2)), (
-        "whole parts, at most 60 characters"
-    )
+    assert runs.describe_overrides(long, "grpo") == "_".join(
+        f"key{i}-{'1' * 20}" for i in range(2)
+    ), "whole parts, at most 60 characters"
 
 
 @pytest.fixture

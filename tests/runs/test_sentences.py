@@ -40,13 +40,13 @@ run = loaded("run")
 # What tells how sure something is: who calls one of these says something that can be false.
 ESTIMATORS = {
     "paired",
-    "bounded_mean",
+    "estimate_bounded_mean",
     "seeds_interval",
     "bootstrap",
-    "tested_together",
-    "seeds_needed",
+    "compare_together",
+    "count_needed_seeds",
     "detectable",
-    "power_of",
+    "compute_power",
     "holm",
     "false_discovery",
     "mean_interval",
@@ -60,13 +60,13 @@ ESTIMATORS = {
 }
 # Function → the promises of what is said with it.
 SPEAKERS = {
-    "runs.verdicts.verdicts": ("rlkit compare, claim", "rlkit compare, interval"),
-    "runs.verdicts.sentence": (
+    "runs.verdicts.judge_lines": ("rlkit compare, claim", "rlkit compare, interval"),
+    "runs.verdicts.phrase_verdict": (
         "rlkit compare, seeds needed",
         "rlkit compare, seen",
         "rlkit compare, enough",
     ),
-    "runs.verdicts.falls": ("rlkit compare, fall", "rlkit compare, fall's interval"),
+    "runs.verdicts.find_falls": ("rlkit compare, fall", "rlkit compare, fall's interval"),
     "commands.plan.plan_seeds": (
         "rlkit plan, seeds",
         "rlkit plan, pilot's spread",
@@ -85,8 +85,8 @@ SPEAKERS = {
     ),
     "extras.bench.matrix.score_interval": ("rlkit bench, scores",),
     "extras.bench.matrix.over_tasks_table": ("rlkit bench, IQM",),
-    "runs.tables.figures": ("report, marks", "report, change of one run"),
-    "runs.tables.over_seeds": ("report, seeds", "report, change over seeds"),
+    "runs.tables.tabulate_figures": ("report, marks", "report, change of one run"),
+    "runs.tables.average_over_seeds": ("report, seeds", "report, change over seeds"),
     "episodes.evaluation._share_interval": ("report, one run",),
     "episodes.evaluation._mean_interval": ("report, one run",),
     "episodes.evaluation.curves": ("report, one run",),
@@ -96,7 +96,7 @@ SPEAKERS = {name: said for name, said in SPEAKERS.items() if not explain_missing
 # The sentences themselves, without what is filled in: a new one has to be written here, beside a
 # promise above.
 WORDS = {
-    "runs.verdicts.sentence": {
+    "runs.verdicts.phrase_verdict": {
         " (…, … to …)",
         "… against …: no difference can be claimed",
         "… is … than … by … (… to …), … seeds.",
@@ -105,7 +105,7 @@ WORDS = {
         "…; to see … you need … seeds; these … seeds see ….",
         "…; … seeds are enough to see ….",
     },
-    "runs.verdicts.fall_sentence": {
+    "runs.verdicts.phrase_fall": {
         " (…, … to …)",
         ", … seed…",
         "… ends below its start: accuracy … before, … after",
@@ -180,7 +180,7 @@ def calls() -> Iterator[tuple[str, str]]:
 
 
 def test_whoever_says_how_sure_something_is_has_a_promise():
-    inside = ("runs.comparing.", "statistics.", "runs.trends.thirds")
+    inside = ("runs.comparing.", "statistics.", "runs.trends.average_thirds")
     found = {where for where, _ in calls() if not where.startswith(inside)}
     assert found - {"commands.plan.command"} == set(SPEAKERS)
     assert {name for own in SPEAKERS.values() for name in own} == set(run.PROMISES), (

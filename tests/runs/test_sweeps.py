@@ -22,11 +22,11 @@ from copies import begin_sweep
 from parametrise import cases
 from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError, install
-from rlkit.runs.sweeps.compare import comparison
-from rlkit.runs.sweeps.jobs import RunJob, objective, read_jobs, save
-from rlkit.runs.sweeps.plan import corners, expand, folder_name, folder_problems, make_plan
-from rlkit.runs.sweeps.run import parallel, run_job
-from rlkit.runs.sweeps.runner import make_sweep, why
+from rlkit.runs.sweeps.compare import format_comparison
+from rlkit.runs.sweeps.jobs import RunJob, read_jobs, read_objective, save
+from rlkit.runs.sweeps.plan import expand, folder_name, folder_problems, list_corners, make_plan
+from rlkit.runs.sweeps.run import count_parallel_jobs, run_job
+from rlkit.runs.sweeps.runner import explain_end, make_sweep
 
 FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
 
@@ -60,7 +60,7 @@ def test_a_sweep_is_every_combination():
 def test_a_search_is_checked_at_its_ends():
     """Every end and choice once, so that a search does not find out after hours that one of them
     cannot run."""
-    jobs = corners(["optimizer.lr=tag(log, interval(1e-4, 1e-2))", "kl=k1,k3", "seed=4"])
+    jobs = list_corners(["optimizer.lr=tag(log, interval(1e-4, 1e-2))", "kl=k1,k3", "seed=4"])
     assert jobs == [
         ["optimizer.lr=0.0001", "kl=k1", "seed=4"],
         ["optimizer.lr=0.01", "kl=k1", "seed=4"],
@@ -123,7 +123,7 @@ def test_a_sweep_is_refused_before_its_first_job(words, expected, tmp_path, monk
 )
 def test_a_missing_plugin_is_named_with_its_extra(option, extra, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlkit.runs.sweeps.plan.installed", lambda name: False)
+    monkeypatch.setattr("rlkit.runs.sweeps.plan.is_installed", lambda name: False)
     with pytest.raises(ConfigError, match=re.escape(install(extra))):
         make_plan(["seed=1,2", f"hydra/{option}"], None)
 
@@ -153,12 +153,12 @@ def test_a_folder_with_a_run_is_refused_or_continued(tmp_path):
 
 def test_the_objective_is_the_accuracy_else_the_reward(tmp_path):
     """Never the accuracy on test problems: what is searched on them cannot be reported on them."""
-    assert objective(run_folder(tmp_path, "a", after=0.9, validation=0.6)) == 0.6
-    assert objective(run_folder(tmp_path, "d", after=0.9)) == 0.5
+    assert read_objective(run_folder(tmp_path, "a", after=0.9, validation=0.6)) == 0.6
+    assert read_objective(run_folder(tmp_path, "d", after=0.9)) == 0.5
     assert (
-        objective(run_folder(tmp_path, "b")) == 0.5
+        read_objective(run_folder(tmp_path, "b")) == 0.5
     )  # mean of 0.25 and 0.75; the half-written row is left out
-    assert objective(run_folder(tmp_path, "c", ended="failed")) is None
+    assert read_objective(run_folder(tmp_path, "c", ended="failed")) is None
 
 
 def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
@@ -173,7 +173,7 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
         jobs.append(RunJob(number, overrides, folder, "finished"))
         save(tmp_path / "jobs" / f"{number}.json", jobs[-1])
     assert read_jobs(tmp_path / "jobs") == jobs
-    first, second, verdict, said = comparison(jobs).split("\n\n")
+    first, second, verdict, said = format_comparison(jobs).split("\n\n")
     assert [line.split()[:2] for line in first.splitlines()[2:]] == [
         ["dapo", "1"],
         ["grpo", "2"],
@@ -198,9 +198,9 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
 def test_cores_are_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlkit.runs.sweeps.run.cores", lambda: 8)
-    monkeypatch.setattr("rlkit.runs.sweeps.plan.installed", lambda name: True)
+    monkeypatch.setattr("rlkit.runs.sweeps.plan.is_installed", lambda name: True)
     assert [
-        parallel(make_plan(["seed=1,2,3", *o], None))
+        count_parallel_jobs(make_plan(["seed=1,2,3", *o], None))
         for o in ([], ["hydra/launcher=parallel"], ["hydra/launcher=slurm_local"])
     ] == [
         1,
@@ -212,12 +212,12 @@ def test_cores_are_shared(tmp_path, monkeypatch):
 def test_the_reason_of_a_failure_is_rlkits_own_sentence(tmp_path):
     log = tmp_path / "log"
     log.write_text("rlkit: grpo, kl k3\nstep 1\nrlkit: reward 'x' raised KeyError\nrun folder: y\n")
-    assert why(1, log) == "exit 1: reward 'x' raised KeyError"
-    assert why(-9, log) == "signal 9: run folder: y"
+    assert explain_end(1, log) == "exit 1: reward 'x' raised KeyError"
+    assert explain_end(-9, log) == "signal 9: run folder: y"
     begin = log.stat().st_size  # of the next attempt, which another library ends
     with log.open("a") as file:
         file.write("rlkit: grpo, kl k3\nIndexError: 7\n")
-    assert why(1, log, begin) == "exit 1: IndexError: 7"
+    assert explain_end(1, log, begin) == "exit 1: IndexError: 7"
 
 
 def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):

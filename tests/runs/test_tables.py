@@ -9,11 +9,11 @@ import pytest
 from rlkit.runs.reading import group_runs, read_run
 from rlkit.runs.tables import (
     WithInterval,
-    before_after,
+    average_over_seeds,
+    find_symptoms,
     mark_change,
     newcombe,
-    over_seeds,
-    symptoms,
+    tabulate_held_out,
 )
 from rlkit.statistics import wilson
 
@@ -26,16 +26,16 @@ def test_the_interval_of_a_change_is_newcombes():
 
 def test_an_accuracy_over_seeds_stays_within_zero_and_one_and_two_seeds_have_no_interval():
     """Two seeds were 0.906 [0.303, 1.504]: Student's t of one degree of freedom, unbounded."""
-    assert all(map(math.isnan, over_seeds([0.88, 0.93], bounded=True)[1:]))
-    mean, low, high = over_seeds([0.9, 0.95, 1.0], bounded=True, resolution=0.01)
+    assert all(map(math.isnan, average_over_seeds([0.88, 0.93], bounded=True)[1:]))
+    mean, low, high = average_over_seeds([0.9, 0.95, 1.0], bounded=True, resolution=0.01)
     assert 0 <= low < mean < high <= 1 and mean == pytest.approx(0.95)
-    assert mark_change(over_seeds([0.2, 0.3], bounded=False)) == "open", (
+    assert mark_change(average_over_seeds([0.2, 0.3], bounded=False)) == "open", (
         "without an interval neither good nor bad"
     )
 
 
 def test_seeds_are_put_together_and_the_reward_is_shown_where_it_is_another_number(make_run):
-    rows = before_after(
+    rows = tabulate_held_out(
         group_runs(
             [
                 read_run(make_run(str(seed), seed=seed, after=after))
@@ -54,12 +54,12 @@ def test_seeds_are_put_together_and_the_reward_is_shown_where_it_is_another_numb
 def test_a_run_without_an_end_has_no_row(make_run):
     folder = make_run("a")
     (folder / "summary.json").unlink()
-    assert before_after(group_runs([read_run(folder)])) == []
+    assert tabulate_held_out(group_runs([read_run(folder)])) == []
 
 
 def test_a_check_that_spoke_names_its_steps(make_run):
     run = read_run(make_run("a", change={"len/truncated_frac": 1.0}))
-    (found,) = symptoms(run)
+    (found,) = find_symptoms(run)
     assert (found.check, found.steps) == (
         "most truncated",
         [1, 2, 3, 4],
@@ -67,10 +67,10 @@ def test_a_check_that_spoke_names_its_steps(make_run):
     older = run._replace(
         rows=[{k: v for k, v in row.items() if k != "len/truncated_frac"} for row in run.rows]
     )
-    assert symptoms(older) == [], "rows that lack a number say nothing"
+    assert find_symptoms(older) == [], "rows that lack a number say nothing"
 
 
 def test_what_was_not_measured_does_not_speak(make_run):
     """null in metrics.jsonl is nan to a check."""
     run = read_run(make_run("a", change={"ratio/first_mean": None}))
-    assert symptoms(run) == []
+    assert find_symptoms(run) == []

@@ -13,8 +13,8 @@ import pytest
 from parametrise import each
 from rlkit.commands.train import closing_lines
 from rlkit.runs.reading import ReadRun, group_runs, read_run
-from rlkit.runs.tables import reward_rows, symptoms
-from rlkit.runs.trends import TRENDS, shadows, thirds
+from rlkit.runs.tables import find_symptoms, reward_rows
+from rlkit.runs.trends import TRENDS, average_thirds, find_shadow_rewards
 
 STEPS = 60
 HEALTHY = {  # metric → its value at a share of the run
@@ -53,7 +53,7 @@ def run(curves, *, seed=0, noise=0.03):
 def test_each_check_sees_its_pathology_and_no_other(name):
     found = {check.__name__ for check in TRENDS if check(run(HEALTHY | SICK[name]))}
     assert found == {name}
-    assert {s.check for s in symptoms(run(HEALTHY | SICK[name])) if not s.steps} == {
+    assert {s.check for s in find_symptoms(run(HEALTHY | SICK[name])) if not s.steps} == {
         name.replace("_", " ")
     }
 
@@ -75,15 +75,16 @@ def test_entropy_that_falls_since_the_problems_are_solved_is_no_collapse():
 
 
 def test_a_short_run_says_nothing():
-    assert thirds({step: float(step) for step in range(11)}) is None
-    assert thirds({step: float(step) for step in range(12)}).rose(0.0)
+    assert average_thirds({step: float(step) for step in range(11)}) is None
+    assert average_thirds({step: float(step) for step in range(12)}).rose(0.0)
 
 
 def test_a_term_with_a_weight_in_some_phase_is_no_shadow():
     own = run(HEALTHY)
     phase = {"schedule.phases.late.reward.terms.true.weight": 0.5}
     assert (
-        shadows(own) == ["true"] and shadows(own._replace(settings={**own.settings, **phase})) == []
+        find_shadow_rewards(own) == ["true"]
+        and find_shadow_rewards(own._replace(settings={**own.settings, **phase})) == []
     )
 
 

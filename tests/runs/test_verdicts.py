@@ -16,12 +16,12 @@ from rlkit.runs.reading import group_runs, read_run
 from rlkit.runs.verdicts import (
     EFFECT,
     Figure,
-    budget,
-    falls,
-    notes,
-    sentence,
-    shared_figure,
-    verdicts,
+    find_falls,
+    find_shared_figure,
+    judge_lines,
+    list_notes,
+    phrase_verdict,
+    read_budget,
 )
 
 
@@ -49,7 +49,7 @@ def arms(make_run):
 
 
 def said(groups, **options):
-    return [v.sentence for v in verdicts(groups, shared_figure(groups), **options)]
+    return [v.sentence for v in judge_lines(groups, find_shared_figure(groups), **options)]
 
 
 BASE = [0.5, 0.6, 0.7, 0.8] * 3
@@ -60,7 +60,7 @@ def test_a_difference_is_said_with_its_interval(arms):
     """+0.02 and +0.03, six times each, with t₁₁ = 2.201: 0.025 ± 2.201 · 0.005222/√12."""
     groups = arms(BASE, BETTER)
     assert said(groups) == ["dapo is better than grpo by 0.025 (0.022 to 0.028), 12 seeds."]
-    (found,) = verdicts(groups[::-1], shared_figure(groups[::-1]))
+    (found,) = judge_lines(groups[::-1], find_shared_figure(groups[::-1]))
     assert (
         found.claim == "worse"
         and found.sentence == "grpo is worse than dapo by 0.025 (0.022 to 0.028), 12 seeds."
@@ -76,7 +76,7 @@ def test_what_cannot_be_told_apart_is_said_with_the_seeds_that_it_takes(arms):
         and "to see 0.01 you need 41 seeds; these 12 seeds see 0.020." in text
     )
     d = Difference(0.001, -0.004, 0.006, 0.6, 0.007, 12)
-    assert "12 seeds are enough to see 0.02" in sentence(
+    assert "12 seeds are enough to see 0.02" in phrase_verdict(
         "a", "b", d, "open", effect=0.02, comparisons=1
     )
 
@@ -99,7 +99,7 @@ def test_a_coarse_score_that_differs_by_the_same_step_is_not_called_enough(arms)
 
 def test_two_seeds_never_decide(arms):
     """Student's t of one degree of freedom; 0.1 → 0.9 on both."""
-    (found,) = verdicts(groups := arms([0.1, 0.1], [0.9, 0.9]), shared_figure(groups))
+    (found,) = judge_lines(groups := arms([0.1, 0.1], [0.9, 0.9]), find_shared_figure(groups))
     assert (found.claim, math.isnan(found.p), math.isnan(found.found.low)) == ("open", True, True)
     assert "they share 2 seeds, and fewer than 10 claim nothing" in found.sentence
 
@@ -107,7 +107,7 @@ def test_two_seeds_never_decide(arms):
 def test_a_line_that_ends_below_its_start_is_named(arms):
     """The runs start at 0.5."""
     groups = arms([0.4, 0.42, 0.41] * 4, [0.5, 0.48, 0.51] * 4, [0.9] * 12)
-    lost, chance = falls(groups)
+    lost, chance = find_falls(groups)
     assert lost.claim and not chance.claim and chance.sentence.endswith("this may be chance.")
     assert (
         lost.sentence
@@ -117,7 +117,7 @@ def test_a_line_that_ends_below_its_start_is_named(arms):
     assert chance.sentence.startswith(
         "dapo ends below its start: accuracy 0.500 before, 0.497 after (-0.003, "
     )
-    few = falls(
+    few = find_falls(
         [groups[0]._replace(runs=groups[0].runs[:n]) for n in (1,)]
         + [groups[1]._replace(runs=groups[1].runs[:3])]
     )
@@ -129,9 +129,9 @@ def test_a_line_that_ends_below_its_start_is_named(arms):
 
 def test_only_common_seeds_are_pairs_and_no_common_seed_is_said(arms, make_run):
     groups = arms([0.5, 0.6, 0.7, 0.9], [0.52, 0.63, 0.72])
-    assert verdicts(groups, shared_figure(groups))[0].found.n == 3
+    assert judge_lines(groups, find_shared_figure(groups))[0].found.n == 3
     apart = Figure("x", [{0: 0.5}, {1: 0.6}])
-    assert "they share no seeds" in verdicts(groups, apart)[0].sentence
+    assert "they share no seeds" in judge_lines(groups, apart)[0].sentence
 
 
 def test_more_comparisons_need_more_evidence(arms):
@@ -143,15 +143,15 @@ def test_more_comparisons_need_more_evidence(arms):
         [a + 0.01 * (-1) ** i for i, a in enumerate(BASE)],
     )
     alone, both = (
-        verdicts(groups[:2], shared_figure(groups[:2])),
-        verdicts(groups, shared_figure(groups)),
+        judge_lines(groups[:2], find_shared_figure(groups[:2])),
+        judge_lines(groups, find_shared_figure(groups)),
     )
     assert (
         alone[0].claim == "better"
         and both[0].claim == "open"
         and both[0].found.low < 0 < alone[0].found.low
     )
-    assert len(verdicts(groups, shared_figure(groups), every_pair=True)) == 3
+    assert len(judge_lines(groups, find_shared_figure(groups), every_pair=True)) == 3
 
 
 def test_arms_that_are_equal_are_told_apart_in_one_of_twenty_pages():
@@ -168,7 +168,7 @@ def test_arms_that_are_equal_are_told_apart_in_one_of_twenty_pages():
         seeds = 0.6 + 0.1 * rng.normal(size=10)
         values = [dict(enumerate(seeds + 0.05 * rng.normal(size=10))) for _ in lines]
         claims += any(
-            v.claim != "open" for v in verdicts(lines, Figure("accuracy", values), effect=EFFECT)
+            v.claim != "open" for v in judge_lines(lines, Figure("accuracy", values), effect=EFFECT)
         )
     assert claims / 120 == pytest.approx(0.05, abs=0.06)
 
@@ -180,8 +180,8 @@ def test_unequal_budgets_are_said_and_can_be_made_equal(arms):
     groups = arms(
         [0.5] * 3, [0.6] * 3, grpo={"change": rows}, dapo={"change": rows | {"optim/updates": 2}}
     )
-    assert budget(groups[1].runs[0], "updates") == {1: 2, 2: 4, 3: 6, 4: 8}
-    (note,) = notes(groups)
+    assert read_budget(groups[1].runs[0], "updates") == {1: 2, 2: 4, 3: 6, 4: 8}
+    (note,) = list_notes(groups)
     assert "in optimiser steps: grpo 4, dapo 8" in note and "at=updates" in note
     curves = {0: 0.1, 2: 0.3, 4: 0.5}
     measured = [
@@ -199,23 +199,27 @@ def test_unequal_budgets_are_said_and_can_be_made_equal(arms):
         )
         for g in groups
     ]
-    assert [set(own.values()) for own in shared_figure(measured, at="updates").values] == [
+    assert [set(own.values()) for own in find_shared_figure(measured, at="updates").values] == [
         {0.5},
         {0.3},
     ]
     assert (
-        shared_figure(measured, at="updates").name == "validation accuracy after 4 optimiser steps"
+        find_shared_figure(measured, at="updates").name
+        == "validation accuracy after 4 optimiser steps"
     )
 
 
 def test_figures_are_the_best_that_the_runs_have(arms, tmp_path):
     groups = arms([0.5] * 3, [0.6] * 3)
-    assert (shared_figure(groups).name, shared_figure(groups).resolution) == ("test accuracy", 0.01)
+    assert (find_shared_figure(groups).name, find_shared_figure(groups).resolution) == (
+        "test accuracy",
+        0.01,
+    )
     bare = [g._replace(runs=[r._replace(summary={}) for r in g.runs]) for g in groups]
-    assert shared_figure(bare, "reward").name.startswith("training reward")
+    assert find_shared_figure(bare, "reward").name.startswith("training reward")
     for name, at in (("tset", None), (None, "hours"), ("validation", None)):
         with pytest.raises(ConfigError):
-            shared_figure(bare, name, at)
+            find_shared_figure(bare, name, at)
 
 
 def test_the_commands_say_it(arms, tmp_path, capsys):

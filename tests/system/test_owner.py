@@ -21,7 +21,7 @@ import pytest
 
 from parametrise import cases
 from rlkit.commands.cli import main
-from rlkit.config.changes import difference
+from rlkit.config.changes import find_differences
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.plan import folder_problems
 from rlkit.system import owner
@@ -426,8 +426,8 @@ def test_takeover_is_no_part_of_the_run(copy, other):
     """It is not taken up again by the next resume, and changes neither config nor place."""
     write(copy, other)
     assert main(["train", f"resume={copy}", "trainer.steps=3", "takeover=true"]) == 0
-    assert not [text for text in runs.saved_overrides(copy) if "takeover" in text]
-    assert difference({"takeover": True}, {"takeover": False}) == {}
+    assert not [text for text in runs.read_overrides(copy) if "takeover" in text]
+    assert find_differences({"takeover": True}, {"takeover": False}) == {}
     write(copy, other)
     assert main(["train", f"resume={copy}", "trainer.steps=4"]) == 2
 
@@ -440,7 +440,7 @@ def test_a_refused_process_does_not_make_a_run_the_newest(tmp_path, monkeypatch)
         os.utime(tmp_path / "a" / name / "config.yaml", (ago(age), ago(age)))
     with own_folder(tmp_path / "a" / "old"):
         pass
-    assert runs.newest_unfinished("a", {"seed": 0}) == tmp_path / "a" / "new"
+    assert runs.find_unfinished_run("a", {"seed": 0}) == tmp_path / "a" / "new"
 
 
 def test_a_sweep_refuses_a_job_that_runs_already(tmp_path, other):

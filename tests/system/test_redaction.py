@@ -21,7 +21,7 @@ import yaml
 import rlkit
 from parametrise import available, each, every_extra
 from rlkit.commands.cli import main
-from rlkit.config.compose import compose, conf_dir, unresolved
+from rlkit.config.compose import compose, conf_dir, read_unresolved
 from rlkit.runs import folder as runs
 from rlkit.system.extras import has_command
 from rlkit.system.output import Descriptor, Output
@@ -134,10 +134,10 @@ def test_counts_and_parts_that_are_called_tokens_are_no_secrets():
         "x.hub_token=${oc.env:HUB}",
         "x.max_tokens=${generation.max_new_tokens}",
     ):
-        assert runs.without_secrets([text]) == [text]
+        assert runs.redact_node([text]) == [text]
     secrets = ("x.hub_token=hf_abc", "x.hub_token=[a,b]", "+x.password=1234", "x.api_key='a b'")
     for text in (*secrets, "+servers.mine.env.GITHUB_PAT_TOKEN=ghp", "x.headers.X-Api-Key=abc"):
-        assert runs.without_secrets([text]) == [f"{text.partition('=')[0]}={REDACTED}"]
+        assert runs.redact_node([text]) == [f"{text.partition('=')[0]}={REDACTED}"]
 
 
 # ---------------------------------------------------------------- which keys of a config are secret
@@ -223,9 +223,9 @@ COMPOSED = [
 def test_settings_are_written_in_clear(words):
     """`max_new_tokens` stood as <redacted> in `--cfg job` and in every run's .hydra/config.yaml."""
     composed = compose(words)
-    hydra = unresolved(composed.full, of_hydra=True)
-    for config in (composed.config, unresolved(composed.full), hydra):
-        assert runs.without_secrets(config) == config
+    hydra = read_unresolved(composed.full, of_hydra=True)
+    for config in (composed.config, read_unresolved(composed.full), hydra):
+        assert runs.redact_node(config) == config
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from parametrise import cases
 from rlkit import collect
 from rlkit.config.compose import compose, experiment
-from rlkit.config.problems.doubts import warnings
+from rlkit.config.problems.doubts import list_warnings
 from rlkit.config.problems.rows import load_tasks
 from rlkit.engines import Cached
 from rlkit.episodes import load_rollouts
@@ -369,7 +369,7 @@ def test_stale_groups_without_a_correction_are_warned_of():
     def said(*words):
         return [
             line
-            for line in warnings(experiment(compose([*COMMON, *words])))
+            for line in list_warnings(experiment(compose([*COMMON, *words])))
             if "asynchrony" in line
         ]
 

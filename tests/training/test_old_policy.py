@@ -10,7 +10,7 @@ import torch
 
 from parametrise import each
 from rlkit.config.compose import compose, experiment
-from rlkit.config.problems.doubts import warnings
+from rlkit.config.problems.doubts import list_warnings
 from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError
 from rlkit.functional import no_correction, token_correction
@@ -233,7 +233,7 @@ DOUBTED = {
 @pytest.mark.slow
 def test_what_is_probably_not_meant_is_said():
     for words, given in DOUBTED.items():
-        said = warnings(experiment(compose([*COMMON, *given])))
+        said = list_warnings(experiment(compose([*COMMON, *given])))
         assert any(words in line for line in said), words
     for given in (
         ["algorithm/correction=geometric_mask"],
@@ -241,5 +241,5 @@ def test_what_is_probably_not_meant_is_said():
         [*LAG, "algorithm.old=sampler", "algorithm/correction=none"],
     ):
         assert not any(
-            "correction" in line for line in warnings(experiment(compose([*COMMON, *given])))
+            "correction" in line for line in list_warnings(experiment(compose([*COMMON, *given])))
         )

@@ -20,7 +20,7 @@ import torch
 
 from overlap_parts import CLOCK
 from parametrise import cases, cover
-from rlkit.config.compose import builder, compose, experiment
+from rlkit.config.compose import compose, experiment, make_builder
 from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes.stream import StreamState
 from rlkit.errors import ConfigError, EngineError, RLKitError
@@ -102,7 +102,7 @@ def trained(*overrides, steps=4, between=lambda: None):
     learner = Learner(
         x, x.model(device="cpu"), exact=True
     )  # first: two threads cannot load a model at the same time
-    with group_source(x, tasks, builder(composed.config)) as source:
+    with group_source(x, tasks, make_builder(composed.config)) as source:
         for _ in range(steps):
             groups, flight, row = take_step(source, flight, learner, between)
             row = {
@@ -172,7 +172,7 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
 
     rng.seed(x.seed)
     learner, other = (Learner(x, x.model(device="cpu"), exact=True) for _ in range(2))
-    with group_source(x, tasks, builder(composed.config)) as process:
+    with group_source(x, tasks, make_builder(composed.config)) as process:
         _, flight, _ = take_step(process, Flight(), learner)
         while process.answers.empty():
             time.sleep(0.01)
@@ -190,7 +190,7 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
     learner.load_state_dict(state)
     given = state["flight"], learner.policy, learner.progress
     assert Here(x, tasks).restore(*given).ahead == ()  # without a second process they are lost
-    with group_source(x, tasks, builder(composed.config)) as process:
+    with group_source(x, tasks, make_builder(composed.config)) as process:
         flight = process.restore(*given)
         for _ in range(2):
             _, flight, _ = take_step(process, flight, learner)
@@ -207,7 +207,7 @@ def test_a_step_that_is_dropped_is_sampled_again_alike(
     """Whatever the source has done for it, a later source goes on from the flight before it."""
     composed = compose([*COMMON, *mode(name, staleness)])
     x = experiment(composed)
-    given = x, load_tasks(x).train, builder(composed.config)
+    given = x, load_tasks(x).train, make_builder(composed.config)
     torch.set_num_threads(1)
     rng.seed(x.seed)
     learner, other = (Learner(x, x.model(device="cpu"), exact=True) for _ in range(2))
@@ -329,7 +329,7 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
     x = experiment(composed)
     policy = x.model(device="cpu")
     with (
-        group_source(x, [], builder(composed.config)) as process,
+        group_source(x, [], make_builder(composed.config)) as process,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(trainers_side, "WeightSlots", Full)
@@ -338,7 +338,7 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
         ):
             process.publish(policy, 0)
     policy.model.model.norm.weight.requires_grad = False
-    with group_source(x, [], builder(composed.config)) as process:
+    with group_source(x, [], make_builder(composed.config)) as process:
         process.publish(policy, 0)
         with pytest.raises(ConfigError, match="different models"):
             process.receive(Request(0, 0, None, None, ""), Clock())

@@ -13,7 +13,7 @@ from parametrise import cases
 from rlkit.commands.cli import main
 from rlkit.episodes import append_step
 from rlkit.runs import folder as runs
-from rlkit.runs.folder import lost_steps
+from rlkit.runs.folder import count_lost_steps
 from rlkit.system.identity import read_identity
 from rlkit.system.rows import read_rows
 
@@ -176,4 +176,4 @@ def test_which_runs_have_lost_their_checkpoints(tmp_path, change, lost):
     for step in (1, 2):
         row(tmp_path, step)
     change(tmp_path)
-    assert lost_steps(tmp_path) == lost
+    assert count_lost_steps(tmp_path) == lost

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from parametrise import cases, each, presets
-from rlkit.config.compose import compose, conf_dir, length_keys
+from rlkit.config.compose import compose, conf_dir, find_length_keys
 from rlkit.config.compose import experiment as experiment_of
 from rlkit.config.problems.schedules import schedule_problems, schedule_warnings
 from rlkit.training.schedules import (
@@ -695,6 +695,6 @@ def test_keys_that_follow_the_length_of_the_run_are_found():
         "schedule.numbers.optimizer.lr.steps=${trainer.steps}",
         "evaluation.every=${schedule.numbers.optimizer.lr.steps}",
     ]
-    found = length_keys(compose([*given, "callbacks.checkpoint.every=20"]))
+    found = find_length_keys(compose([*given, "callbacks.checkpoint.every=20"]))
     assert set(found) == {"schedule.numbers.optimizer.lr.steps", "evaluation.every"}
-    assert length_keys(compose([])) == ()
+    assert find_length_keys(compose([])) == ()

@@ -18,7 +18,7 @@ from rlkit.config.problems.assumptions import assumption_problems
 from rlkit.config.problems.asynchrony import asynchrony_problems
 from rlkit.config.problems.combinations import combination_problems, rank_problems
 from rlkit.config.problems.numbers import number_problems
-from rlkit.config.problems.schedules import first_steps, schedule_problems
+from rlkit.config.problems.schedules import build_first_steps, schedule_problems
 from rlkit.config.problems.trial import optimizer_problems
 
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
@@ -28,11 +28,11 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
 def run_problems(x: Experiment) -> list[str]:
     """All problems of a run with its phases, each at its first step."""
     problems = schedule_problems(x) + rank_problems(x)
-    firsts = {} if problems else first_steps(x)
+    firsts = {} if problems else build_first_steps(x)
     problems += [
         f"schedule.phases.{name}: {problem}" if name else problem
         for name, first in firsts.items()
-        for problem in problems_of(first)
+        for problem in find_problems(first)
     ]
     problems += asynchrony_problems(x, firsts) if firsts else []
     if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
@@ -55,7 +55,7 @@ def run_problems(x: Experiment) -> list[str]:
     return problems + optimizer_problems(x)
 
 
-def problems_of(x: Experiment) -> list[str]:
+def find_problems(x: Experiment) -> list[str]:
     """Problems of an experiment without open schedules, as sentences: parts that cannot run, or
     would silently do nothing."""
     return number_problems(x) + combination_problems(x) + assumption_problems(x)

@@ -36,16 +36,16 @@ class Words(NamedTuple):
     lost: Mapping[str, str] = {}
     unsaid: Mapping[str, str] = {}
 
-    def without(self, words: Sequence[str], why: str) -> Words:
+    def lose(self, words: Sequence[str], why: str) -> Words:
         """Lose these words too; the first reason stays."""
         return self._replace(lost=dict.fromkeys(words, why) | dict(self.lost))
 
-    def through(self, part: Any, path: str, why: str) -> Words:
+    def pass_through(self, part: Any, path: str, why: str) -> Words:
         """Pass the rewards through a part: only the words it declares to keep stay."""
         kept = declarations(part, "keeps")
         if kept is None:
             return self._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(self.unsaid))
-        return self.without([word for word in GUARANTEES if word not in kept], why)
+        return self.lose([word for word in GUARANTEES if word not in kept], why)
 
 
 def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
@@ -56,7 +56,7 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
         open.
     """
     problems = []
-    for path, part, words in _assuming(x, tasks):
+    for path, part, words in _list_assuming_parts(x, tasks):
         for assumed in sorted(declarations(part, "assumes") or ()):
             word = OF_REWARDS.get(assumed, "")
             if word in words.lost:
@@ -70,7 +70,7 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
 def assumption_warnings(x: Experiment) -> list[str]:
     """Assumptions neither broken nor guaranteed, and episode limits a single reply may exceed."""
     out = []
-    for path, part, words in _assuming(x, ()):
+    for path, part, words in _list_assuming_parts(x, ()):
         for assumed in sorted(declarations(part, "assumes") or ()):
             word = OF_REWARDS.get(assumed, "")
             if word in words.unsaid and word not in words.lost:
@@ -83,26 +83,26 @@ def assumption_warnings(x: Experiment) -> list[str]:
     return out + _episode_budgets(x)
 
 
-def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
+def _list_assuming_parts(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
     """(path, part, the rewards' words there) of the parts of an algorithm that look at rewards, in
     order."""
     a = x.algorithm
     kl = x.kl
-    given = _of_reward(x, tasks)
+    given = _find_reward_words(x, tasks)
     why = (
         f"algorithm.overlong ({written(a.overlong)}) changes them by length; choose"
         " algorithm/overlong=none"
     )
-    shaped = given.through(a.overlong, "algorithm.overlong", why)
+    shaped = given.pass_through(a.overlong, "algorithm.overlong", why)
     if kl.in_reward and kl.in_baseline:
-        shaped = shaped.without(
+        shaped = shaped.lose(
             ["binary", "non_negative"], "kl.in_baseline takes the KL off them; set it to false"
         )
     seen = {"group_filter": given, "overlong": given, "advantage": shaped, "normalization": shaped}
     return [(f"algorithm.{slot}", a.parts[slot], words) for slot, words in seen.items()]
 
 
-def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
+def _find_reward_words(x: Experiment, tasks: Sequence[Task]) -> Words:
     """Of the rewards as training takes them: terms, weights, aggregator, normalisation."""
     words = Words()
     counted = {name: term for name, term in x.reward.terms.items() if term.weight != 0}
@@ -115,7 +115,7 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
                 continue
             for word in GUARANTEES:
                 if word not in given:
-                    words = words.without(
+                    words = words.lose(
                         [word], f"{path} ({written(fn)}) does not guarantee it; {NEEDED[word]}"
                     )
         if term.weight != 1:
@@ -124,9 +124,9 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
                 " the term"
             )
             positive = isinstance(term.weight, int | float) and term.weight > 0
-            words = words.without(["binary"] if positive else ["binary", "non_negative"], scaled)
+            words = words.lose(["binary"] if positive else ["binary", "non_negative"], scaled)
         if term.per_step:
-            words = words.without(
+            words = words.lose(
                 ["binary"], f"{path} gives a score to every step; {NEEDED['binary']}"
             )
     aggregator = x.reward.aggregator
@@ -136,9 +136,9 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
             f"reward.aggregator ({written(aggregator)}) joins {', '.join(counted)}; give one of"
             " them a weight, and the others 0"
         )
-        words = words.through(aggregator, "reward.aggregator", why)
+        words = words.pass_through(aggregator, "reward.aggregator", why)
     if x.reward.normalize:
-        words = words.without(
+        words = words.lose(
             list(GUARANTEES), "reward.normalize shifts and scales them; set it to false"
         )
     return words

@@ -36,7 +36,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
             f"{said}: with asynchrony=none a step samples with the weights that it trains; choose"
             " asynchrony=lag, or set it to 0"
         ]
-    problems = _second_process(x) if mode == "overlap" else []
+    problems = _find_second_process_problems(x) if mode == "overlap" else []
     if not staleness:
         return problems
     for name, phase in phases(x).items():
@@ -55,7 +55,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
     return problems + _open_ends(x, firsts, said)
 
 
-def _second_process(x: Experiment) -> list[str]:
+def _find_second_process_problems(x: Experiment) -> list[str]:
     """Settings a second process of this machine cannot sample with."""
     said = "asynchrony=overlap"
     problems = []
@@ -72,10 +72,10 @@ def _second_process(x: Experiment) -> list[str]:
         problems.append(
             f"{said}: algorithm={x.algorithm.name} samples nothing; choose asynchrony=none"
         )
-    return problems + _stateful(x)
+    return problems + _find_stateful(x)
 
 
-def _stateful(x: Experiment) -> list[str]:
+def _find_stateful(x: Experiment) -> list[str]:
     """Find functions with a memory of earlier calls: the second process would call them with a
     memory of its own."""
     found: dict[str, str] = {}

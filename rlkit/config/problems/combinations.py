@@ -195,7 +195,7 @@ def _check_critic(x: Experiment) -> list[str]:
     return problems
 
 
-def corrections_of(algorithm: Algorithm) -> list[tuple[Any, dict[str, Any]]]:
+def list_corrections(algorithm: Algorithm) -> list[tuple[Any, dict[str, Any]]]:
     """(function, its numbers) of the correction, or of each part of a product."""
     from rlkit.algorithm import hyperparameters
 
@@ -209,7 +209,7 @@ def _check_corrections(x: Experiment) -> list[str]:
     weighing = (automatic_correction, sequence_correction, token_correction)
     weights = [
         part.__name__
-        for part, numbers in corrections_of(x.algorithm)
+        for part, numbers in list_corrections(x.algorithm)
         if part in weighing and numbers.get("mode") != "keep"
     ]
     said = (
@@ -226,7 +226,7 @@ def _check_old(x: Experiment) -> list[str]:
     from rlkit.functional import automatic_correction, no_correction, second_moment_mask
 
     a = x.algorithm
-    parts = corrections_of(x.algorithm)
+    parts = list_corrections(x.algorithm)
     problems = []
     if a.old == "trainer":
         return []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlkit.config.problems.assumptions import assumption_warnings
-from rlkit.config.problems.combinations import corrections_of
+from rlkit.config.problems.combinations import list_corrections
 from rlkit.config.problems.schedules import schedule_warnings
 from rlkit.environments import environment_of
 from rlkit.errors import written
@@ -75,7 +75,7 @@ def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) ->
     ]
 
 
-def warnings(
+def list_warnings(
     x: Experiment, overrides: Sequence[str] = (), tasks: Splits | None = None
 ) -> list[str]:
     """List the settings, and problems in two splits, that are legal but probably not meant.
@@ -89,7 +89,7 @@ def warnings(
     out = schedule_warnings(x)
     out += dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p))
     updates = a.epochs * a.minibatches
-    out += embedded_numbers(
+    out += find_embedded_numbers(
         x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")
     ) + _adapter_rate(x)
     out += _list_unused(x) + _list_idle(x, overrides, tasks)
@@ -115,7 +115,7 @@ def warnings(
         )
     out += [
         f"{path}={steps}: {why} (trainer.steps={x.trainer.steps}); lower it, or train longer"
-        for path, steps, why in _too_late(x)
+        for path, steps, why in _find_unreached(x)
         if steps >= x.trainer.steps
     ]
     if a.target_kl is not None and updates == 1:
@@ -139,7 +139,7 @@ def _correction_doubts(x: Experiment) -> list[str]:
 
     a = x.algorithm
     out = []
-    given = corrections_of(x.algorithm)
+    given = list_corrections(x.algorithm)
     stale = x.staleness
     path = "asynchrony.staleness" if stale == x.asynchrony.staleness else "task.reuse.staleness"
     to_sampler = asks(a.policy_loss, "logprobs_sampler")
@@ -178,7 +178,7 @@ def _correction_doubts(x: Experiment) -> list[str]:
     return out
 
 
-def embedded_numbers(
+def find_embedded_numbers(
     x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)
 ) -> list[str]:
     """Find values of these keys made for rlkit's embedded model, in a run of another model."""
@@ -237,7 +237,7 @@ def _adapter_rate(x: Experiment) -> list[str]:
     ]
 
 
-def _too_late(x: Experiment) -> list[tuple[str, int, str]]:
+def _find_unreached(x: Experiment) -> list[tuple[str, int, str]]:
     """(path, RL steps, consequence) of numbers of steps a short run never reaches."""
     out = []
     every = bound(x.reference.update).get("every")

@@ -40,10 +40,10 @@ def load_tasks(x: Experiment) -> Splits:
         guard_state(x.task.load, kinds=[FOLDER]),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: ""),
     ):
-        return _checked_tasks(x)
+        return _check_tasks(x)
 
 
-def _checked_tasks(x: Experiment) -> Splits:
+def _check_tasks(x: Experiment) -> Splits:
     train = x.task(split="train")
     if not train:
         raise ConfigError("the task has no train problems; give it some")
@@ -110,7 +110,7 @@ def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | Non
         if _is_judged(name, (reward, training))
     }
     for task in first_rows([task for task in tasks if task.reward not in judged], ROWS):
-        gold, empty = (_answered(task, text) for text in (task.answer, ""))
+        gold, empty = (_answer_task(task, text) for text in (task.answer, ""))
         scores = [r.reward for r in score_rollouts([gold, empty], reward)]
         if scores[0] is None or scores[0] < 1:
             raise DataError(
@@ -225,7 +225,7 @@ def check_reward(
     Raises: ConfigError if a term raises or nothing can be scored. So a broken reward is found
     before a model is loaded.
     """
-    gold = [_answered(task, task.answer) for task in first_rows(tasks, ROWS)]
+    gold = [_answer_task(task, task.answer) for task in first_rows(tasks, ROWS)]
     if environment is not None:
         gold = [
             r._replace(state=opening(r.task, environment_of(environment, r.task)).state)
@@ -258,7 +258,7 @@ def check_tools(
                 require(owner.sandbox)
 
 
-def _answered(task: Task, text: str) -> Rollout:
+def _answer_task(task: Task, text: str) -> Rollout:
     step = Step(
         prompt=task.messages,
         prompt_ids=(),

@@ -109,7 +109,7 @@ def _check_waiting(experiment: Any) -> list[str]:
     """Metrics a phase waits for but will not or must not see."""
     problems = []
     evaluated = experiment.evaluation.n > 0 and experiment.evaluation.every > 0
-    for path, metric in _awaited(experiment).items():
+    for path, metric in _find_awaited_metrics(experiment).items():
         if metric.startswith("test/"):
             instead = f"wait for 'eval/{metric[5:]}' (validation)"
             problems.append(
@@ -124,7 +124,7 @@ def _check_waiting(experiment: Any) -> list[str]:
     return problems
 
 
-def _awaited(experiment: Any) -> dict[str, str]:
+def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
     """Path → the metric that it follows, in any phase."""
     return {
         path: metric
@@ -139,7 +139,7 @@ def schedule_warnings(experiment: Any) -> list[str]:
     out = [
         f"{path}: waits for '{metric}', which rlkit itself never measures.{nearest(metric, known)}"
         " `rlkit metrics` lists its metrics; a part of your own may add others"
-        for path, metric in _awaited(experiment).items()
+        for path, metric in _find_awaited_metrics(experiment).items()
         if meaning_of(metric) is None
     ]
     out += [
@@ -201,7 +201,7 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
     return out
 
 
-def first_steps(x: Experiment) -> dict[str, Experiment]:
+def build_first_steps(x: Experiment) -> dict[str, Experiment]:
     """Phase → its experiment at its first step, with plain numbers only. Every number must find its
     place at the first and the last step.
 

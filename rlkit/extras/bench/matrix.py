@@ -28,18 +28,18 @@ from rlkit.runs import folder as runs
 from rlkit.runs.comparing import (
     ALPHA,
     TO_CLAIM,
-    bounded_mean,
+    compare_together,
+    estimate_bounded_mean,
+    find_smallest_step,
     improvement,
     iqm,
     profile,
     ranks,
     seeds_interval,
-    smallest_step,
-    tested_together,
 )
 from rlkit.runs.sweeps.jobs import RunJob
 from rlkit.runs.sweeps.plan import refuse_running, set_aside_changed
-from rlkit.runs.sweeps.runner import Start, conducting, do_job, end_line, make_sweep
+from rlkit.runs.sweeps.runner import Start, conduct_jobs, do_job, end_line, make_sweep
 from rlkit.runs.sweeps.warm import warm_server
 from rlkit.statistics import FEWEST
 from rlkit.system import owner
@@ -144,7 +144,7 @@ def run_all(
     found = {job.number: job._replace(status="finished") for job in todo}
     found |= {job.number: job._replace(status="not started") for job in waiting}
     with ExitStack() as block:
-        received = block.enter_context(conducting(sweep, line))
+        received = block.enter_context(conduct_jobs(sweep, line))
         if waiting and start is None and sys.platform == "linux":
             start = block.enter_context(warm_server(sweep.environment, [fresh.__name__])).start
         pool = block.enter_context(ThreadPoolExecutor(max(1, min(jobs, len(waiting)))))
@@ -184,7 +184,7 @@ def prepare(
 def read_row(cell: MatrixRun) -> Row | None:
     """Read a run's result from its folder; None if it is not finished, or without an evaluation."""
     from rlkit.runs.reading import read_run
-    from rlkit.runs.verdicts import UNITS, budget
+    from rlkit.runs.verdicts import UNITS, read_budget
 
     if not runs.is_finished(cell.folder):
         return None
@@ -202,10 +202,10 @@ def read_row(cell: MatrixRun) -> Row | None:
         "random": round(value.random, 5),
         "best": round(value.best, 5),
     }
-    row |= {unit: round(max(budget(run, unit).values(), default=0.0), 1) for unit in UNITS}
+    row |= {unit: round(max(read_budget(run, unit).values(), default=0.0), 1) for unit in UNITS}
     spent = run.summary.get("processor_seconds")
     row["processor_s"] = "" if spent is None else spent
-    return row | {"overrides": " ".join(runs.saved_overrides(cell.folder))}
+    return row | {"overrides": " ".join(runs.read_overrides(cell.folder))}
 
 
 def value_of_run(folder: Path) -> Any:
@@ -246,7 +246,7 @@ class Scores(NamedTuple):
     def step(self, task: int) -> float:
         """The smallest step between the scores of two runs on a task: three equal differences of a
         coarse score are not certain."""
-        return smallest_step(
+        return find_smallest_step(
             [value for own in self.on(task).values() for value in own.tolist()], ROUNDED
         )
 
@@ -310,7 +310,7 @@ def pairs(found: Scores) -> list[Pair]:
     for placebo in (False, True):
         own = [place for place in places if bool(set(place[1:]) & PLACEBOS.keys()) == placebo]
         sides = [(found.on(t)[a].tolist(), found.on(t)[b].tolist(), steps[t]) for t, a, b in own]
-        for (t, a, b), (d, q, sees) in zip(own, tested_together(sides), strict=True):
+        for (t, a, b), (d, q, sees) in zip(own, compare_together(sides), strict=True):
             out[t, a, b] = Pair(found.tasks[t], a, b, d.mean, d.low, d.high, q, sees)
     return [out[place] for place in places]
 
@@ -400,7 +400,9 @@ def by_task_table(found: Scores) -> str:
 def score_interval(scores: Sequence[float], step: float) -> tuple[float, float, float]:
     """Mean score over seeds and its 95 % interval. Scores lie between -1, or the lowest score, and
     the best possible, 1."""
-    return bounded_mean(scores, resolution=step, bounds=(min(-1.0, *scores), max(1.0, *scores)))
+    return estimate_bounded_mean(
+        scores, resolution=step, bounds=(min(-1.0, *scores), max(1.0, *scores))
+    )
 
 
 def over_tasks_table(found: Scores) -> str:

@@ -78,7 +78,7 @@ def prove(x: Experiment, size: int, staleness: int) -> Figures:
     """The figures of an experiment for groups of `size` rollouts.
 
     Args:
-      x: with plain numbers, from `rlkit.config.problems.schedules.first_steps`.
+      x: with plain numbers, from `rlkit.config.problems.schedules.build_first_steps`.
       staleness: 0: the policy has sampled the rollouts. 1: the policy one step before has.
     Raises: ConfigError if the loss has no reward.
     """

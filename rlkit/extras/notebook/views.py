@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkit import types
 from rlkit.commands.agent import as_dict
-from rlkit.config.parts import as_reward
+from rlkit.config.parts import make_reward
 from rlkit.extras.notebook.data import Conversation, Generation, Hook, Message, Rollout
 from rlkit.rewards import Reward, batched, declared
 
@@ -95,11 +95,11 @@ def viewed_reward(
         return reward_fn
     mean: Callable[..., float] = aggregator or (lambda vector: float(np.mean(vector)))
     if callable(reward_fn):
-        return as_reward({"reward_fn": _of_view(reward_fn, mean, vectors)}, "reward_fn")
+        return make_reward({"reward_fn": _of_view(reward_fn, mean, vectors)}, "reward_fn")
     names = [getattr(fn, "__name__", "reward_fn") for fn in reward_fn]
     names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
     viewed = [_of_view(fn, mean, None) for fn in reward_fn]
-    return as_reward(dict(zip(names, viewed, strict=True)), "reward_fn")._replace(
+    return make_reward(dict(zip(names, viewed, strict=True)), "reward_fn")._replace(
         name="reward_fns",
         aggregator=lambda scores, weights: float(mean(np.array(list(scores.values())))),
     )

@@ -85,7 +85,9 @@ def _where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
     """The file to write. Raises: ConfigError for a name that no page can have."""
     if out is None:
         return (
-            Path(paths[0]).expanduser() if len(paths) == 1 else runs.fresh(runs.OUTPUTS / "report")
+            Path(paths[0]).expanduser()
+            if len(paths) == 1
+            else runs.make_fresh_folder(runs.OUTPUTS / "report")
         ) / "report.html"
     target = Path(out).expanduser()
     if target.suffix != ".html":

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rlkit.runs.reading import Group, metrics_of, series
-from rlkit.runs.verdicts import budget
+from rlkit.runs.reading import Group, list_metrics, read_series
+from rlkit.runs.verdicts import read_budget
 
 
 class Chart(NamedTuple):
@@ -200,9 +200,10 @@ PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_
 def with_values(groups: Sequence[Group]) -> list[Chart]:
     """The charts with something to show: a metric that is not 0 throughout. A validation or test
     reward must differ from the accuracy, a component from the reward."""
-    found = metrics_of(run for group in groups for run in group.runs)
+    found = list_metrics(run for group in groups for run in group.runs)
     values = {
-        metric: [series(run, metric) for group in groups for run in group.runs] for metric in found
+        metric: [read_series(run, metric) for group in groups for run in group.runs]
+        for metric in found
     }
     told = [
         chart
@@ -236,14 +237,19 @@ def others(groups: Sequence[Group], told: Sequence[Chart]) -> list[Chart]:
     known = {name for chart in told for name in (chart.metric, chart.low, chart.high)}
     found = [
         metric
-        for metric in metrics_of(run for group in groups for run in group.runs)
+        for metric in list_metrics(run for group in groups for run in group.runs)
         if metric not in known
     ]
     varying = [
         m
         for m in found
         if len(
-            {value for group in groups for run in group.runs for value in series(run, m).values()}
+            {
+                value
+                for group in groups
+                for run in group.runs
+                for value in read_series(run, m).values()
+            }
         )
         > 1
     ]
@@ -252,7 +258,7 @@ def others(groups: Sequence[Group], told: Sequence[Chart]) -> list[Chart]:
 
 def _spent(groups: Sequence[Group], unit: str) -> bool:
     """Whether the runs of all lines report their spending."""
-    return all(any(budget(run, unit).values()) for group in groups for run in group.runs)
+    return all(any(read_budget(run, unit).values()) for group in groups for run in group.runs)
 
 
 def dynamic(found: Sequence[str]) -> Iterator[Chart]:
@@ -355,7 +361,7 @@ def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list
     if chart.smooth:
         steps = window(groups) if smooth is None else smooth
     for index, group in enumerate(groups):
-        own = [values for run in group.runs if (values := series(run, chart.metric))]
+        own = [values for run in group.runs if (values := read_series(run, chart.metric))]
         if not own:
             continue
         smooth_own = [
@@ -363,8 +369,8 @@ def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list
         ]
         shown = line(smooth_own)
         if len(own) == 1 and chart.low:
-            low = series(group.runs[0], chart.low)
-            high = series(group.runs[0], chart.high)
+            low = read_series(group.runs[0], chart.low)
+            high = read_series(group.runs[0], chart.high)
             sides = (
                 [side.get(step, mean) for step, mean in zip(shown.steps, shown.mean, strict=True)]
                 for side in (low, high)
@@ -409,7 +415,7 @@ def axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
     the mean over its seeds."""
     if against == "steps":
         return list
-    spent = [budget(run, against) for run in group.runs]
+    spent = [read_budget(run, against) for run in group.runs]
     return lambda steps: [
         math.fsum(own.get(step, 0.0) for own in spent) / len(spent) for step in steps
     ]
@@ -425,7 +431,7 @@ def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
 
 def mean_of(group: Group, metric: str) -> float:
     """Mean over all steps of all runs of a group; 0 if it is not measured."""
-    values = [value for run in group.runs for value in series(run, metric).values()]
+    values = [value for run in group.runs for value in read_series(run, metric).values()]
     return math.fsum(values) / len(values) if values else 0.0
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import DataError
 from rlkit.runs import folder as runs
-from rlkit.runs.reading import ReadRun, rollout_file
+from rlkit.runs.reading import ReadRun, find_rollout_file
 from rlkit.system.extras import has_command
 from rlkit.system.files import replace_nonfinite
 from rlkit.system.shards import Part, index_steps
@@ -148,7 +148,7 @@ def _name(run: ReadRun) -> str:
 
 def token_command(run: ReadRun, step: int, number: int) -> str:
     """Write the command that explains a token of a rollout, up to the token's number."""
-    return f"rlkit why {shlex.quote(runs.shown(run.folder))} step={step} rollout={number} token="
+    return f"rlkit why {shlex.quote(runs.shorten_path(run.folder))} step={step} rollout={number} token="
 
 
 def chosen_of(
@@ -159,7 +159,7 @@ def chosen_of(
 
     Test and validation problems come first, because they are few; then each step gives its share.
     """
-    alone = rollout_file(run.folder)
+    alone = find_rollout_file(run.folder)
     if alone is not None:
         rollouts = read(Part(alone))
         count_played(played, 0, rollouts)

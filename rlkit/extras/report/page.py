@@ -25,16 +25,24 @@ from rlkit.extras.report.charts import (
 )
 from rlkit.extras.report.conversations import Shown, compressed, trimmed
 from rlkit.runs.comparing import TO_CLAIM
-from rlkit.runs.reading import Group, ReadRun, differences, is_number
+from rlkit.runs.reading import Group, ReadRun, find_differences, is_number
 from rlkit.runs.tables import (
     HeldOutRow,
     WithInterval,
-    before_after,
+    find_symptoms,
     mark_change,
     reward_rows,
-    symptoms,
+    tabulate_held_out,
 )
-from rlkit.runs.verdicts import UNITS, basis, budgets, falls, notes, shared_figure, verdicts
+from rlkit.runs.verdicts import (
+    UNITS,
+    average_budgets,
+    describe_basis,
+    find_falls,
+    find_shared_figure,
+    judge_lines,
+    list_notes,
+)
 from rlkit.system.contents import PROMPTS
 from rlkit.system.files import read_regular
 from rlkit.tasks.splits import count_in_words
@@ -63,11 +71,11 @@ def render(
     beside: str,
     smooth: int | None,
 ) -> str:
-    """Write the whole file. `beside` names the folder with pictures, "" if there are none; `notes`
-    list the omissions."""
+    """Write the whole file. `beside` names the folder with pictures, "" if there are none;
+    `notes` list the omissions."""
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
     every = [*told, *others(groups, told)]
-    held_out = before_after(groups)
+    held_out = tabulate_held_out(groups)
     curves = [section(name, charts_of(name, every, groups)) for name in SECTIONS]
     sections = [
         section("Which is better", verdict_list(groups)),
@@ -238,16 +246,17 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
 
 def verdict_list(groups: Sequence[Group]) -> str:
     """Compare each line with the first, and their spending; nothing if there is no comparison."""
-    compared = shared_figure(groups)
-    found = verdicts(groups, compared) if compared else []
+    compared = find_shared_figure(groups)
+    found = judge_lines(groups, compared) if compared else []
     if not compared or not found:
         return ""
     kinds = {"better": "good", "worse": "bad", "open": "open"}
     items = [f"<li class={kinds[v.claim]}>{escape(v.sentence)}</li>" for v in found]
     said = [
-        f"<p class=note>{escape(text)}</p>" for text in (basis(compared, found), *notes(groups))
+        f"<p class=note>{escape(text)}</p>"
+        for text in (describe_basis(compared, found), *list_notes(groups))
     ]
-    spent = budgets(groups)
+    spent = average_budgets(groups)
     rows = [
         [escape(group.label), *(f"{values[i]:,.0f}" for values in spent.values())]
         for i, group in enumerate(groups)
@@ -260,7 +269,7 @@ def fall_list(groups: Sequence[Group]) -> str:
     """List the lines that end below their start; nothing if there is none."""
     items = [
         f"<li class={'bad' if fall.claim else 'open'}>{escape(fall.sentence)}</li>"
-        for fall in falls(groups)
+        for fall in find_falls(groups)
     ]
     return f"<ul class=health>{''.join(items)}</ul>" if items else ""
 
@@ -289,7 +298,7 @@ def health_list(groups: Sequence[Group]) -> str:
     out = []
     for group, run in ((own, run) for own in groups for run in own.runs):
         steps = sum("reward/mean" in row for row in run.rows)
-        found = symptoms(run)
+        found = find_symptoms(run)
         name = escape(run_name(group, run))
         where = [
             f", on {len(f.steps)} of {steps} steps, first at {f.steps[0]}" if f.steps else ""
@@ -390,7 +399,7 @@ def phases_list(groups: Sequence[Group]) -> str:
 
 def settings_table(groups: Sequence[Group]) -> str:
     """List the settings that differ between the lines; seeds aside."""
-    changed = differences([group.runs[0] for group in groups])
+    changed = find_differences([group.runs[0] for group in groups])
     if not changed:
         return ""
     rows = [

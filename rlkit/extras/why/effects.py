@@ -11,10 +11,10 @@ from rlkit.runs.comparing import (
     ALPHA,
     TO_CLAIM,
     Difference,
+    compare_pairs,
+    find_smallest_step,
     holm,
     holm_levels,
-    paired,
-    smallest_step,
 )
 
 
@@ -34,14 +34,14 @@ class Effect(NamedTuple):
 def list_effects(control: Fork, forks: Sequence[Fork]) -> list[Effect]:
     """Student's t over the prompts with scores in both forks; Holm's correction over the remedies,
     with intervals to match. Fewer than ten prompts claim nothing."""
-    resolution = smallest_step([*control.rewards.values()])
+    resolution = find_smallest_step([*control.rewards.values()])
     tried = [fork for fork in forks if control.rewards.keys() & fork.rewards.keys()]
     sides = [pair_rewards(control, fork) for fork in tried]
-    found = [paired(a, b, resolution=resolution) for a, b in sides]
+    found = [compare_pairs(a, b, resolution=resolution) for a, b in sides]
     p = holm([d.evidence() for d in found])
     levels = holm_levels([d.evidence() for d in found])
     return [
-        Effect(fork, paired(a, b, level=level, resolution=resolution), adjusted <= ALPHA)
+        Effect(fork, compare_pairs(a, b, level=level, resolution=resolution), adjusted <= ALPHA)
         for fork, (a, b), adjusted, level in zip(tried, sides, p, levels, strict=True)
     ]
 

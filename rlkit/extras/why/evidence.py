@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import DataError
-from rlkit.runs.reading import ReadRun, read_run, series
+from rlkit.runs.reading import ReadRun, read_run, read_series
 from rlkit.system.shards import index_steps
 from rlkit.types import Rollout, Task
 
@@ -68,7 +68,7 @@ class Evidence(NamedTuple):
 
     def values(self, metric: str) -> list[float]:
         """A metric's values in order, for the steps that have it."""
-        return list(series(self.run, metric).values())
+        return list(read_series(self.run, metric).values())
 
     def mean(self, metric: str, third: int | None = None) -> float:
         """The mean of a metric over the run, or over its first (0) or last (-1) third; nan without

@@ -8,7 +8,7 @@ from rlkit.extras.why import data, settings
 from rlkit.extras.why.attacks import attack
 from rlkit.extras.why.evidence import Evidence, Finding
 from rlkit.rewards import Reward
-from rlkit.runs.tables import symptoms
+from rlkit.runs.tables import find_symptoms
 
 BROKEN = 5  # checks of `data` before the reward: their findings hide everything else
 
@@ -37,7 +37,7 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
             f"{symptom.text[:1].upper()}{symptom.text[1:]}.",
             "",
         )
-        for symptom in symptoms(e.run)
+        for symptom in find_symptoms(e.run)
         if not symptom.steps
     ]
     return without_symptoms([f for f in (*broken, paid, *rest, *drifts) if f is not None])

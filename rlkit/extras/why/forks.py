@@ -11,8 +11,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlkit.config.compose import builder
-from rlkit.config.problems.schedules import first_steps
+from rlkit.config.compose import make_builder
+from rlkit.config.problems.schedules import build_first_steps
 from rlkit.episodes.stream import StreamState, take
 from rlkit.errors import ConfigError
 from rlkit.extras.why.evidence import Evidence
@@ -104,7 +104,7 @@ def run_fork(x: Experiment, setting: Setting, tasks: Splits, place: Place, steps
     """
     begun = time.perf_counter()
     remedy, own, config = setting
-    again = builder(config)
+    again = make_builder(config)
     with (
         limit_waiting(own.trainer.max_step_time, MAX_STEP_TIME, lambda: "a fork hangs"),
         group_source(own, tasks.train, again) as source,
@@ -155,7 +155,7 @@ def measure(
 ) -> dict[str, float]:
     """Mean reward of the replies to each prompt, by the run's own reward and temperature; lengths
     and environment are the fork's."""
-    first = next(iter(first_steps(x).values()))
+    first = next(iter(build_first_steps(x).values()))
     temperature = first.generation.temperature
     probing = learner.x._replace(
         batch=BatchSize(len(probes), SAMPLES),

@@ -68,7 +68,7 @@ def suspect_run(run: ReadRun) -> Suspicion | None:
 def write_proof(e: Evidence, finding: Finding) -> str:
     """Write the command that continues the run with the finding's remedy, or reads the whole
     diagnosis if no remedy can be tried."""
-    command = f"rlkit why {shlex.quote(runs.shown(e.run.folder))}"
+    command = f"rlkit why {shlex.quote(runs.shorten_path(e.run.folder))}"
     remedies = list_remedies(e, [finding])
     if finding.remedy not in [own.overrides for own in remedies]:
         return command

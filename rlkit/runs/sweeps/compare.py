@@ -11,10 +11,10 @@ from typing import Any
 from rlkit.runs import folder as runs
 from rlkit.runs import verdicts
 from rlkit.runs.reading import group_runs, read_run
-from rlkit.runs.sweeps.jobs import RunJob, last_reward
+from rlkit.runs.sweeps.jobs import RunJob, read_last_reward
 
 
-def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
+def tabulate_results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
     """One row a job: the varying settings, how it ended, its accuracies, reward, steps and seconds,
     and its folder."""
     settings = [
@@ -31,7 +31,7 @@ def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {key: setting.get(key, "") for key in keys} | {"status": job.status}
         row |= {split: (summary.get(split) or {}).get("accuracy") for split in runs.EVALUATIONS}
         row |= {
-            "reward": last_reward(job.folder),
+            "reward": read_last_reward(job.folder),
             "steps": summary.get("steps"),
             "seconds": summary.get("wall_seconds"),
         }
@@ -41,21 +41,21 @@ def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
 
 def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
     """Write the same rows for other programs."""
-    rows = results(jobs)
+    rows = tabulate_results(jobs)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else ["status"])
         writer.writeheader()
         writer.writerows(rows)
 
 
-def comparison(jobs: Sequence[RunJob]) -> str:
+def format_comparison(jobs: Sequence[RunJob]) -> str:
     """The table for people, best first. If several lines have seeds in common, verdicts on each
     against the first follow.
 
     The order goes by validation accuracy if there is any, else by the training reward. Choosing by
     test accuracy would spoil it: the figure would no longer come from untouched problems.
     """
-    rows = results(jobs)
+    rows = tabulate_results(jobs)
     if not rows:
         return "no job has begun"
     keys = list(rows[0])[: list(rows[0]).index("status")]
@@ -63,9 +63,11 @@ def comparison(jobs: Sequence[RunJob]) -> str:
     rows.sort(key=lambda row: (row[order] is None, -(row[order] or 0.0)))
     columns = [*keys, "status", *runs.EVALUATIONS, "reward", "steps", "seconds"]
     parts = [
-        aligned(columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1)
+        align_columns(
+            columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1
+        )
     ]
-    seeds = seeds_together(jobs)
+    seeds = summarise_lines(jobs)
     if seeds:
         parts.append(seeds)
     named = (
@@ -76,14 +78,14 @@ def comparison(jobs: Sequence[RunJob]) -> str:
     return "\n\n".join([*parts, f"before and after: test accuracy; best first by {named}"])
 
 
-def seeds_together(jobs: Sequence[RunJob]) -> str:
+def summarise_lines(jobs: Sequence[RunJob]) -> str:
     """The finished jobs as lines: jobs that differ by their seed alone share a line. A sentence on
     each line against the first follows. Empty if there is nothing to compare."""
     found = [
         read_run(job.folder) for job in jobs if job.status == "finished" and runs.is_run(job.folder)
     ]
     groups = group_runs(found)
-    compared = verdicts.shared_figure(groups)
+    compared = verdicts.find_shared_figure(groups)
     if compared is None or all(len(group.runs) < 2 for group in groups):
         return ""
     rows = []
@@ -97,9 +99,13 @@ def seeds_together(jobs: Sequence[RunJob]) -> str:
                 statistics.stdev(own) if len(own) > 1 else None,
             ]
         )
-    table = aligned(["", "seeds", f"mean {compared.name}", "std"], rows, left=1)
+    table = align_columns(["", "seeds", f"mean {compared.name}", "std"], rows, left=1)
     return "\n".join(
-        [table, "", *verdicts.told(groups, compared, verdicts.verdicts(groups, compared))]
+        [
+            table,
+            "",
+            *verdicts.format_verdicts(groups, compared, verdicts.judge_lines(groups, compared)),
+        ]
     )
 
 
@@ -109,7 +115,7 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:
+def align_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:
     """Columns of text, the first `left` of them flush left, the numbers right."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]

@@ -39,7 +39,7 @@ def save(record: Path, job: RunJob) -> RunJob:
     """Write the state of a job, and return the job. Secrets of its overrides are left out."""
     known = job._asdict()
     known["folder"] = str(job.folder)
-    known["overrides"] = runs.without_secrets(list(job.overrides))
+    known["overrides"] = runs.redact_node(list(job.overrides))
     write_json(record, known)
     return job
 
@@ -59,14 +59,14 @@ def read_jobs(jobs: Path) -> list[RunJob]:
 TYPES = {"number": int, "overrides": list, "status": str, "process": dict, "seconds": int | float}
 
 
-def alive(job: RunJob) -> bool:
+def is_alive(job: RunJob) -> bool:
     """Whether a job's process runs on this machine. Nothing is known of a process on another
     one."""
     named = isinstance(job.process.get("pid"), int) and job.process["pid"] > 0
     return job.status == "running" and named and owner.runs_here(job.process)
 
 
-def last_reward(folder: Path) -> float | None:
+def read_last_reward(folder: Path) -> float | None:
     """The mean training reward of the last ten steps; None without a step."""
     rewards = [
         row["reward/mean"]
@@ -76,16 +76,16 @@ def last_reward(folder: Path) -> float | None:
     return statistics.fmean(rewards[-10:]) if rewards else None
 
 
-def objective(folder: Path) -> float | None:
+def read_objective(folder: Path) -> float | None:
     """The objective of a search: the last validation accuracy, never a test figure. Without one,
     the mean reward of the last ten steps."""
     last = (runs.read_summary(folder) or {}).get("validation")
     if last:
         return float(last["accuracy"])
-    return last_reward(folder) if runs.is_finished(folder) else None
+    return read_last_reward(folder) if runs.is_finished(folder) else None
 
 
-def label(overrides: list[str], varied: list[str]) -> str:
+def label_job(overrides: list[str], varied: list[str]) -> str:
     """The overrides that set a job apart: `algorithm=grpo seed=1`."""
     plain = [text.lstrip("+") for text in overrides]
     return " ".join(text for text in plain if not varied or text.partition("=")[0] in varied)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlkit.config.changes import ONCE, other_run
+from rlkit.config.changes import ONCE, find_departures
 from rlkit.distributed.launch import sweep_problem
 from rlkit.errors import ConfigError, DataError, Refusal, install
 from rlkit.runs import folder as runs
-from rlkit.runs.sweeps.jobs import alive, read_jobs
+from rlkit.runs.sweeps.jobs import is_alive, read_jobs
 from rlkit.system import owner
 from rlkit.system.files import put_aside
 
@@ -38,7 +38,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     """Compose, check and dry-run the jobs of a command line. Raises ConfigError with all problems
     at once."""
     given = [read_override(text)[1] for text in arguments]
-    secret = [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]
+    secret = [text.partition("=")[0] for text in arguments if runs.redact_node(text) != text]
     if secret:
         raise ConfigError(
             f"{secret[0]}: holds a secret, and a sweep names its folders by its overrides; take it"
@@ -65,7 +65,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
         *own,
     ]
     varied = [key for key, texts in _values(every, intervals=search).items() if len(texts) > 1]
-    jobs = corners(every) if search else expand(every)
+    jobs = list_corners(every) if search else expand(every)
     added = check_jobs(jobs, config_dir, None if search else root, resume == "auto")
     refuse_running(root)
     if not varied and not search:
@@ -81,7 +81,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
 def refuse_running(root: Path) -> None:
     """Raise ConfigError if a job of an earlier sweep still runs without its sweep."""
     for job in read_jobs(root / "jobs"):
-        if alive(job):
+        if is_alive(job):
             raise ConfigError(
                 f"{root}: job {job.folder.name} still runs there as process {job.process['pid']};"
                 " wait for it, or end it"
@@ -155,7 +155,13 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
     from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
 
-    from rlkit.config.compose import conf_dir, drop_shelves, is_group, one_sentence, searchpath
+    from rlkit.config.compose import (
+        conf_dir,
+        drop_shelves,
+        is_group,
+        searchpath,
+        shorten_to_sentence,
+    )
 
     GlobalHydra.instance().clear()
     search = searchpath(config_dir)
@@ -189,12 +195,12 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
             raise ConfigError(
                 f"{absent[0]} is not installed; {install(absent[1])}"
                 if absent
-                else one_sentence(error)
+                else shorten_to_sentence(error)
             ) from error
     for name, target in targets.items():
         package = ".".join(target.split(".")[:2])
         extra = next((e for e in PLUGINS if e in target), "")
-        if extra and not installed(package):
+        if extra and not is_installed(package):
             raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
     # optuna's own option minimises, and ends a search with the first failed job
     if "optuna" in targets["sweeper"]:
@@ -203,7 +209,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
     return config
 
 
-def installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module could be imported."""
     try:
         return importlib.util.find_spec(module) is not None
@@ -217,7 +223,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*_values(overrides).values())]
 
 
-def corners(overrides: Sequence[str]) -> list[list[str]]:
+def list_corners(overrides: Sequence[str]) -> list[list[str]]:
     """Jobs a search may propose: the first value of every key, then each end or choice of each key
     in turn."""
     ends = _values(overrides, intervals=True)
@@ -255,12 +261,12 @@ def read_override(text: str) -> tuple[Any, str]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    from rlkit.config.compose import one_sentence, parse_override
+    from rlkit.config.compose import parse_override, shorten_to_sentence
 
     try:
         return parse_override(OverridesParser.create(), text)
     except HydraException as error:
-        raise ConfigError(f"'{text}' cannot be read: {one_sentence(error)}") from error
+        raise ConfigError(f"'{text}' cannot be read: {shorten_to_sentence(error)}") from error
 
 
 def dirname(overrides: Sequence[str]) -> str:
@@ -305,18 +311,18 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
     living = None if config.get("takeover") else owner.find_occupant(folder)
     if living:
         return [living]
-    changed = changed_settings(folder, config)
+    changed = name_changed_settings(folder, config)
     return [f"{folder} holds a run of another config ({changed}); {other}"] if changed else []
 
 
-def changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
+def name_changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
     """Name the differences of a folder's run from a job's config, its length included; empty if
     none counts.
 
     Raises: DataError if the folder's config cannot be read.
     """
     earlier = runs.read_config(folder)
-    changed = other_run(earlier, config)
+    changed = find_departures(earlier, config)
     lengths = [(own.get("trainer") or {}).get("steps") for own in (earlier, config)]
     if lengths[0] != lengths[1]:
         changed = {"trainer.steps": (lengths[0], lengths[1]), **changed}
@@ -333,7 +339,7 @@ def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
     if not runs.is_run(folder) and not runs.is_finished(folder):
         return ""
     try:
-        changed = changed_settings(folder, config)
+        changed = name_changed_settings(folder, config)
     except DataError as error:
         changed = str(error)
     if changed:

@@ -19,10 +19,10 @@ from rlkit.config.changes import ONCE
 from rlkit.config.compose import compose
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
-from rlkit.runs.sweeps.compare import comparison, write_csv
-from rlkit.runs.sweeps.jobs import RunJob, label, objective, read_jobs
+from rlkit.runs.sweeps.compare import format_comparison, write_csv
+from rlkit.runs.sweeps.jobs import RunJob, label_job, read_jobs, read_objective
 from rlkit.runs.sweeps.plan import Plan, is_search, make_plan, set_aside_changed
-from rlkit.runs.sweeps.runner import Sweep, conducting, do_job, end_line, make_sweep, summed_up
+from rlkit.runs.sweeps.runner import Sweep, conduct_jobs, do_job, end_line, make_sweep, sum_up
 from rlkit.system import owner
 from rlkit.system.processors import count_cores
 
@@ -46,27 +46,27 @@ def sweep(
     began = time.time()
 
     def line(job: RunJob) -> str:
-        return end_line(job, shared, plan.total, label(job.overrides, plan.varied))
+        return end_line(job, shared, plan.total, label_job(job.overrides, plan.varied))
 
     with owner.own_folder(plan.root, takeover=bool(plan.config.takeover)):
-        shared = make_sweep(plan.root, config_dir, parallel(plan))
+        shared = make_sweep(plan.root, config_dir, count_parallel_jobs(plan))
         task = functools.partial(run_job, shared=shared, search=is_search(plan.config))
         print(
             f"sweep of {plan.total} jobs in {plan.root}; what each prints is in {jobs}", flush=True
         )
-        with conducting(shared, line) as received:
+        with conduct_jobs(shared, line) as received:
             try:
                 launch(plan, task)
             except KeyboardInterrupt:
                 received.append(signal.SIGINT)
         done = read_jobs(jobs)
-        print(f"\n{comparison(done)}", flush=True)
+        print(f"\n{format_comparison(done)}", flush=True)
         write_csv(plan.root / "comparison.csv", done)
         print(f"\ncomparison       {plan.root / 'comparison.csv'}")
         folders = [job.folder for job in done if runs.is_run(job.folder)]
         if report and folders:
             report(folders, plan.root / "report.html")
-    print(summed_up(done, plan.total, began))
+    print(sum_up(done, plan.total, began))
     finished = sum(job.status == "finished" for job in done)
     if finished < plan.total:
         again = [
@@ -129,10 +129,10 @@ def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float
     job = RunJob(int(state.job.num), overrides, folder)
     devices = int(OmegaConf.select(config, "trainer.devices", default=1))
     done = do_job(job, shared, devices=devices)
-    return None if done.status == "not started" else objective(folder)
+    return None if done.status == "not started" else read_objective(folder)
 
 
-def parallel(plan: Plan) -> int:
+def count_parallel_jobs(plan: Plan) -> int:
     """Jobs running at once on one machine; they share its cores."""
     launcher = plan.config.hydra.launcher
     at_once = 1

@@ -1,7 +1,7 @@
 """The common part of all commands of many runs: one owner of their folder, a process for each job,
 and signals to all of them.
 
-A command of many runs owns its folder and calls `do_job` for each job in a block of `conducting`,
+A command of many runs owns its folder and calls `do_job` for each job in a block of `conduct_jobs`,
 one after another or in several threads or processes. Every job is `rlkit train` in a run folder
 below the sweep's, and ends when the sweep's process is gone.
 """
@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from rlkit.distributed.launch import own_gpus
 from rlkit.runs import folder as runs
 from rlkit.runs.kernels import decide_kernels
-from rlkit.runs.sweeps.jobs import EARLIER, RunJob, alive, read_jobs, record_path, save
+from rlkit.runs.sweeps.jobs import EARLIER, RunJob, is_alive, read_jobs, record_path, save
 from rlkit.system import owner
 from rlkit.system.files import put_aside
 from rlkit.system.output import clock
@@ -90,7 +90,7 @@ def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def conducting(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[int]]:
+def conduct_jobs(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[int]]:
     """Run jobs inside this block. An earlier sweep's files about its jobs are removed.
 
     The caller owns the sweep's folder (`owner.own_folder`).
@@ -103,12 +103,12 @@ def conducting(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[int
     jobs.mkdir(parents=True, exist_ok=True)
     for old in (*jobs.glob("*.json"), jobs / STOP):
         old.unlink(missing_ok=True)
-    with signals_to_jobs(jobs) as received, watching(jobs, line):
+    with forward_signals(jobs) as received, watch_jobs(jobs, line):
         yield received
 
 
 @contextlib.contextmanager
-def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
+def forward_signals(jobs: Path) -> Iterator[list[int]]:
     """Send SIGINT, SIGTERM and SIGHUP to the running jobs of this machine: they save and end, and
     no other one starts. A third signal ends it all."""
     received: list[int] = []
@@ -117,7 +117,7 @@ def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
         received.append(number)
         (jobs / STOP).touch()
         known = read_jobs(jobs)
-        mine = [job for job in known if alive(job)]
+        mine = [job for job in known if is_alive(job)]
         last = len(received) > 2
         for job in mine:
             with contextlib.suppress(ProcessLookupError):
@@ -147,7 +147,7 @@ def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def watching(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
+def watch_jobs(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
     """Print one line for each job ending while the block runs. A thread reads the jobs' files,
     wherever the jobs are."""
     over = threading.Event()
@@ -188,7 +188,7 @@ def end_line(job: RunJob, sweep: Sweep, total: int, name: str, figure: str = "ac
     return "  ".join(words)
 
 
-def summed_up(done: Sequence[RunJob], total: int, began: float) -> str:
+def sum_up(done: Sequence[RunJob], total: int, began: float) -> str:
     """`8 of 9 jobs finished, 1 failed, 1:04`."""
     finished = sum(job.status == "finished" for job in done)
     failed = sum(job.status == "failed" for job in done)
@@ -240,20 +240,20 @@ def run_process(job: RunJob, sweep: Sweep, start: Start, devices: int) -> tuple[
     with log.open("ab") as out, gpus as own:
         begin = out.tell()
         try:
-            process = start(_words(job, sweep), out, {**sweep.environment, **own})
+            process = start(_build_command(job, sweep), out, {**sweep.environment, **own})
         except OSError as error:
             return 1, f"it cannot be started: {error.strerror or error}"
         named = owner.describe_process(process.pid)
         save(record, job._replace(status="running", process=named))
         code = wait_for(process, sweep)
-    return code, why(code, log, begin)
+    return code, explain_end(code, log, begin)
 
 
 def _checkpoints(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("*.ckpt"))
 
 
-def _words(job: RunJob, sweep: Sweep) -> list[str]:
+def _build_command(job: RunJob, sweep: Sweep) -> list[str]:
     """The command line of a job, behind `rlkit`."""
     place = str(job.folder).replace("\\", "\\\\").replace("'", "\\'")
     words = ["train", *job.overrides, f"hydra.run.dir='{place}'"]
@@ -288,13 +288,13 @@ def wait_for(process: Process, sweep: Sweep) -> int:
             pass
         if owner.is_here(sweep.process) and not owner.runs_here(sweep.process):
             process.send_signal(signal.SIGKILL)
-        number = _missed_signal(sweep.root / "jobs" / STOP, process.pid)
+        number = _find_missed_signal(sweep.root / "jobs" / STOP, process.pid)
         if number and not passed:
             passed = True
             process.send_signal(number)
 
 
-def _missed_signal(stop: Path, pid: int) -> int:
+def _find_missed_signal(stop: Path, pid: int) -> int:
     """The signal sent to the other jobs before this one was known; 0 if there is none."""
     try:
         said = json.loads(stop.read_text())
@@ -303,7 +303,7 @@ def _missed_signal(stop: Path, pid: int) -> int:
         return 0
 
 
-def why(code: int, log: Path, begin: int = 0) -> str:
+def explain_end(code: int, log: Path, begin: int = 0) -> str:
     """The end of a job in a few words: rlkit's own sentence if there is one, else the last line.
 
     Args:

@@ -14,9 +14,15 @@ from parametrise import cases, each
 from quiet_server import QuietServer
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
-from rlkit.config.keys import leaks
+from rlkit.config.keys import find_leaks
 from rlkit.config.schema import resolve, signature_hints
-from rlkit.config.trust import SENDS, Folder, declared_by, outside, shipped
+from rlkit.config.trust import (
+    SENDS,
+    Folder,
+    find_unsafe_values,
+    read_declarations,
+    read_shipped_values,
+)
 from rlkit.runs import folder as runs
 from rlkit.system.extras import explain_missing
 from rlkit.system.noted import is_noted, note
@@ -24,7 +30,7 @@ from rlkit.system.redaction import is_secret_key
 
 KEY = "sk-of-the-user-alone"
 BY = Folder(conf_dir())
-SHIPPED = [name for name in sorted(shipped(conf_dir())) if not explain_missing(name)]
+SHIPPED = [name for name in sorted(read_shipped_values(conf_dir())) if not explain_missing(name)]
 
 
 @pytest.fixture
@@ -177,7 +183,7 @@ def meetings() -> list[tuple[str, str, str]]:
     declarations."""
     found = []
     for target in SHIPPED:
-        own = declared_by(target)
+        own = read_declarations(target)
         hints = {key: str(hint) for key, hint in signature_hints(resolve(target)).items()}
         places = [
             key for key, declared in own.items() if declared.word in SENDS and not declared.plain
@@ -196,9 +202,9 @@ def test_wherever_a_key_and_an_address_meet(target, place, key):
     node = {"x": {"_target_": target, "_partial_": True, place: [address]}}
     if key != place:
         node["x"][key] = {"a": ["${oc.env:SOME_KEY}"]}
-    found = leaks(node, BY)
+    found = find_leaks(node, BY)
     assert found and "SOME_KEY" in str(found[0]) and f"x.{place}" in str(found[0])
-    assert leaks(node, BY, node) == []
+    assert find_leaks(node, BY, node) == []
 
 
 def test_what_a_package_sends_by_itself(monkeypatch):
@@ -213,25 +219,25 @@ def test_what_a_package_sends_by_itself(monkeypatch):
         }
     }
     monkeypatch.delenv("MLFLOW_TRACKING_TOKEN", raising=False)
-    assert leaks(node, BY) == []
+    assert find_leaks(node, BY) == []
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", KEY)
     assert (
         "the value of MLFLOW_TRACKING_TOKEN would go to logger.mlflow.tracking_uri=http://elsewhere"
-        in str(leaks(node, BY)[0])
+        in str(find_leaks(node, BY)[0])
     )
     node["logger"]["mlflow"]["tracking_uri"] = "${oc.env:MLFLOW_URI}"  # the environment names it
-    assert leaks(node, BY) == []
+    assert find_leaks(node, BY) == []
 
 
 def test_every_secret_of_a_shipped_function_stands_beside_an_address():
     """A parameter that is named like a secret belongs to a function that says where it sends: then
     the law above holds for it."""
     for target in SHIPPED:
-        own = declared_by(target)
+        own = read_declarations(target)
         secrets = [key for key, found in own.items() if is_secret_key(key)]
         assert not secrets or any(found.word in SENDS for found in own.values()), (target, secrets)
 
 
 def test_a_task_set_of_someone_else_is_seen_as_code():
     node = {"_target_": "rlkit.extras.adapters.verifiers", "id": "someones"}
-    assert len(list(outside(node, BY))) >= 1
+    assert len(list(find_unsafe_values(node, BY))) >= 1

@@ -13,7 +13,7 @@ import torch
 from parametrise import each
 from rlkit.commands.cli import main
 from rlkit.config.experiment import experiment
-from rlkit.config.problems.schedules import first_steps
+from rlkit.config.problems.schedules import build_first_steps
 from rlkit.errors import ConfigError
 from rlkit.extras.bench import prove as bench
 from rlkit.extras.bench.commands.prove import cell
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def given(*overrides, **parts):
     x = experiment(*overrides, "generation.max_new_tokens=1", **parts)
-    return next(iter(first_steps(x).values()))
+    return next(iter(build_first_steps(x).values()))
 
 
 def is_along(figures, scale):

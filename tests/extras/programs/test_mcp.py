@@ -17,7 +17,7 @@ import pytest
 
 from parametrise import each
 from rlkit.config.compose import conf_dir
-from rlkit.config.trust import Folder, outside
+from rlkit.config.trust import Folder, find_unsafe_values
 from rlkit.engines import Batched
 from rlkit.environments import calculator, tool_schema
 from rlkit.episodes._collect import collected
@@ -328,4 +328,4 @@ def test_a_parameter_that_python_cannot_name_leaves_the_check_to_the_server(name
 def test_a_server_that_a_folder_names_is_seen_as_code_outside():
     node = {"_target_": "rlkit.extras.programs.mcp", "servers": {"mine": ["sh", "-c", "true"]}}
     for place in (node, {"deep": [{"down": node}]}):
-        assert list(outside(place, Folder(conf_dir())))
+        assert list(find_unsafe_values(place, Folder(conf_dir())))

@@ -10,7 +10,7 @@ import torch
 
 from extras.vllm.vllm_protocol import sampling
 from rlkit import collect
-from rlkit.config.compose import builder, compose, experiment
+from rlkit.config.compose import compose, experiment, make_builder
 from rlkit.config.problems.rows import load_tasks
 from rlkit.system import rng
 from rlkit.training.ahead.flight import Flight
@@ -51,7 +51,9 @@ class Run:
         rng.seed(self.x.seed)
         self.tasks, self.flight, self.groups = load_tasks(self.x).train, Flight(), []
         self.learner = Learner(self.x, self.x.model(device="cpu"), exact=True)
-        self.sampling = group_source(self.x, self.tasks, builder(composed.config), folder=folder)
+        self.sampling = group_source(
+            self.x, self.tasks, make_builder(composed.config), folder=folder
+        )
         self.source = self.sampling.__enter__()
         if saved is not None:
             self.learner.load_state_dict(saved["learner"])

@@ -19,7 +19,7 @@ import torch
 
 from extras.vllm.vllm_protocol import EOS, serving
 from rlkit.config.compose import compose, conf_dir, experiment
-from rlkit.config.trust import Folder, outside
+from rlkit.config.trust import Folder, find_unsafe_values
 from rlkit.episodes._collect import collect
 from rlkit.errors import ConfigError, EngineError
 from rlkit.extras.vllm import VLLM
@@ -763,7 +763,7 @@ def test_without_vllm_the_config_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("key", ["server", "addresses"])
 def test_servers_that_only_a_run_folder_names_need_trust(key):
     node = {"_target_": "rlkit.extras.vllm.VLLM", key: ["http://elsewhere"]}
-    assert list(outside(node, Folder(conf_dir())))
+    assert list(find_unsafe_values(node, Folder(conf_dir())))
 
 
 def test_two_processes_that_would_each_start_a_vllm_are_refused(monkeypatch):

@@ -12,7 +12,7 @@ import yaml
 from rlkit.commands.arguments import Answer, Arguments, drop, option
 from rlkit.config.problems.names import part_problem
 from rlkit.errors import ConfigError, Refusal, RLKitError
-from rlkit.runs.sweeps.runner import summed_up
+from rlkit.runs.sweeps.runner import sum_up
 from rlkit.system import owner
 from rlkit.system.files import write_atomic
 from rlkit.system.processors import count_cores
@@ -71,7 +71,7 @@ def command(arguments: Arguments) -> Answer:
         rows = [row for cell in cells if (row := bench.read_row(cell))]
         compared, page = write_page(folder, rows, failed) if rows else ([], "")
     finished = sum(job.status == "finished" for job in done)
-    lines = [page, summed_up(done, len(cells), began)]
+    lines = [page, sum_up(done, len(cells), began)]
     if finished < len(cells):
         lines.append(f"to go on         rlkit bench {shlex.join(arguments.words)}")
     text = "\n".join(filter(None, lines))

@@ -58,7 +58,7 @@ def row(
       parts: path in the experiment → dotted name of the user's function in its place.
     """
     from rlkit.config.experiment import experiment
-    from rlkit.config.problems.schedules import first_steps
+    from rlkit.config.problems.schedules import build_first_steps
     from rlkit.config.schema import resolve
     from rlkit.extras.bench.prove import SIZES, STALENESS, prove
 
@@ -67,7 +67,7 @@ def row(
     words = [f"{key}={value}" for key, value in usual.items() if not option(words, key)] + [*words]
     keywords: dict[str, Any] = {path.replace(".", "__"): part for path, part in given.items()}
     x = experiment(*words, config_dir=config_dir, **keywords)
-    x = next(iter(first_steps(x).values()))
+    x = next(iter(build_first_steps(x).values()))
     figures = [prove(x, size, staleness) for staleness in STALENESS for size in SIZES]
     turns = [" ".join(map(in_hundredths, own)) for own in figures[1].turns]
     return f"| `{label}` | {' | '.join([*map(cell, figures), *turns])} |"

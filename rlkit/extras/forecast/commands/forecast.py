@@ -37,7 +37,7 @@ def command(arguments: Arguments) -> Answer:
         rlkit forecast model=qwen3_1.7b check.device=h100
     """
     from rlkit.config.compose import compose, experiment
-    from rlkit.config.problems.schedules import first_steps
+    from rlkit.config.problems.schedules import build_first_steps
 
     given, overrides = asked(arguments.overrides)
     if "device" not in given:
@@ -49,7 +49,7 @@ def command(arguments: Arguments) -> Answer:
         overrides,
         config_dir=arguments.config_dir,
     )
-    first = next(iter(first_steps(experiment(composed)).values()))
+    first = next(iter(build_first_steps(experiment(composed)).values()))
     data = forecast_card(first, composed.config, given)
     return Answer(data, in_lines(data))
 

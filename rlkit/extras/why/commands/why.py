@@ -145,7 +145,7 @@ def compose_run(
     mine = list(overrides)
     ask = asker(f"rlkit why {named}", folder, mine, arguments, entry="train")
     composed = compose(
-        changed(runs.saved_overrides(folder), mine),
+        changed(runs.read_overrides(folder), mine),
         config_dir=arguments.config_dir,
         before_import=ask,
     )
