@@ -546,7 +546,7 @@ these, under their names.
 def metrics_page() -> str:
     """The glossary, a table a section."""
     lines = [MARK, "", "# Metrics", *READING.splitlines(), ""]
-    for section in glossary.sections():
+    for section in glossary.read_sections():
         lines += [
             f"## {section.title}",
             "",

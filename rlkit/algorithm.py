@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit.errors import PartError, nearest, written
+from rlkit.errors import PartError, name_function, suggest_name
 from rlkit.functional.divergences import Divergence
 from rlkit.types import (
     QUANTITIES,
@@ -135,7 +135,7 @@ class Algorithm(NamedTuple):
         """The weight of the policy loss: 1 without streams, 0 with streams but none for the
         reward."""
         own = self.streams.get("reward", Stream(0.0 if self.streams else 1.0))
-        return number(own.coef)
+        return require_number(own.coef)
 
     @property
     def active_streams(self) -> dict[str, Stream]:
@@ -143,7 +143,7 @@ class Algorithm(NamedTuple):
         return {
             name: stream
             for name, stream in self.streams.items()
-            if name != "reward" and number(stream.coef) > 0
+            if name != "reward" and require_number(stream.coef) > 0
         }
 
     @property
@@ -191,7 +191,7 @@ class KL(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def inputs(function: Callable[..., Any]) -> tuple[str, ...]:
+def list_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     """The quantities that a part asks for: its parameters that can be positional and have no
     default."""
     parameters = inspect.signature(function).parameters.values()
@@ -200,36 +200,36 @@ def inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     )
 
 
-def asks(function: Callable[..., Any] | None, name: str) -> bool:
+def asks_for(function: Callable[..., Any] | None, name: str) -> bool:
     """Whether a part asks for a quantity."""
-    return function is not None and name in inputs(function)
+    return function is not None and name in list_inputs(function)
 
 
 def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
     """Call a part with the quantities of its signature. Return its value without metrics and
     without checks; `part` checks it."""
-    return unpacked(applied(function, quantities))[0]
+    return unpacked(apply_part(function, quantities))[0]
 
 
-def applied(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
+def apply_part(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
     """Call a function with the quantities in its signature. Metadata and the mapping of components
     are copies of its own.
 
     Raises: PartError if it changes a tensor in place, because other parts read the same one.
     """
-    given = {name: _handed(name, quantities[name]) for name in inputs(function)}
+    given = {name: _hand_over(name, quantities[name]) for name in list_inputs(function)}
     before = {name: tensor._version for name, tensor in _tensors(given)}
     out = function(**given)
     for name, tensor in _tensors(given):
         if tensor._version != before.get(name):
             raise PartError(
-                f"{written(function)} changes '{name}' in place, which other parts read too; let it"
-                f" work on {name}.clone()"
+                f"{name_function(function)} changes '{name}' in place, which other parts read"
+                f" too; let it work on {name}.clone()"
             )
     return out
 
 
-def _handed(name: str, value: Any) -> Any:
+def _hand_over(name: str, value: Any) -> Any:
     if name == "components":
         return dict(value)
     if name == "metadata":
@@ -266,7 +266,7 @@ PARTS: Mapping[str, tuple[str, Any, tuple[str, ...]]] = {
 }
 
 
-def part(
+def call_part(
     name: str, function: Callable[..., Any], given: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Tensor]]:
     """Call a part with its quantities. Return its value, and its metrics as NAME/METRIC: [], [N] or
@@ -280,13 +280,13 @@ def part(
       fit its Protocol.
     """
     path, protocol, wanted = PARTS[name]
-    asked = inputs(function)
+    asked = list_inputs(function)
 
     def refused(said: str) -> PartError:
-        return PartError(f"{path} ({written(function)}): {said}")
+        return PartError(f"{path} ({name_function(function)}): {said}")
 
     try:
-        value, metrics = unpacked(applied(function, given))
+        value, metrics = unpacked(apply_part(function, given))
     except KeyError as error:
         key = str(error.args[0])
         terms = given.get("components", {})
@@ -298,7 +298,7 @@ def part(
             ) from error
         if "components" in asked and key not in terms:
             raise refused(
-                f"there is no reward term '{key}'.{nearest(key, terms)} There are:"
+                f"there is no reward term '{key}'.{suggest_name(key, terms)} There are:"
                 f" {', '.join(terms)}"
             ) from error
         raise
@@ -310,7 +310,7 @@ def part(
     faults = [
         said
         for one, spec in zip(values, wanted, strict=False)
-        if (said := _fault(one, spec, sizes, device))
+        if (said := _describe_fault(one, spec, sizes, device))
     ]
     if len(values) != len(wanted):
         faults = (
@@ -326,10 +326,10 @@ def part(
             f"gave {faults[0]}, expected {expected}. {protocol.__name__}:"
             f" {protocol.__doc__.splitlines()[0]}"
         )
-    return value, _checked_metrics(name, metrics, sizes, device, refused)
+    return value, _check_metrics(name, metrics, sizes, device, refused)
 
 
-def _checked_metrics(
+def _check_metrics(
     name: str,
     metrics: Mapping[str, Any],
     sizes: Mapping[str, torch.Size],
@@ -347,7 +347,7 @@ def _checked_metrics(
         )
         tensor = tensor.detach().float() if isinstance(number, Tensor) else tensor
         scalar = isinstance(tensor, Tensor) and tensor.shape == ()
-        fault = None if scalar else _fault(tensor, "[N] or [B, T]", sizes, device)
+        fault = None if scalar else _describe_fault(tensor, "[N] or [B, T]", sizes, device)
         if fault:
             raise refused(
                 f"metric {key!r} is {fault}; give a number, or a tensor of shape [N] or [B, T]"
@@ -356,7 +356,9 @@ def _checked_metrics(
     return measured
 
 
-def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch.device) -> str:
+def _describe_fault(
+    value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch.device
+) -> str:
     """Describe how a tensor breaks its entry in PARTS; an empty text if it does not."""
     if not isinstance(value, Tensor):
         return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
@@ -381,7 +383,7 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def number(coefficient: float | Controller) -> float:
+def require_number(coefficient: float | Controller) -> float:
     """A coefficient in an experiment of a step; rlkit.training.schedules.at has turned every
     controller into a number."""
     if isinstance(coefficient, Controller):
@@ -392,7 +394,7 @@ def number(coefficient: float | Controller) -> float:
     return coefficient
 
 
-def required(value: Value | None, name: str) -> Value:
+def require_value(value: Value | None, name: str) -> Value:
     """Return a quantity of a batch that an algorithm needs. Raises: ValueError if it is None."""
     if value is None:
         raise ValueError(f"the batch has no {name}; prepare it before the update")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rlkit.errors import visible
+from rlkit.errors import show_controls
 
 # of a text: lines in all, characters of a line, lines of one message
 LINES = 24
@@ -32,22 +32,22 @@ CELL = "text-align:left;vertical-align:top;padding:.1em .8em .1em 0"
 # ---------------------------------------------------------------------------------------- a rollout
 
 
-def heading(rollout: Any) -> str:
+def format_heading(rollout: Any) -> str:
     """One line: the task, how the episode ended, and its reward."""
     ended = (
         f"truncated by {rollout.truncation}" if rollout.status == "truncated" else rollout.status
     )
-    parts = ", ".join(f"{name} {figure(score)}" for name, score in rollout.rewards.items())
-    worth = f"reward {figure(rollout.total_reward)}{f' ({parts})' if parts else ''}"
+    parts = ", ".join(f"{name} {format_figure(score)}" for name, score in rollout.rewards.items())
+    worth = f"reward {format_figure(rollout.total_reward)}{f' ({parts})' if parts else ''}"
     replies = len(rollout.steps)
     tokens = rollout.response_length
     size = f"{replies} {'reply' if replies == 1 else 'replies'}, {tokens} tokens"
-    return visible(
+    return show_controls(
         f"Rollout {rollout.task.id} · sample {rollout.sample} · {ended} · {worth} · {size}"
     )
 
 
-def spoken(rollout: Any) -> Iterator[tuple[str, str]]:
+def split_by_speaker(rollout: Any) -> Iterator[tuple[str, str]]:
     """(speaker, text) of an episode in order; thinking and calls are entries of their own."""
     for message in rollout.conversation or rollout.task.messages:
         thinking = message.get("reasoning_content")
@@ -65,25 +65,29 @@ def spoken(rollout: Any) -> Iterator[tuple[str, str]]:
         yield "expected", rollout.task.answer
 
 
-def rollout_text(rollout: Any) -> str:
+def format_rollout(rollout: Any) -> str:
     """Show the rollout in at most a screen of text."""
     lines = [
-        f"{who:>9}  {line}" for who, text in spoken(rollout) for who, line in _indented(who, text)
+        f"{who:>9}  {line}"
+        for who, text in split_by_speaker(rollout)
+        for who, line in _indent_message(who, text)
     ]
     lines = [
         f"{line[: WIDTH - 1]}…" if len(line) > WIDTH else line
-        for line in shortened(lines, LINES - 1)
+        for line in shorten_lines(lines, LINES - 1)
     ]
-    return "\n".join([heading(rollout), *lines])
+    return "\n".join([format_heading(rollout), *lines])
 
 
-def _indented(who: str, text: str) -> Iterator[tuple[str, str]]:
+def _indent_message(who: str, text: str) -> Iterator[tuple[str, str]]:
     """The lines of a message; only the first one names the speaker."""
-    for index, line in enumerate(shortened(visible(text.strip(), kept="\n").split("\n"), MESSAGE)):
+    for index, line in enumerate(
+        shorten_lines(show_controls(text.strip(), kept="\n").split("\n"), MESSAGE)
+    ):
         yield "" if index else who, line
 
 
-def shortened(lines: Sequence[str], most: int) -> list[str]:
+def shorten_lines(lines: Sequence[str], most: int) -> list[str]:
     """Leave out lines in the middle if there are too many."""
     if len(lines) <= most:
         return list(lines)
@@ -92,32 +96,35 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
     return [*lines[:head], f"… {len(lines) - head - tail} lines …", *lines[len(lines) - tail :]]
 
 
-def rollout_html(rollout: Any) -> str:
+def render_rollout(rollout: Any) -> str:
     """Show the whole conversation in a box that scrolls. All text is escaped."""
     rows = ""
-    for who, text in spoken(rollout):
+    for who, text in split_by_speaker(rollout):
         faint = ";opacity:.7;font-style:italic" if who == "thinking" else ""
         rows += (
             f'<tr><th style="{CELL};opacity:.6;font-weight:normal">{escape(who)}</th>'
             f'<td style="{CELL};white-space:pre-wrap{faint}">'
-            f"{escape(visible(text.strip(), kept=chr(10)))}</td></tr>"
+            f"{escape(show_controls(text.strip(), kept=chr(10)))}</td></tr>"
         )
-    return f'<div style="{STYLE}"><b>{escape(heading(rollout))}</b><table>{rows}</table></div>'
+    return (
+        f'<div style="{STYLE}"><b>{escape(format_heading(rollout))}</b><table>{rows}</table></div>'
+    )
 
 
 # -------------------------------------------------------------------------------------------- a run
 
 
-def figure(value: Any) -> str:
+def format_figure(value: Any) -> str:
     """Write a figure for a table: four digits, or a dash for none."""
     return f"{value:.4g}" if isinstance(value, int | float) and value == value else "–"
 
 
-def steps_table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def tabulate_steps(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Heading and rows of a run's figures; rows in the middle are left out if there are many."""
     columns = [name for name in COLUMNS if any(name in row for row in metrics)]
     rows = [
-        [figure(row.get("step")), *(figure(row.get(name)) for name in columns)] for row in metrics
+        [format_figure(row.get("step")), *(format_figure(row.get(name)) for name in columns)]
+        for row in metrics
     ]
     if len(rows) > ROWS:
         rows = [*rows[: ROWS // 3], ["…"] * (len(columns) + 1), *rows[-(ROWS - ROWS // 3 - 1) :]]
@@ -129,12 +136,12 @@ def run_heading(run: Any) -> str:
     before = run.summary.get("before")
     after = run.summary.get("after")
     accuracy = (
-        f" · test accuracy {figure(before['accuracy'])} → {figure(after['accuracy'])}"
+        f" · test accuracy {format_figure(before['accuracy'])} → {format_figure(after['accuracy'])}"
         if before and after
         else ""
     )
     where = f" · {run.folder}" if run.folder else ""
-    return visible(
+    return show_controls(
         f"Run {run.summary['name']} · {run.summary['ended']} after {run.summary['steps']}"
         f" steps{accuracy}{where}"
     )
@@ -145,14 +152,14 @@ def run_text(run: Any) -> str:
     return "\n".join(
         [
             run_heading(run),
-            *("".join(f"{cell:>12}" for cell in row) for row in steps_table(run.metrics)),
+            *("".join(f"{cell:>12}" for cell in row) for row in tabulate_steps(run.metrics)),
         ]
     )
 
 
 def run_html(run: Any) -> str:
     """The same as a table."""
-    head, *rows = steps_table(run.metrics)
+    head, *rows = tabulate_steps(run.metrics)
     cells = "".join(
         "<tr>" + "".join(f'<td style="{CELL}">{escape(cell)}</td>' for cell in row) + "</tr>"
         for row in rows

@@ -98,7 +98,7 @@ class Interrupted(BaseException):
         return 128 + self.signum
 
 
-def raised_at(error: BaseException) -> str:
+def describe_raise(error: BaseException) -> str:
     """A short description of an exception with its place, such as "SystemExit(3) at game.py:12"."""
     # a framework's own exit hides the error behind it
     while isinstance(error, SystemExit) and isinstance(
@@ -111,7 +111,7 @@ def raised_at(error: BaseException) -> str:
     return f"{said} at {frames[0].filename}:{frames[0].lineno}" if len(frames) == back else said
 
 
-def written(function: Callable[..., Any]) -> str:
+def name_function(function: Callable[..., Any]) -> str:
     """The name of a function in the form of a config, for example my_package.loss."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -134,11 +134,11 @@ def require_arguments(function: Callable[..., Any], where: str, *given: Any, **n
             [*(type(one).__name__ for one in given), *(f"{name}=…" for name in named)]
         )
         raise ConfigError(
-            f"{where}: {written(function)} is called with ({asked}): {error}"
+            f"{where}: {name_function(function)} is called with ({asked}): {error}"
         ) from None
 
 
-def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+def list_parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function; none for a builtin without a signature, like `int`."""
     try:
         return inspect.signature(function).parameters
@@ -146,7 +146,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def defined_at(function: Any) -> str:
+def describe_definition(function: Any) -> str:
     """The name of a function, method or class and where it is defined: "my_tools.Shelf.put
     (/home/me/my_tools.py:7)"."""
     while isinstance(function, functools.partial):
@@ -173,19 +173,19 @@ def defined_at(function: Any) -> str:
             else inner.__qualname__
         )
     else:
-        name = written(
+        name = name_function(
             inner if isinstance(inner, type) or hasattr(inner, "__qualname__") else function
         )
     return f"{name} ({place}{line})" if place else name
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def suggest_name(name: str, names: Iterable[str]) -> str:
     """ " Did you mean …?" if a valid name is similar, otherwise an empty string."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def distribution() -> Distribution | None:
+def find_distribution() -> Distribution | None:
     """The installed distribution that contains this package; None if only the source is on the
     path.
 
@@ -253,12 +253,12 @@ def describe_error(error: BaseException) -> str:
     return f"{name_error(error)} at {place(error)}"
 
 
-def lines_of(error: BaseException) -> list[str]:
+def split_error(error: BaseException) -> list[str]:
     """The text of an error, as the terminal's lines."""
     return [f"rlkit: {line}" for line in describe_error(error).splitlines()]
 
 
-def not_yaml(error: Any, file: str) -> str:
+def describe_yaml_error(error: Any, file: str) -> str:
     """FILE:LINE of a YAML error and the parser's expectation. `file` stands in if the parser does
     not know its name."""
     mark = error.problem_mark or error.context_mark
@@ -277,7 +277,7 @@ def install(extra: str) -> str:
     if (root / "pyproject.toml").is_file():
         here = "" if root == Path.cwd() else f"cd {root} && "
         return f"{here}pip install -c constraints.txt -e '.[{extra}]'"
-    own = distribution()
+    own = find_distribution()
     return (
         f"pip install '{own.name}[{extra}]'"
         if own
@@ -290,13 +290,13 @@ def announce(error: BaseException) -> None:
     same lines again."""
     if not isinstance(error, Exception) or hasattr(error, "announced"):
         return
-    lines = lines_of(error)
+    lines = split_error(error)
     with contextlib.suppress(AttributeError):  # an exception with slots
         error.announced = lines  # type: ignore[attr-defined]
     tell_user("\n".join(lines), kept="\n")
 
 
-def notes_of(error: BaseException) -> Sequence[str]:
+def list_notes(error: BaseException) -> Sequence[str]:
     """The notes added to an error with `add_note`, except the traceback of another process."""
     return [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
 
@@ -318,9 +318,9 @@ def report(error: BaseException, *lines: str) -> int:
     A Refusal has status 2 and stands alone; all others have 1.
     """
     if isinstance(error, Refusal):
-        say(error, lines_of(error))
+        say(error, split_error(error))
         return 2
-    say(error, [*lines_of(error), *(notes_of(error) or lines)])
+    say(error, [*split_error(error), *(list_notes(error) or lines)])
     return 1
 
 
@@ -330,11 +330,11 @@ def warn(text: str) -> None:
 
 
 def tell_user(text: str, kept: str = "") -> None:
-    """Print a line to standard error, as `visible` shows it."""
-    print(visible(text, kept), file=sys.stderr, flush=True)
+    """Print a line to standard error, as `show_controls` shows it."""
+    print(show_controls(text, kept), file=sys.stderr, flush=True)
 
 
-def visible(text: str, kept: str = "") -> str:
+def show_controls(text: str, kept: str = "") -> str:
     """Show control characters, terminal escapes among them, instead of obeying them. Use it for
     text from a model or a file."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)

@@ -20,7 +20,7 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
 
     Args:
       successes: 0 … n. n: independent trials, ≥ 1. Rows that repeat others count as fewer trials
-        than rows (`independent`), so neither has to be whole.
+        than rows (`count_independent`), so neither has to be whole.
     Returns: lower and upper bound, within 0 … 1.
     Raises: ValueError if the counts are impossible.
     Source: Wilson 1927, J. Am. Stat. Assoc. 22.
@@ -100,7 +100,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def independent(weights: Sequence[float]) -> float:
+def count_independent(weights: Sequence[float]) -> float:
     """Effective number of weighted values: as many equally weighted ones have as uncertain a mean.
     (Σw)² / Σw².
 
@@ -137,7 +137,7 @@ def mean_interval(
     own = [1.0] * len(values) if weights is None else list(weights)
     total = math.fsum(own)
     mean = math.fsum(w * v for w, v in zip(own, values, strict=True)) / total
-    n = independent(own)
+    n = count_independent(own)
     bottom = min(0.0, *values)
     top = max(1.0, *values)
     if len(values) < 2:

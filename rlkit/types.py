@@ -223,14 +223,14 @@ class Rollout(NamedTuple):
     state: Mapping[str, Any] = {}
 
     def __repr__(self) -> str:
-        from rlkit.display import rollout_text
+        from rlkit.display import format_rollout
 
-        return rollout_text(self)
+        return format_rollout(self)
 
     def _repr_html_(self) -> str:
-        from rlkit.display import rollout_html
+        from rlkit.display import render_rollout
 
-        return rollout_html(self)
+        return render_rollout(self)
 
     def add(self, step: Step) -> Rollout:
         """Add one turn. If the step holds its whole context, store only the difference from the
@@ -710,14 +710,14 @@ def _declared(
 
     def mark(part: Part) -> Part:
         name = f"__{kind}__"
-        earlier = () if kind == "vanishes" and _copied(part, name) else getattr(part, name, ())
+        earlier = () if kind == "vanishes" and _is_copied(part, name) else getattr(part, name, ())
         setattr(part, name, (*earlier, (tuple(words), dict(where))))
         return part
 
     return mark
 
 
-def _copied(part: Any, name: str) -> bool:
+def _is_copied(part: Any, name: str) -> bool:
     """Whether a wrapper's attribute is only a copy by `functools.wraps`."""
     if not hasattr(part, "__wrapped__"):
         return False
@@ -739,7 +739,7 @@ def declarations(
         part = part.func
     plain: Any
     if kind == "vanishes":
-        plain = None if _copied(part, "__vanishes__") else part
+        plain = None if _is_copied(part, "__vanishes__") else part
     else:
         plain = (
             inspect.unwrap(part, stop=lambda f: hasattr(f, f"__{kind}__"))
@@ -771,7 +771,7 @@ class Estimate(NamedTuple):
 # without metrics (`PolicyLossFn[...]`). A part chooses its quantities itself, and Python has no
 # type for "some of these names". So the composition checks each name. A dry run on fake data checks
 # that each quantity is there when the part is called. Every call checks the shape, the kind of
-# numbers and the device of the result (`rlkit.algorithm.part`).
+# numbers and the device of the result (`rlkit.algorithm.call_part`).
 Q = ParamSpec("Q")
 # name → a number, or a tensor [N] or [B, T]; the mean is over the entries that count
 Metrics = Mapping[str, "float | Tensor"]

@@ -216,10 +216,10 @@ def toolless(tiny):
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """The option of `model` for SmolLM2-135M-Instruct, if `rlkit get` has fetched it."""
-    from rlkit.models.load import fetched_folder
+    from rlkit.models.load import find_fetched_folder
 
     name = "smollm2_135m"
-    folder = fetched_folder(name)
+    folder = find_fetched_folder(name)
     if folder is None or not folder.is_dir():
         pytest.skip(f"SmolLM2 is not on this machine: rlkit get {name} fetches it")
     return name

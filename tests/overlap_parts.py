@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rlkit.environments import tool_use
-from rlkit.environments.session import opened
+from rlkit.environments.session import open_session
 
 CLOCK = random.SystemRandom()  # no seed decides how long anything takes
 
@@ -24,7 +24,7 @@ def slowed(*, seconds: float, straggler: int = 1, **settings):
     @asynccontextmanager
     async def session(task):
         longest = seconds * (straggler if CLOCK.random() < 0.1 else 1)
-        async with opened(base, task) as inner:
+        async with open_session(base, task) as inner:
             await asyncio.sleep(longest * CLOCK.random())
             answer = inner.answer
 

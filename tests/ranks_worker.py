@@ -77,7 +77,7 @@ def main(root: Path) -> None:
 
     def keep(parameters, norm):
         parameters = list(parameters)
-        flat = [ranks.full_tensors(p.grad).flatten() for p in parameters if p.grad is not None]
+        flat = [ranks.gather_tensors(p.grad).flatten() for p in parameters if p.grad is not None]
         seen.append(torch.cat(flat) if flat else torch.zeros(0))
         return clip(parameters, norm)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rlkit.training.ahead.source import next_groups
+from rlkit.training.ahead.source import get_next_groups
 
 
 def sample_step(source, flight, learner):
     """The groups of the step to come, the flight behind them, and figures for its row."""
     learner.begin()
-    return next_groups(
+    return get_next_groups(
         source,
         flight,
         learner.experiment,

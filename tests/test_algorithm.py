@@ -12,7 +12,7 @@ import torch
 
 from minibatches import minibatches
 from parametrise import AGGREGATIONS, combinations, each
-from rlkit.algorithm import KL, Algorithm, Critic, call, inputs
+from rlkit.algorithm import KL, Algorithm, Critic, call, list_inputs
 from rlkit.functional import (
     clipped,
     forward,
@@ -39,8 +39,8 @@ from rlkit.functional import (
     whiten,
 )
 from rlkit.training.update.loss import loss_weights, surrogate
-from rlkit.training.update.sampled import filter_rollouts, last_tokens
-from rlkit.training.update.split import PER_ROLLOUT, micro_batches, select
+from rlkit.training.update.sampled import filter_rollouts, mark_last_tokens
+from rlkit.training.update.split import PER_ROLLOUT, select, split_into_micro_batches
 from rlkit.training.update.weighted import weigh
 from rlkit.types import QUANTITIES, Batch, Scored, TokenLogprobs, Weighted
 
@@ -162,7 +162,7 @@ def test_a_part_gets_what_its_signature_names_whatever_the_order():
     def part(b, a, *, scale=10):
         return b - a * scale
 
-    assert inputs(part) == ("b", "a")
+    assert list_inputs(part) == ("b", "a")
     assert call(part, {"a": 1, "b": 2, "c": 3}) == -8
 
 
@@ -435,7 +435,7 @@ def test_only_the_policy_gets_a_gradient(names):
 @pytest.mark.parametrize("budget", [1, 9, 20, 10**6])
 def test_micro_batches_cover_every_trained_row_once_within_the_budget(budget):
     batch = make_batch()
-    portions = list(micro_batches(batch, budget))
+    portions = list(split_into_micro_batches(batch, budget))
     rows = torch.cat(portions)
     assert sorted(rows.tolist()) == [i for i in range(12) if i != 4]  # row 4 has no trained token
     owners = [set(batch.rollout_ids[portion].tolist()) for portion in portions]
@@ -457,7 +457,7 @@ def test_rows_of_a_group_stand_side_by_side_and_fill_the_budget(budget):
     is full."""
     batch = make_batch()
     batch = replace(batch, rollout_ids=torch.arange(12), group_ids=torch.arange(12) % 3)
-    lengths, portions = needed(batch), list(micro_batches(batch, budget))
+    lengths, portions = needed(batch), list(split_into_micro_batches(batch, budget))
     order = torch.cat(portions)
     assert batch.group_ids[order].tolist() == sorted(batch.group_ids[order].tolist())
     for portion, following in itertools.pairwise(portions):
@@ -467,7 +467,7 @@ def test_rows_of_a_group_stand_side_by_side_and_fill_the_budget(budget):
 def test_a_rollout_longer_than_the_budget_is_a_portion_of_its_own():
     """Rollout 0 has three rows, 2 and 6 two, one of which has no trained token."""
     batch = make_batch()
-    portions = list(micro_batches(batch, 1))
+    portions = list(split_into_micro_batches(batch, 1))
     assert sorted(len(p) for p in portions) == [1, 1, 1, 1, 1, 1, 2, 3]
     assert all(len(batch.rollout_ids[p].unique()) == 1 for p in portions)
 
@@ -489,7 +489,9 @@ def test_no_budget_changes_what_is_made_of_whole_rollouts(part, aggregation):
     logprobs = policy_logprobs(batch)
     loss, gradient = whole(batch, logprobs, a, KLS["k3"])
     for budget in (1, 9, 20, 45, 10**6):
-        got_loss, got = in_portions(batch, logprobs, a, KLS["k3"], micro_batches(batch, budget))
+        got_loss, got = in_portions(
+            batch, logprobs, a, KLS["k3"], split_into_micro_batches(batch, budget)
+        )
         assert distance(got, gradient) < 1e-10 and got_loss == pytest.approx(
             float(loss), rel=1e-10
         )  # float64 sums reordered
@@ -502,7 +504,9 @@ def test_a_batch_without_a_trained_token_has_no_portions():
     batch = make_batch()
     assert (
         list(
-            micro_batches(replace(batch, response_mask=torch.zeros_like(batch.response_mask)), 100)
+            split_into_micro_batches(
+                replace(batch, response_mask=torch.zeros_like(batch.response_mask)), 100
+            )
         )
         == []
     )
@@ -510,7 +514,7 @@ def test_a_batch_without_a_trained_token_has_no_portions():
 
 def test_selected_rows_lose_padding_only():
     batch = prepared(algorithm())
-    for rows in micro_batches(batch, 20):
+    for rows in split_into_micro_batches(batch, 20):
         part = select(batch, rows)
         for name, tensor in vars(part).items():
             if name == "metrics":
@@ -533,7 +537,7 @@ def test_no_split_changes_loss_or_gradient(names):
     logprobs = policy_logprobs(batch)
     loss, gradient = whole(batch, logprobs, a, kl)
     for budget in (1, 9, 20, 45, 10**6):
-        got_loss, got = in_portions(batch, logprobs, a, kl, micro_batches(batch, budget))
+        got_loss, got = in_portions(batch, logprobs, a, kl, split_into_micro_batches(batch, budget))
         assert distance(got, gradient) < tolerance and got_loss == pytest.approx(
             float(loss), rel=1e-10
         )
@@ -567,7 +571,9 @@ def test_neither_padding_nor_the_order_of_rows_changes_the_gradient(names):
         return torch.nn.functional.pad(tensor, (0, 6), value=fill) if tensor.dim() == 2 else tensor
 
     padded = prepared(a, changed(pad))
-    _, got = in_portions(padded, pad(logprobs, float("nan")), a, kl, micro_batches(padded, 20))
+    _, got = in_portions(
+        padded, pad(logprobs, float("nan")), a, kl, split_into_micro_batches(padded, 20)
+    )
     assert (
         distance(got[:, :9], gradient) < 1e-10 and got[:, 9:].count_nonzero() == 0
     )  # float64 sums in another order
@@ -600,7 +606,7 @@ def test_a_loss_may_ask_for_any_figure_of_a_rollout_and_no_split_changes_it(quan
     batch = prepared(a)
     logprobs = policy_logprobs(batch)
     _, gradient = whole(batch, logprobs, a, KLS["none"])
-    _, got = in_portions(batch, logprobs, a, KLS["none"], micro_batches(batch, 9))
+    _, got = in_portions(batch, logprobs, a, KLS["none"], split_into_micro_batches(batch, 9))
     assert distance(got, gradient) < 1e-10  # float64 sums in another order
 
 
@@ -717,7 +723,7 @@ def at_the_end(batch: Batch) -> Scored:
     return replace(
         batch,
         token_rewards=batch.rewards.nan_to_num(0.0)[batch.rollout_ids][:, None]
-        * last_tokens(batch),
+        * mark_last_tokens(batch),
     )
 
 

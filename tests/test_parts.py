@@ -21,18 +21,18 @@ import typed_parts
 from minibatches import minibatches
 from parametrise import each
 from rlkit import functional as F
-from rlkit.algorithm import KL, PARTS, Algorithm, Critic, part
+from rlkit.algorithm import KL, PARTS, Algorithm, Critic, call_part
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.schema import resolve
 from rlkit.errors import ConfigError, PartError
 from rlkit.models import pack
 from rlkit.rewards import Reward, RewardError, Term, batched, score
 from rlkit.training.metrics import UpdateTerms, update_metrics
-from rlkit.training.references import ema, moved
+from rlkit.training.references import ema, move_reference
 from rlkit.training.update import drift
 from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
 from rlkit.training.update.sampled import filter_rollouts
-from rlkit.training.update.split import micro_batches, on_device, select
+from rlkit.training.update.split import move_to_device, select, split_into_micro_batches
 from rlkit.training.update.weighted import weigh
 from rlkit.types import Estimate, Measured, Rollout, Scored, Step, Task, TokenLogprobs
 
@@ -148,7 +148,7 @@ def updated(
     terms, gradients = UpdateTerms(), []
     for minibatch in minibatches(batch, a, seed=seed):
         leaf = (batch.logprobs_ref * 0.7 - 0.3).requires_grad_()
-        for rows in micro_batches(minibatch, budget):
+        for rows in split_into_micro_batches(minibatch, budget):
             one = select(minibatch, rows)
             mine = leaf[one.ids[:, 0] // 9]
             scores = TokenLogprobs(mine, torch.zeros_like(mine), values=mine * 2)
@@ -246,7 +246,7 @@ def test_a_metric_that_is_taken_or_is_no_number_is_refused():
                 r" \[N\] or"
             ),
         ):
-            part("ratio", lambda logprobs, value=value: (logprobs, {"mine": value}), given())
+            call_part("ratio", lambda logprobs, value=value: (logprobs, {"mine": value}), given())
 
 
 # ------------------------------------------------------------------------------------- wrong values
@@ -307,7 +307,7 @@ BAD = {
 def test_a_wrong_value_is_named_by_part_function_and_what_was_expected(name, value, said):
     path, protocol, _ = PARTS[name]
     with pytest.raises(PartError, match=said) as caught:
-        part(name, functools.partial(returning(value)), given())
+        call_part(name, functools.partial(returning(value)), given())
     assert str(caught.value).startswith(f"{path} ({__name__}.returning.<locals>.mine): gave ")
     assert str(caught.value).endswith(f"{protocol.__name__}: {protocol.__doc__.splitlines()[0]}")
 
@@ -332,7 +332,7 @@ def test_metrics_may_stand_beside_every_kind_of_value():
         "ratio": TOKENS,
     }.items():
         for pair in ((value, {"x": 1}), Measured(value, {"x": 1})):
-            got, metrics = part(name, returning(pair), given())
+            got, metrics = call_part(name, returning(pair), given())
             assert got is value and list(metrics) == [f"{name}/x"]
 
 
@@ -409,11 +409,11 @@ def test_what_is_no_tensor_survives_selection_and_moves_and_a_checkpoint_is_spar
         and one.components is batch.components
         and one.versions.shape[0] == 2
     )
-    there = on_device(one, torch.device("meta"))
+    there = move_to_device(one, torch.device("meta"))
     assert there.metadata is batch.metadata and {
         t.device.type for t in (there.versions, *there.components.values())
     } == {"meta"}
-    kept = drift.as_tensors(drift.few(batch, batch.logprobs_old))
+    kept = drift.pack_few(drift.select_few(batch, batch.logprobs_old))
     assert all(torch.is_tensor(value) for value in (*kept["batch"].values(), kept["logprobs"]))
 
 
@@ -472,7 +472,7 @@ def test_a_reference_whose_update_forgets_its_state_is_named_and_a_pair_is_a_sta
     with pytest.raises(
         PartError, match=r"reference.update \(.*test_parts.*\): gave None, expected the state"
     ):
-        moved(
+        move_reference(
             reference._replace(update=lambda state, policy, **_: None),
             "state",
             torch.nn.Linear(1, 1),
@@ -485,7 +485,7 @@ def test_a_reference_whose_update_forgets_its_state_is_named_and_a_pair_is_a_sta
         (Measured(pair, {"n": 1}), (pair, {"reference/n": 1.0})),
     ):
         assert (
-            moved(
+            move_reference(
                 reference._replace(update=lambda *_, given=given, **__: given),
                 pair,
                 torch.nn.Linear(1, 1),

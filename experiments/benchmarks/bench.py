@@ -273,10 +273,10 @@ def model_folder(size: str, folder: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlkit.models.load import TINY, fetched_folder, pretrained_config, pretrained_tokenizer
+    from rlkit.models.load import TINY, find_fetched_folder, pretrained_config, pretrained_tokenizer
 
     if size == "smollm2_135m":
-        return str(fetched_folder(size))
+        return str(find_fetched_folder(size))
     if size == "0.6b-shape":
         shape("qwen3_0.6b-shape", "cpu").save_pretrained(folder / "model")
         pretrained_tokenizer("tiny").save_pretrained(folder / "model")

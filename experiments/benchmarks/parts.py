@@ -107,8 +107,8 @@ def measure_calls(meter: Meter) -> None:
     timed(Scheduler, "read", "prefill", note_contexts)
     timed(Scheduler, "draw", "decode", note_draws)
     for home in (scored, drift):
-        timed(home, "batch_logprobs", "scoring")
-    timed(step, "one_update", "update")
+        timed(home, "compute_batch_logprobs", "scoring")
+    timed(step, "make_one_update", "update")
     counted(scored, "scoring")
     counted(minibatch, "update")
 

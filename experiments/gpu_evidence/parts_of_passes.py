@@ -34,9 +34,9 @@ from rlkit.engines.transformers import draw
 from rlkit.errors import EngineError
 from rlkit.extras.forecast import decode_limit
 from rlkit.models import LoRA, forward_logprobs, pack
-from rlkit.models.log_probs import states
+from rlkit.models.log_probs import compute_states
 from rlkit.models.packing import Kernels, attend_packed
-from rlkit.training.selfcheck import own_log_probs
+from rlkit.training.selfcheck import compute_own_log_probs
 from rlkit.types import Policy
 
 Pieces = dict[str, Callable[[Report], str | None]]
@@ -285,7 +285,9 @@ def time_update(
             lambda: forward_logprobs(model, packed).logprobs.sum().backward(), device, 2
         )
         peak = peak_gb(device)
-        trunk = seconds_of(lambda: states(model, packed).float().sum().backward(), device, 2)
+        trunk = seconds_of(
+            lambda: compute_states(model, packed).float().sum().backward(), device, 2
+        )
     except torch.OutOfMemoryError as error:
         report(name, shape, fits=False, said=str(error).partition(". GPU")[0], **size)
         return
@@ -391,7 +393,7 @@ def measure_gaps(setting: Setting, model: str, report: Report) -> None:
         few = slice(0, 4)
         with torch.no_grad():
             trainer = forward_logprobs(policy.model, pack(ids, mask)).logprobs
-            own = own_log_probs(policy.model, ids[few], mask[few], 1.0)
+            own = compute_own_log_probs(policy.model, ids[few], mask[few], 1.0)
         sampler = torch.tensor([reply.logprobs for reply in replies], device=setting.device)
         gaps = {
             "sampler and trainer": sampler.flatten() - trainer[mask],

@@ -3,15 +3,17 @@
     python experiments/programs/packages.py NAME… [--envs FOLDER]
 
 NAME is a row of PACKAGES; without names, all of them. Each package gets a virtual environment of
-its own and plays episodes with its agent in agents/, unmodified and confined. The question is a sum,
-and the agent has a tool for it. In four episodes the policy says what a script says: a call and
-the answer, right and wrong, without and with thinking. In four more it is the embedded model, which
-says what it likes. Appends a row to packages.csv; a package that has one is left out.
+its own and plays episodes with its agent in agents/, unmodified and confined. The question is a
+sum, and the agent has a tool for it. In four episodes the policy says what a script says: a call
+and the answer, right and wrong, without and with thinking. In four more it is the embedded model,
+which says what it likes. Appends a row to packages.csv; a package that has one is left out.
 
   unchanged    each file of the package has the digest of its record
-  exact        each sampled reply stands in one training row, once, with its context, ids and log-probs,
+  exact        each sampled reply stands in one training row, once, with its context, ids and
+  log-probs,
                and `difference` is the largest one between these and a new forward pass of the row
-  scored       the reward of an episode is the one of the answer that the package gave its caller: the
+  scored       the reward of an episode is the one of the answer that the package gave its caller:
+  the
                agent writes this answer to a file, and a verifier reads it
   rows         training rows of a scripted episode, without and with thinking
   failed       episodes whose program ended with an error; they are not scored
@@ -39,7 +41,7 @@ import torch
 
 from rlkit.engines import Batched, Cached
 from rlkit.episodes import collect
-from rlkit.episodes._assemble import rows
+from rlkit.episodes._assemble import split_into_rows
 from rlkit.extras.programs import program
 from rlkit.models import load_policy
 from rlkit.models.chat import encode_scaffold
@@ -178,7 +180,8 @@ def play_model(policy: Policy, environment: Environment, heard: list[Heard]) -> 
     )
 
 
-# ---------------------------------------------------------------------------------------- the checks
+# ---------------------------------------------------------------------------------------- the
+# checks
 
 
 def largest_difference(
@@ -188,7 +191,7 @@ def largest_difference(
     stands in exactly one row as it was sampled, up to a stop text of its request."""
     left = list(heard)
     worst = 0.0
-    for row in (row for rollout in rollouts for row in rows(rollout)):
+    for row in (row for rollout in rollouts for row in split_into_rows(rollout)):
         anew = [0.0, *recompute(policy, row.ids)]
         for step in dict.fromkeys(s for s, own in zip(row.steps, row.sampled, strict=True) if own):
             at = [i for i, s in enumerate(row.steps) if s == step and row.sampled[i]]
@@ -247,10 +250,11 @@ def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
 
 def counted(rollouts: Sequence[Rollout]) -> str:
     """The numbers of rows that occur."""
-    return " or ".join(sorted({str(len(rows(rollout))) for rollout in rollouts}))
+    return " or ".join(sorted({str(len(split_into_rows(rollout))) for rollout in rollouts}))
 
 
-# ----------------------------------------------------------------------------------------- the table
+# ----------------------------------------------------------------------------------------- the
+# table
 
 
 def installed(requirements: Sequence[str], folder: Path) -> str:
@@ -293,10 +297,24 @@ def measure(name: str, envs: Path) -> dict[str, Any]:
     return row | check(name, python) | {"unchanged": is_unchanged(own)}
 
 
-FIELDS = (
-    "agent package version date commit door episodes failed rows rows_thinking unchanged exact"
-    " difference scored settings reason"
-).split()
+FIELDS = [
+    "agent",
+    "package",
+    "version",
+    "date",
+    "commit",
+    "door",
+    "episodes",
+    "failed",
+    "rows",
+    "rows_thinking",
+    "unchanged",
+    "exact",
+    "difference",
+    "scored",
+    "settings",
+    "reason",
+]
 
 
 def main() -> None:

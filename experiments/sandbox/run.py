@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlkit.rewards import judgements
-from rlkit.sandbox import Job, Sandbox, probe
+from rlkit.sandbox import Job, Sandbox, find_level
 from rlkit.sandbox.level import CHOICES
-from rlkit.sandbox.process import run_many_with, run_with, workers
+from rlkit.sandbox.process import count_workers, run_many_with, run_with
 from rlkit.tasks import mbpp
 from rlkit.types import Rollout, Step, Task
 
@@ -84,14 +84,14 @@ def main() -> None:
     jobs = [Job(r["code"], ("1",)) for r in rows if r["task_id"] not in (123,)][
         : arguments.programs
     ]
-    cores = min(workers(SANDBOX), os.cpu_count() or 1)
-    print(f"{probe()}\n{len(jobs)} reference solutions of MBPP, {cores} workers\n")
+    cores = min(count_workers(SANDBOX), os.cpu_count() or 1)
+    print(f"{find_level()}\n{len(jobs)} reference solutions of MBPP, {cores} workers\n")
     print(
         "| level | median | p95 | one after another | all workers | per core | processor time"
         " |\n|---|---|---|---|---|---|---|"
     )
     for features in CHOICES:
-        if set(features) <= set(probe().features):
+        if set(features) <= set(find_level().features):
             seconds, many = latency(jobs, features), throughput(jobs, features)
             p95 = seconds[int(0.95 * len(seconds))]
             print(

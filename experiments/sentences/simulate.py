@@ -418,7 +418,7 @@ def one_run(setting: Setting, rng: np.random.Generator) -> tuple[dict, dict]:
             for i in range(43)
             for _ in range(sizes[i])
         ]
-        sides.append(evaluation.accuracy(rollouts))
+        sides.append(evaluation.summarise_accuracy(rollouts))
     return sides[0], sides[1]
 
 

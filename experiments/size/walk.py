@@ -17,8 +17,15 @@ import sys
 from pathlib import Path
 
 CUTS = {
-    *("select", "whole", "minibatch_rows", "minibatches", "micro_batches", "rank_micro_batches"),
-    *("of", "retried", "updating", "halve", "quantities", "counted", "on", "on_device"),
+    *(
+        "select",
+        "whole",
+        "split_into_minibatches",
+        "minibatches",
+        "micro_batches",
+        "rank_micro_batches",
+    ),
+    *("of", "retried", "updating", "halve", "quantities", "counted", "on", "move_to_device"),
 }
 HERE = Path(__file__).resolve().parents[2]
 

@@ -29,7 +29,7 @@ from rlkit.episodes.evaluation import greedy_accuracy, is_correct, sampled_accur
 from rlkit.models import load_policy
 from rlkit.models.chat import Renderer, continuation, encode_prompt, encode_scaffold, make_renderer
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
-from rlkit.tasks._arithmetic import Problem, arithmetic, draw_of, expression, value_of
+from rlkit.tasks._arithmetic import Problem, arithmetic, compute_value, draw_of, expression
 from rlkit.types import Message
 
 WARM_UP_SEED = (
@@ -87,7 +87,7 @@ def systematic_slip(p: Problem, rng: random.Random) -> list[tuple[str, int]]:
             operator = "+"
         if kind == "shares" and slip and len(p.operations) > 1:
             continue
-        if kind == "shares" and value_of(p.start, tuple(operations)) % x:
+        if kind == "shares" and compute_value(p.start, tuple(operations)) % x:
             operator = "-"  # an earlier slip left a remainder
         operations.append((operator, x))
     if p.distractor is not None and rng.random() < SYSTEMATIC["distractor"]:

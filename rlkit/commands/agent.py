@@ -33,10 +33,10 @@ from rlkit.environments import (
     tool_name,
     tool_use,
 )
-from rlkit.environments.tool_parsers import from_payload
+from rlkit.environments.tool_parsers import make_call
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schema
 from rlkit.episodes import collect
-from rlkit.errors import ConfigError, refuse_problems, visible
+from rlkit.errors import ConfigError, refuse_problems, show_controls
 from rlkit.models import check_template, make_policy
 from rlkit.types import (
     Engine,
@@ -262,9 +262,9 @@ def to_call(call: Any, id: str = "call_0") -> ToolCall:
     if isinstance(call, ToolCall):
         return call
     if not isinstance(call, Mapping):
-        return from_payload(id, lambda: call)
+        return make_call(id, lambda: call)
     given = call.get("id", id)
-    made = from_payload(given if isinstance(given, str) else id, lambda: call.get("function", call))
+    made = make_call(given if isinstance(given, str) else id, lambda: call.get("function", call))
     return made._replace(arguments={}, error=str(call["error"])) if call.get("error") else made
 
 
@@ -274,7 +274,7 @@ def to_call(call: Any, id: str = "call_0") -> ToolCall:
 def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
     """Find the tools of `tools=[…]`: shipped ones by name, a user's own as module.function. Raises:
     ConfigError."""
-    from rlkit.config.schema import nearest, resolve
+    from rlkit.config.schema import resolve, suggest_name
 
     shipped: dict[str, Callable[..., Any]] = {
         "calculator": calculator,
@@ -284,8 +284,8 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
     unknown = [name for name in x.tools if name not in shipped and "." not in str(name)]
     if unknown:
         raise ConfigError(
-            f"tools: there is no tool '{unknown[0]}'.{nearest(str(unknown[0]), shipped)} There are"
-            f" {', '.join(shipped)}, and your own as module.function"
+            f"tools: there is no tool '{unknown[0]}'.{suggest_name(str(unknown[0]), shipped)}"
+            f" There are {', '.join(shipped)}, and your own as module.function"
         )
     return [shipped[name] if name in shipped else resolve(name) for name in x.tools]
 
@@ -334,9 +334,12 @@ def show(rollout: Rollout) -> None:
     }
     for name, text in parts(rollout):
         style = styles.get(name.partition(" ")[0], "")
-        lines = [f"  {line}" for line in visible(text, kept="\n").split("\n")]
+        lines = [f"  {line}" for line in show_controls(text, kept="\n").split("\n")]
         console.print(
-            Text(visible(name), f"{style} underline"), Text("\n".join(lines), style), "", sep="\n"
+            Text(show_controls(name), f"{style} underline"),
+            Text("\n".join(lines), style),
+            "",
+            sep="\n",
         )
     console.print(_ending(rollout))
 

@@ -17,12 +17,12 @@ from rlkit.commands.help import command_help, full_help
 from rlkit.errors import (
     TRACEBACK,
     ConfigError,
-    distribution,
-    nearest,
-    raised_at,
+    describe_raise,
+    find_distribution,
     report,
     say,
-    visible,
+    show_controls,
+    suggest_name,
     warn,
 )
 from rlkit.system import extras
@@ -70,7 +70,8 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
     if name not in list_commands():
         known = ", ".join(list_commands())
         raise ConfigError(
-            f"there is no command '{name}'.{nearest(name, list_commands())} There are: {known}."
+            f"there is no command '{name}'.{suggest_name(name, list_commands())} There are:"
+            f" {known}."
             f" Extras bring others (this copy has: {', '.join(extras.list_extras()) or 'none'}),"
             " and so do other packages"
         )
@@ -87,7 +88,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
     if as_json:  # in ASCII, so that no terminal obeys text of a model or a file
         print(json.dumps(replace_nonfinite(found.data), indent=2, default=str))
     else:
-        print(visible(found.text, kept="\n"))
+        print(show_controls(found.text, kept="\n"))
     return found.status
 
 
@@ -122,7 +123,7 @@ def run_command(argv: Sequence[str]) -> int:
         finally:
             del os.environ[TRACEBACK]
     if words[:1] == ["--version"]:
-        own = distribution()
+        own = find_distribution()
         print(f"rlkit {own.version if own else 'of a checkout that is not installed'}")
         return 0
     if not words or words[0] in ("-h", "--help"):
@@ -147,10 +148,10 @@ def _answer(words: Sequence[str]) -> int:
         with raise_exits():
             return _dispatch(words[0], words[1:])
     except KeyboardInterrupt as error:
-        say(error, [f"rlkit: interrupted: {raised_at(error)}"])
+        say(error, [f"rlkit: interrupted: {describe_raise(error)}"])
         return 130
     except SystemExit as error:  # rlkit raises none
-        what = f"{raised_at(error)} ended the command"
+        what = f"{describe_raise(error)} ended the command"
         say(error, [f"rlkit: {what}; a part of the config may not do that"])
         return 1
     except BaseException as error:

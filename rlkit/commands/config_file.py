@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rlkit.errors import ConfigError, nearest, not_yaml, visible
+from rlkit.errors import ConfigError, describe_yaml_error, show_controls, suggest_name
 
 # Its keys → rlkit's.
 FLAT = {
@@ -44,7 +44,7 @@ def overrides_of(file: str) -> list[str]:
     try:
         given = yaml.safe_load(Path(file).read_text())
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(not_yaml(error, file)) from error
+        raise ConfigError(describe_yaml_error(error, file)) from error
     except OSError as error:
         raise ConfigError(f"--config {file}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -60,7 +60,7 @@ def overrides_of(file: str) -> list[str]:
     if {"data", "training"} & given.keys() or FLAT.keys() & values.keys():
         translated = _translated(file, values)
         if os.environ.get("RANK", "0") == "0":
-            print(visible(f"{file}: {' '.join(translated)}"), flush=True)
+            print(show_controls(f"{file}: {' '.join(translated)}"), flush=True)
         return translated
     return chosen + [f"{key}={_written(value)}" for key, value in values.items()]
 
@@ -105,7 +105,7 @@ def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
     for key in values:
         if key not in FLAT:
             last = [known for known in FLAT if known.rpartition(".")[2] == key.rpartition(".")[2]]
-            hint = f" Did you mean '{last[0]}'?" if last else nearest(key, FLAT)
+            hint = f" Did you mean '{last[0]}'?" if last else suggest_name(key, FLAT)
             raise ConfigError(
                 f"{file}:{key}: there is no such key.{hint} There are {', '.join(FLAT)}; all others"
                 " are given behind the file, as KEY=VALUE"

@@ -93,9 +93,9 @@ def _fits(needed: Requirement, installed: str) -> bool:
 
 def packages() -> list[Finding]:
     """Check rlkit and its requirements against the accepted versions."""
-    from rlkit.errors import distribution
+    from rlkit.errors import find_distribution
 
-    own = distribution()
+    own = find_distribution()
     if own is None:
         return [
             Finding(
@@ -163,10 +163,10 @@ def devices() -> list[Finding]:
 
 def sandbox() -> list[Finding]:
     """Report the level of the sandbox, by its self-test: it runs hostile programs."""
-    from rlkit.sandbox import SandboxError, probe
+    from rlkit.sandbox import SandboxError, find_level
 
     try:
-        level = probe()
+        level = find_level()
     except SandboxError as error:
         return [Finding("sandbox", f"{error}; tasks whose code is run are refused", "warn")]
     text = str(level).removeprefix("sandbox: ")
@@ -221,9 +221,9 @@ def models() -> list[Finding]:
 
 def extras() -> list[Finding]:
     """Report the optional parts, and how to get missing ones."""
-    from rlkit.errors import distribution, install
+    from rlkit.errors import find_distribution, install
 
-    own = distribution()
+    own = find_distribution()
     if own is None:
         return []
     out = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlkit.commands.arguments import STARTED, Arguments, added, drop, option
 from rlkit.commands.trust import asker, with_limits
-from rlkit.episodes.record import failed_rollout_kept, save_rollouts
+from rlkit.episodes.record import keep_failed_rollout, save_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.system.files import LOST, report_write_errors, write_json
@@ -40,11 +40,11 @@ def evaluate_run(
       started: time.perf_counter() of the command's start.
     Raises: RewardError if a reward fails. Its note names the rollout's file in the new folder.
     """
-    from rlkit.sandbox import seen
+    from rlkit.sandbox import get_known_level
     from rlkit.system.device import autocast, load_on_device, versions
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy
-    from rlkit.training.windows import window_line
+    from rlkit.training.windows import describe_windows
 
     policy, device = load_on_device(x)
     path, step = (
@@ -54,13 +54,13 @@ def evaluate_run(
     with autocast(x, device):
         tools = check_policy(policy, tasks, x).tools
         print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
-        windows = window_line(x, policy, tasks)
+        windows = describe_windows(x, policy, tasks)
         if windows:
             print(windows, flush=True)
         out = runs.make_fresh_folder(parent)
         greedy = _evaluate_greedily(x, policy, tasks, step or 0, out)
         sampled = _evaluate_samples(x, policy, tasks, step or 0, out)
-    level = seen()
+    level = get_known_level()
     result = {
         "checkpoint": str(path) if path else None,
         "model": x.model.path,
@@ -86,15 +86,15 @@ def _evaluate_greedily(
     x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
 ) -> dict[str, Any]:
     """Measure one greedy reply to each task; write the rollouts to `out`."""
-    from rlkit.episodes import failures, refusals
+    from rlkit.episodes import count_failures, count_refusals
     from rlkit.episodes.evaluation import greedy_accuracy
-    from rlkit.training.callbacks.evaluation import in_time
+    from rlkit.training.callbacks.evaluation import limit_evaluation
 
-    with failed_rollout_kept(out), in_time(x.evaluation, "the greedy evaluation"):
+    with keep_failed_rollout(out), limit_evaluation(x.evaluation, "the greedy evaluation"):
         result, rollouts = greedy_accuracy(policy, tasks, version=version, **x.held_out(0.0))
         with report_write_errors("greedy.jsonl.gz"):
             save_rollouts(out / "greedy.jsonl.gz", rollouts)
-        for said in filter(None, (failures(rollouts), refusals(rollouts))):
+        for said in filter(None, (count_failures(rollouts), count_refusals(rollouts))):
             print(f"warning: {said}", flush=True)
     return result
 
@@ -104,10 +104,10 @@ def _evaluate_samples(
 ) -> dict[str, Any]:
     """Measure several sampled replies to each task; write the rollouts to `out`."""
     from rlkit.episodes.evaluation import sampled_accuracy
-    from rlkit.training.callbacks.evaluation import in_time
+    from rlkit.training.callbacks.evaluation import limit_evaluation
 
     settings = x.evaluation
-    with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
+    with keep_failed_rollout(out), limit_evaluation(settings, "the sampled evaluation"):
         result, rollouts = sampled_accuracy(
             policy,
             tasks,

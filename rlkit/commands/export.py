@@ -40,7 +40,7 @@ def export(
     """
     from rlkit.commands.evaluate import restored_policy
     from rlkit.config.schema import build, check
-    from rlkit.models.load import EMBEDDED, base_of_adapters
+    from rlkit.models.load import EMBEDDED, find_adapters_base
     from rlkit.models.save import save_policy
     from rlkit.system.adapters import has_adapters
     from rlkit.system.device import silence_frameworks
@@ -52,7 +52,11 @@ def export(
     # the caller has checked its code: rlkit.config.trust
     policy = build(dict(model))(device="cpu")
     adapters = has_adapters(policy.model)
-    if adapters and not merge and (EMBEDDED.get(model["path"]) or base_of_adapters(model["path"])):
+    if (
+        adapters
+        and not merge
+        and (EMBEDDED.get(model["path"]) or find_adapters_base(model["path"]))
+    ):
         what = "embedded model" if EMBEDDED.get(model["path"]) else "folder of adapters"
         raise ConfigError(
             f"model.path={model['path']}: no other program can load adapters on this {what}; use"

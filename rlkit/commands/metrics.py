@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rlkit.commands.arguments import Answer, Arguments
 from rlkit.commands.help import behind_label
-from rlkit.errors import ConfigError, nearest
-from rlkit.training.glossary import Entry, Section, meaning_of, sections
+from rlkit.errors import ConfigError, suggest_name
+from rlkit.training.glossary import Entry, Section, find_meaning, read_sections
 
 TAKES_TEXTS = True
 GIVES_JSON = True
@@ -25,17 +25,17 @@ def command(arguments: Arguments) -> Answer:
         raise ConfigError(
             f"'{arguments.overrides[0]}': rlkit metrics takes names of metrics, such as kl/ref_k3"
         )
-    every = [entry for section in sections() for entry in section.entries]
+    every = [entry for section in read_sections() for entry in section.entries]
     if arguments.texts:
         found = [entry for name in arguments.texts for entry in find_entries(name, every)]
         return Answer({"metrics": found}, "\n".join(map(entry_text, found)))
-    return Answer({"metrics": every}, "\n".join(map(section_text, sections())))
+    return Answer({"metrics": every}, "\n".join(map(section_text, read_sections())))
 
 
 def find_entries(name: str, every: list[Entry]) -> list[Entry]:
     """Find the entry of a metric, or the entries of all metrics below a name, for example kl.
     Raises: ConfigError for a name without one."""
-    found = meaning_of(name)
+    found = find_meaning(name)
     entries = (
         [found]
         if found
@@ -44,7 +44,7 @@ def find_entries(name: str, every: list[Entry]) -> list[Entry]:
     if not entries:
         raise ConfigError(
             f"{name}: there is no such"
-            f" metric.{nearest(name, [own for entry in every for own in entry.names])}"
+            f" metric.{suggest_name(name, [own for entry in every for own in entry.names])}"
         )
     return entries
 

@@ -33,7 +33,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     from rlkit.training.callbacks.checkpoints import read_checkpoint
     from rlkit.training.callbacks.faults import BATCH, STATE
     from rlkit.training.learner import Learner
-    from rlkit.training.update.split import on_device as batch_on
+    from rlkit.training.update.split import move_to_device as batch_on
     from rlkit.types import Minibatch
 
     for name in ("config.yaml", BATCH, STATE):
@@ -65,7 +65,7 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     its rows."""
     import torch
 
-    from rlkit.training.update.split import micro_batches
+    from rlkit.training.update.split import split_into_micro_batches
 
     lines = [
         f"step {learner.rl_step + 1}, {learner.x.algorithm.name}: {len(batch.ids)} rows of up to"
@@ -84,7 +84,7 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
             lines.append(f"{name} is not finite in row(s) {', '.join(map(str, bad))}")
     lines.append(f"{'rows':<24}{'tokens':>8}{'loss':>14}{'gradient':>14}")
     fine = True
-    for rows in micro_batches(batch, learner.micro.limit):
+    for rows in split_into_micro_batches(batch, learner.micro.limit):
         loss, norm, names = backward(learner, batch, rows)
         lines.append(_line(rows, mask, loss, norm))
         if names or not math.isfinite(loss):
@@ -103,14 +103,14 @@ def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[st
     """Loss and gradient norm of some rows, and sentences on gradients with nan or infinity."""
     from rlkit.models import pack
     from rlkit.training.update.loss import surrogate, value_surrogate
-    from rlkit.training.update.minibatch import trained_logprobs
+    from rlkit.training.update.minibatch import compute_trained_logprobs
     from rlkit.training.update.split import select
 
     x = learner.x
     critic = learner.x.algorithm.critic
     part = select(batch, rows)
     learner.nets.zero_grad()
-    scores = trained_logprobs(learner.record(), pack(part.ids, part.response_mask))
+    scores = compute_trained_logprobs(learner.record(), pack(part.ids, part.response_mask))
     loss, _ = surrogate(part, scores, x.algorithm, x.kl)
     if critic.active:
         loss = loss + value_surrogate(part, scores, critic)[0]

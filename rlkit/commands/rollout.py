@@ -12,9 +12,15 @@ from pathlib import Path
 
 from rlkit.commands.arguments import STARTED, Arguments
 from rlkit.config.problems.numbers import sampling_problems
-from rlkit.environments import environment_of
-from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rollouts
-from rlkit.episodes.summary import by_part, failing_tools, failures, refusals, summarize
+from rlkit.environments import find_environment
+from rlkit.episodes.record import append_rollouts, keep_failed_rollout, save_rollouts
+from rlkit.episodes.summary import (
+    count_failures,
+    count_refusals,
+    describe_failing_tools,
+    group_by_part,
+    summarize,
+)
 from rlkit.errors import ConfigError, refuse_problems, tell_user, warn
 from rlkit.runs import folder as runs
 from rlkit.system.contents import PROMPTS
@@ -47,7 +53,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     if len(tasks) < x.n:
         print(f"n={x.n}: the task has {len(tasks)} rows in split={x.split}, which are all played")
     from rlkit.config.problems.rows import check_truths
-    from rlkit.episodes import collect, transcript
+    from rlkit.episodes import collect, write_transcript
     from rlkit.rewards import score
     from rlkit.system.device import autocast, load_on_device, versions
     from rlkit.training.kernels import settle_kernels
@@ -61,7 +67,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
         out = runs.make_fresh_folder(parent)
         with (
             unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep,
-            failed_rollout_kept(out),
+            keep_failed_rollout(out),
         ):
             rollouts = collect(
                 policy,
@@ -74,7 +80,11 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 **x.generation.params,
             )
             print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
-            said = (failures(rollouts), refusals(rollouts), *failing_tools(rollouts))
+            said = (
+                count_failures(rollouts),
+                count_refusals(rollouts),
+                *describe_failing_tools(rollouts),
+            )
             for line in filter(None, said):
                 warn(line)
             rollouts = score(rollouts, x.reward)
@@ -83,7 +93,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     with report_write_errors(PROMPTS):
         write_atomic(out / PROMPTS, prompts.encode(errors="backslashreplace"))
     with report_write_errors("conversations.txt"):
-        text = "\n\n".join([prompts, *(transcript(r) for r in rollouts[:8])])
+        text = "\n\n".join([prompts, *(write_transcript(r) for r in rollouts[:8])])
         write_atomic(out / "conversations.txt", text.encode(errors="backslashreplace"))
     figures = {
         "split": x.split,
@@ -133,7 +143,7 @@ def limited(
     """Give the environment another limit of replies; None leaves its own."""
     if max_steps is None:
         return environment
-    return lambda task: environment_of(environment, task)._replace(max_steps=max_steps)
+    return lambda task: find_environment(environment, task)._replace(max_steps=max_steps)
 
 
 def step_counts(rollouts: Sequence[Rollout]) -> dict[int, int]:
@@ -168,7 +178,7 @@ def episode_table(rollouts: Sequence[Rollout]) -> str:
         ("replies: stop, tool, budget, cut", ", ".join(replies)),
         *(
             (f"reward of {part}", f"{row[f'part/{part}/reward/mean']:.3f} ({len(own)} episodes)")
-            for part, own in by_part(rollouts).items()
+            for part, own in group_by_part(rollouts).items()
         ),
         *((f"ended: {why}", f"{count}") for why, count in sorted(ended.items())),
         *(

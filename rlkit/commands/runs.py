@@ -13,7 +13,7 @@ from rlkit.commands.arguments import Answer, Arguments, drop, option, unquote
 from rlkit.config.changes import find_differences
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
-from rlkit.training.schedules.paths import flat
+from rlkit.training.schedules.paths import flatten_numbers
 
 TAKES_TEXTS = True
 GIVES_JSON = True
@@ -143,7 +143,9 @@ def _passes(folder: Path, wanted: Sequence[str]) -> bool:
     if not wanted:
         return True
     try:
-        values = {key: str(value) for key, value in flat(runs.read_config(folder)).items()}
+        values = {
+            key: str(value) for key, value in flatten_numbers(runs.read_config(folder)).items()
+        }
     except DataError:
         return False
     given = _overrides(folder)

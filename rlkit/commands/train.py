@@ -365,7 +365,7 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
     """Write the table of the test problems, before and after training; first, whether they got
     worse by more than chance."""
     from rlkit.runs.tables import estimate, newcombe
-    from rlkit.training.callbacks.terminal import how_sampled
+    from rlkit.training.callbacks.terminal import describe_sampling
 
     lines = []
     sides = (estimate(side["accuracy"], side["interval"]) for side in (before, after))
@@ -391,7 +391,7 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
         lines.append(f"{f'accuracy, {part}':<22}{''.join(cells)}")
     return [
         *lines,
-        f"{'replies':<22}{how_sampled(before['temperature']):>32}",
+        f"{'replies':<22}{describe_sampling(before['temperature']):>32}",
         f"{'right answers by':<22}{'evaluation.reward':>32}",
     ]
 
@@ -488,7 +488,7 @@ def join_ranks(settings: TrainerSettings) -> None:
     count = settings.devices * settings.nodes
     if count == 1 or ranks.size() > 1:
         return
-    if not launch.started_outside(os.environ, settings.devices, settings.nodes):
+    if not launch.is_started_outside(os.environ, settings.devices, settings.nodes):
         raise ConfigError(
             f"trainer.nodes={settings.nodes}: processes on other machines have to be started from"
             f" outside: srun --ntasks={count} --ntasks-per-node={settings.devices} rlkit train …,"

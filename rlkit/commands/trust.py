@@ -88,7 +88,7 @@ def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
 def with_limits(x: Any, arguments: Arguments) -> Any:
     """The settings of run=FOLDER. If the folder is a stranger's and not trusted, its model's chat
     template gets limits."""
-    from rlkit.models.confined import confined
+    from rlkit.models.confined import confine_template
     from rlkit.models.load import EMBEDDED
 
     named = option(arguments.overrides, "run")
@@ -99,4 +99,4 @@ def with_limits(x: Any, arguments: Arguments) -> Any:
         or is_noted(runs.find_run(named, "run"))
     ):
         return x
-    return x._replace(model=replace(x.model, load=confined(x.model.load)))
+    return x._replace(model=replace(x.model, load=confine_template(x.model.load)))

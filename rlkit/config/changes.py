@@ -10,7 +10,7 @@ from typing import Any
 
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import redact_config
-from rlkit.training.schedules.paths import flat
+from rlkit.training.schedules.paths import flatten_numbers
 
 ONCE = ("resume", "takeover")  # keys of one process only; they do not describe the run
 
@@ -52,7 +52,7 @@ def _flatten_compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key → value, without secrets, advice and shelves."""
     return {
         key: value
-        for key, value in flat(redact_config(config)).items()
+        for key, value in flatten_numbers(redact_config(config)).items()
         if not {"suggests", "shelf"} & set(key.split("."))
     }
 

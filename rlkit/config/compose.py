@@ -29,7 +29,7 @@ from rlkit.config.problems.schedules import build_first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check
 from rlkit.config.suggestions import RESOLVERS
-from rlkit.errors import ConfigError, nearest, not_yaml, refuse_problems
+from rlkit.errors import ConfigError, describe_yaml_error, refuse_problems, suggest_name
 from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import learn
 from rlkit.system.shared_state import FOLDER, guard_state
@@ -326,7 +326,7 @@ def _load(
                 ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([text]), full)
             accepted.append(text)
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(not_yaml(error, "an option")) from error
+        raise ConfigError(describe_yaml_error(error, "an option")) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _make_refusal(error, text, entry, search, overrides) from error
     _keep_declared(full, accepted)
@@ -356,7 +356,7 @@ def _make_refusal(
     if path.startswith("hydra."):
         known = pickle.loads(_compose_groups(entry, (), _stamp(search))).hydra
         return ConfigError(
-            f"{path}: Hydra has no such setting.{nearest(path.split('.')[1], known)}"
+            f"{path}: Hydra has no such setting.{suggest_name(path.split('.')[1], known)}"
         )
     if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
         return ConfigError(f"{path}: rlkit {entry} has no such group")
@@ -642,7 +642,7 @@ def _check_overrides(
 def explain_unknown_option(text: str, name: str, group: str, options: Iterable[str]) -> str:
     """The sentence about an option that does not exist."""
     return (
-        f"{text}: no such option.{nearest(name, options)} Options of {group}:"
+        f"{text}: no such option.{suggest_name(name, options)} Options of {group}:"
         f" {', '.join(sorted(options))}"
     )
 

@@ -14,9 +14,9 @@ from rlkit.config.compose import check_experiment, compose, conf_dir
 from rlkit.config.parts import get_inside, name_tools, place_part
 from rlkit.config.problems.schedules import phase_problems
 from rlkit.config.schema import build
-from rlkit.errors import ConfigError, refuse_problems, written
+from rlkit.errors import ConfigError, name_function, refuse_problems
 from rlkit.training.experiment import Experiment, ModelSpec, TaskSource, model_spec
-from rlkit.training.schedules.paths import fields
+from rlkit.training.schedules.paths import list_fields
 from rlkit.types import is_record
 
 PLAIN = (str, int, float, bool, type(None), Path)
@@ -148,15 +148,19 @@ def describe_part(part: Any) -> Any:
     if isinstance(part, ModelSpec | TaskSource):
         return describe_part(part.load)
     if is_record(part):
-        return {"_target_": written(type(part)), **describe_part(part._asdict())}
+        return {"_target_": name_function(type(part)), **describe_part(part._asdict())}
     if isinstance(part, list | tuple):
         return [
             describe_part(value) for value in part[:8]
         ]  # of a long list of tasks the first ones
     if isinstance(part, partial):
-        return {"_target_": written(part.func), "_partial_": True, **describe_part(part.keywords)}
+        return {
+            "_target_": name_function(part.func),
+            "_partial_": True,
+            **describe_part(part.keywords),
+        }
     return {
-        "_target_": written(part if callable(part) else type(part)),
+        "_target_": name_function(part if callable(part) else type(part)),
         "_partial_": callable(part),
     }
 
@@ -164,5 +168,5 @@ def describe_part(part: Any) -> Any:
 def with_value(config: Any, path: str, value: Any) -> Any:
     """A copy of a nested mapping with the value at a dotted path."""
     name, _, rest = path.partition(".")
-    held = fields(config)
+    held = list_fields(config)
     return {**held, name: with_value(held.get(name), rest, value) if rest else value}

@@ -28,7 +28,7 @@ import yaml
 from rlkit.config.compose import PRESETS, Composed, Layer, compose, list_layers, read_unresolved
 from rlkit.config.suggestions import RESOLVERS
 from rlkit.system.redaction import redact_config
-from rlkit.training.schedules.paths import flat
+from rlkit.training.schedules.paths import flatten_numbers
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -156,13 +156,13 @@ def _values(
     composed: Composed, standard: Composed, files: Sequence[Layer], is_set: Mapping[str, str]
 ) -> Iterator[Value]:
     """Every key with a value of its own, in the order of the config."""
-    now = flat(composed.config)
-    before = flat(standard.config)
-    shown = flat(redact_config(composed.config))
-    raw = flat(read_unresolved(composed.full))
+    now = flatten_numbers(composed.config)
+    before = flatten_numbers(standard.config)
+    shown = flatten_numbers(redact_config(composed.config))
+    raw = flatten_numbers(read_unresolved(composed.full))
     owners: dict[str, str] = {}
     for layer in files:
-        owners |= dict.fromkeys(flat(layer.config), layer.option)
+        owners |= dict.fromkeys(flatten_numbers(layer.config), layer.option)
 
     def setter(key: str) -> str:
         """The origin of the override for a key or a mapping around it; empty without one."""

@@ -21,11 +21,11 @@ from rlkit.config.schema import (
     signature_hints,
 )
 from rlkit.environments.tools import tool_name
-from rlkit.errors import ConfigError, nearest, require_arguments, written
+from rlkit.errors import ConfigError, name_function, require_arguments, suggest_name
 from rlkit.rewards import Reward, Term
-from rlkit.tasks import tasks_of_rows
+from rlkit.tasks import make_tasks
 from rlkit.training.experiment import Experiment, ModelSpec
-from rlkit.training.schedules.paths import fields
+from rlkit.training.schedules.paths import list_fields
 from rlkit.types import SPLITS, Policy, SamplingParams, Splits, Task, is_record, missing, plain
 
 hints_of = functools.cache(signature_hints)  # of records
@@ -96,7 +96,8 @@ def place_part(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
     known = dict.fromkeys(inspect.signature(takes).parameters, Any) | signature_hints(plain(takes))
     if name not in known:
         raise ConfigError(
-            f"{where}: there is no '{name}'.{nearest(name, known)} There are: {', '.join(known)}"
+            f"{where}: there is no '{name}'.{suggest_name(name, known)} There are:"
+            f" {', '.join(known)}"
         )
     new = {name: place_part(get_inside(owner, name), rest, part, known[name], where)}
     return partial(owner, **new) if is_partial else owner._replace(**new)
@@ -104,7 +105,7 @@ def place_part(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
 
 def get_inside(owner: Any, name: str) -> Any:
     """The field, entry or keyword argument of this name; None if there is none."""
-    return fields(owner).get(name)
+    return list_fields(owner).get(name)
 
 
 def lift_part(part: Any, hint: Any, where: str) -> Any:
@@ -133,7 +134,7 @@ def with_lifted(part: Any, hint: Any, where: str) -> Any:
     within = typing.get_args(hint)
     if is_record(part) and isinstance(part, tuple):
         hints = hints_of(type(part))
-        held: Mapping[Any, Any] = fields(part)
+        held: Mapping[Any, Any] = list_fields(part)
     elif isinstance(part, Mapping) and within:
         held = part
         hints = dict.fromkeys(part, within[-1])
@@ -231,7 +232,7 @@ def make_reward(part: Any, where: str) -> Reward:
     )
     for one in own if not terms else ():
         term = make_term(one, where)
-        name = written(term.fn).rpartition(".")[2].strip("<>")
+        name = name_function(term.fn).rpartition(".")[2].strip("<>")
         terms[name if name not in terms else f"{name}_{len(terms)}"] = term
     return Reward("+".join(terms), terms)
 
@@ -242,7 +243,7 @@ def make_task_function(part: Any) -> Callable[..., Sequence[Task]]:
     if isinstance(part, Mapping):  # of a DatasetDict, say
         part = Splits(**{split: part[split] for split in SPLITS if split in part})
     splits = part if isinstance(part, Splits) else Splits(part)
-    tasks = {split: tasks_of_rows(rows, split) for split, rows in splits._asdict().items()}
+    tasks = {split: make_tasks(rows, split) for split, rows in splits._asdict().items()}
     return lambda *, split: tasks[split]
 
 

@@ -20,7 +20,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from rlkit.config.hints import list_leaves, suggest_key
-from rlkit.errors import ConfigError, describe_error, name_error, nearest, parameters_of, place
+from rlkit.errors import (
+    ConfigError,
+    describe_error,
+    list_parameters,
+    name_error,
+    place,
+    suggest_name,
+)
 from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.types import is_record
@@ -90,7 +97,7 @@ def _check_call(
     node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]
 ) -> list[str]:
     """Check the keys and values of a node against its target's signature, then the nodes within."""
-    parameters = parameters_of(target)
+    parameters = list_parameters(target)
     partial = node.get("_partial_", False)
     # A partial part gets its required positional parameters when called, so a config does not set
     # them.
@@ -124,7 +131,7 @@ def _check_call(
                 if own
                 else ""
             )
-            hint = nearest(key, named) if own else suggest_key(where, named, leaves)
+            hint = suggest_name(key, named) if own else suggest_key(where, named, leaves)
             problems.append(
                 f"{where}: {label} takes no '{key}'.{hint} It takes:"
                 f" {', '.join(named) or 'nothing'}{away}"
@@ -149,7 +156,7 @@ def _check_suggestions(given: Any, path: str) -> list[str]:
     for key, value in given.items():
         if key not in SUGGESTED:
             problems.append(
-                f"{path}.{key}: nothing reads this.{nearest(key, SUGGESTED)} There are:"
+                f"{path}.{key}: nothing reads this.{suggest_name(key, SUGGESTED)} There are:"
                 f" {', '.join(SUGGESTED)}"
             )
         elif value == MISSING:
@@ -349,7 +356,7 @@ def resolve(name: Any) -> Callable[..., Any]:
     target = getattr(module, attribute, MISSING)
     if target is MISSING:
         public = [n for n in dir(module) if not n.startswith("_")]
-        raise ConfigError(f"'{module_name}' has no '{attribute}'.{nearest(attribute, public)}")
+        raise ConfigError(f"'{module_name}' has no '{attribute}'.{suggest_name(attribute, public)}")
     if not callable(target):
         raise ConfigError(f"'{name}' is not a function")
     return target
@@ -381,7 +388,7 @@ def build(node: Any, path: str = "") -> Any:
     beside = {
         key: values.pop(key)
         for key in BESIDE
-        if path == "task" and key in values and key not in parameters_of(target)
+        if path == "task" and key in values and key not in list_parameters(target)
     }
     if node.get("_partial_"):
         part: Any = functools.partial(target, *arguments, **values)

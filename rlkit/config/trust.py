@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from rlkit.config.schema import resolve, signature_hints
-from rlkit.errors import ConfigError, DataError, parameters_of, tell_user
+from rlkit.errors import ConfigError, DataError, list_parameters, tell_user
 from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import FROM_ENVIRONMENT
 from rlkit.types import REACHES, is_record
@@ -152,7 +152,7 @@ def read_declarations(name: str) -> Mapping[str, Declared]:
     )
     hints = signature_hints(target)
     found = {}
-    for key, parameter in parameters_of(target).items():
+    for key, parameter in list_parameters(target).items():
         plain = is_safe_by_type(hints.get(key, Any))
         otherwise = "" if plain or OPTIMIZER.fullmatch(name) else UNDECLARED
         default = None if parameter.default is parameter.empty else parameter.default

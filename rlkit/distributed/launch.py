@@ -25,7 +25,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 GRACE = 15.0  # seconds for the others to report their errors, after a rank has failed
 
 
-def started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> bool:
+def is_started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> bool:
     """Whether torchrun, `start`, or srun with one task per device has started this process as one
     of several ranks."""
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
@@ -40,7 +40,7 @@ def started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> boo
 def must_start(devices: int, nodes: int) -> bool:
     """Whether this process has to start its ranks: several devices on one machine, and no other
     program has started them."""
-    return devices * nodes > 1 and nodes == 1 and not started_outside(os.environ, devices, nodes)
+    return devices * nodes > 1 and nodes == 1 and not is_started_outside(os.environ, devices, nodes)
 
 
 def start_ranks(command: Sequence[str], count: int) -> int:
@@ -97,7 +97,8 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             first = ranks[cause].returncode
             failed_at = time.monotonic()
             tell_user(
-                f"rlkit: rank {cause} of {len(ranks)} {ending(first)}; the others are stopped"
+                f"rlkit: rank {cause} of {len(ranks)} {describe_exit(first)}; the others are"
+                " stopped"
             )
         waited = time.monotonic() - failed_at if first else 0.0
         if waited > GRACE and not told:
@@ -110,7 +111,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     return first if first >= 0 else 128 - first
 
 
-def ending(status: int) -> str:
+def describe_exit(status: int) -> str:
     """An exit status in words."""
     return (
         f"ended with exit status {status}"
@@ -144,7 +145,7 @@ def adopt_slurm() -> None:
     os.environ.update({"MASTER_ADDR": slurm.main_address, "MASTER_PORT": str(slurm.main_port)})
 
 
-def sweep_problem(devices: int, nodes: int) -> str | None:
+def explain_sweep_problem(devices: int, nodes: int) -> str | None:
     """Why a sweep (-m) cannot start jobs with this many devices here, and what to do; None if it
     can.
 
@@ -166,7 +167,7 @@ def sweep_problem(devices: int, nodes: int) -> str | None:
 
 
 @contextmanager
-def own_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, str]]:
+def assign_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, str]]:
     """CUDA_VISIBLE_DEVICES for one of `jobs` simultaneous processes that need `devices` GPUs each.
 
     No two processes get the same GPU unless there are more jobs than GPUs. Then jobs are spread
@@ -178,7 +179,7 @@ def own_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, str]
     Yields: variables to add to the environment; none if there is only one job or too few GPUs to
       choose from.
     """
-    gpus = visible_gpus()
+    gpus = list_visible_gpus()
     sets = len(gpus) // devices
     if jobs < 2 or sets < 2:
         yield {}
@@ -196,7 +197,7 @@ def own_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, str]
     yield {}  # more jobs than were announced
 
 
-def visible_gpus() -> list[str]:
+def list_visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:

@@ -46,15 +46,15 @@ class RankOSError(RankError, OSError):
 
 def size() -> int:
     """Number of processes that train together."""
-    return torch.distributed.get_world_size() if _joined() else 1
+    return torch.distributed.get_world_size() if _has_joined() else 1
 
 
 def rank() -> int:
     """Number of this process. Only rank 0 prints and writes."""
-    return torch.distributed.get_rank() if _joined() else 0
+    return torch.distributed.get_rank() if _has_joined() else 0
 
 
-def _joined() -> bool:
+def _has_joined() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -78,7 +78,7 @@ def join(devices: int, *, cuda: bool, timeout: float) -> None:
         )
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with _reaching("the others to start"):
+    with _explain_lost_ranks("the others to start"):
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout)
         )
@@ -88,7 +88,7 @@ def join(devices: int, *, cuda: bool, timeout: float) -> None:
 
 def leave() -> None:
     """Leave the process group."""
-    if _joined():
+    if _has_joined():
         torch.distributed.destroy_process_group()
 
 
@@ -114,7 +114,7 @@ def gather(make: Callable[[], T]) -> list[T]:
         mine = None
         said = (f"{type(raised).__name__}: {raised}", kind)
     parts: list[Any] = [None] * size()
-    with _reaching("the results of the others"):
+    with _explain_lost_ranks("the results of the others"):
         torch.distributed.all_gather_object(parts, (said, mine))
     if error is not None:
         raise error
@@ -158,7 +158,7 @@ def all_reduce_max(number: int) -> int:
     if size() == 1:
         return number
     tensor = torch.tensor(number)
-    with _reaching("a number of the others"):
+    with _explain_lost_ranks("a number of the others"):
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
     return int(tensor)
 
@@ -170,7 +170,7 @@ def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
     """
     if size() == 1:
         return
-    with _reaching("the sums of the others"):
+    with _explain_lost_ranks("the sums of the others"):
         for work in [
             torch.distributed.all_reduce(t, async_op=True) for t in tensors if t is not None
         ]:
@@ -178,7 +178,7 @@ def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
 
 
 @contextmanager
-def _reaching(what: str) -> Iterator[None]:
+def _explain_lost_ranks(what: str) -> Iterator[None]:
     """Turn the error about a lost or silent rank into a message with a remedy."""
     try:
         with waiting_outside():
@@ -249,7 +249,7 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
     Weights are gathered, and computed with, in `gathered`; None is their own precision. bfloat16
     halves the data to send. Shards and the sums of gradients stay float32.
 
-    Gradients are summed, not averaged. `in_forward` calls functions of the model.
+    Gradients are summed, not averaged. `run_in_forward` calls functions of the model.
     """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,
@@ -279,11 +279,11 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
     model.call_inside = lambda function, *arguments, **settings: function(*arguments, **settings)
     register_fsdp_forward_method(model, "call_inside")
     with torch.no_grad():
-        in_forward(model, lambda _: None)  # the model becomes the root of its layers
+        run_in_forward(model, lambda _: None)  # the model becomes the root of its layers
     reshard(model)
 
 
-def unsharded_copy(model: Any) -> Any:
+def copy_unsharded(model: Any) -> Any:
     """A copy of a model without gradients, whole on each rank even if the model is sharded.
 
     For a sharded model this is a collective: all ranks must call it.
@@ -292,14 +292,14 @@ def unsharded_copy(model: Any) -> Any:
         return copy.deepcopy(model).requires_grad_(False).eval()
     (empty,) = base_model(model).unsharded
     reshard(model)
-    weights = full_tensors(dict(base_model(model).named_parameters()))
+    weights = gather_tensors(dict(base_model(model).named_parameters()))
     return copy.deepcopy(
         empty,
         {id(p): nn.Parameter(weights[name].clone(), False) for name, p in empty.named_parameters()},
     ).eval()
 
 
-def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
+def run_in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
     """Call function(model, …) as the forward pass of a sharded model: it gathers weights and
     reduces gradients."""
     root = base_model(model)
@@ -315,7 +315,7 @@ def reshard(*models: Any) -> None:
 
 
 @contextmanager
-def whole_weights(model: Any) -> Iterator[None]:
+def gather_weights(model: Any) -> Iterator[None]:
     """Gather all weights once, for the duration of the context.
 
     Inside, each rank may generate as many tokens as it needs, and any engine sees plain tensors.
@@ -332,13 +332,13 @@ def whole_weights(model: Any) -> Iterator[None]:
             part.reshard()
 
 
-def full_tensors(value: Any) -> Any:
+def gather_tensors(value: Any) -> Any:
     """A copy of the containers with every sharded tensor gathered. This is a collective: all ranks
     must call it."""
     if isinstance(value, Mapping):
-        return {key: full_tensors(one) for key, one in value.items()}
+        return {key: gather_tensors(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [full_tensors(one) for one in value]
+        return [gather_tensors(one) for one in value]
     return value.full_tensor() if is_sharded(value) else value
 
 

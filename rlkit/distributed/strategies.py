@@ -50,7 +50,7 @@ class Sharded(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
         ranks.reshard(module)
-        return ranks.full_tensors(module.trained_state())
+        return ranks.gather_tensors(module.trained_state())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module: Any = self.lightning_module
@@ -63,7 +63,7 @@ class Sharded(ModelParallelStrategy):
         module.load_state_dict(saved, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return ranks.full_tensors(
+        return ranks.gather_tensors(
             (
                 optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
             ).state_dict()
@@ -119,6 +119,6 @@ def make_strategy(settings: Any) -> Any:
     return Replicated(timeout=timeout)
 
 
-def cluster() -> list[Any]:
+def list_cluster_plugins() -> list[Any]:
     """Plugins to tell Lightning about ranks it did not start."""
     return [TorchElasticEnvironment()] if ranks.size() > 1 and "RANK" in os.environ else []

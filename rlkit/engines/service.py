@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from rlkit.errors import EngineError, written
+from rlkit.errors import EngineError, name_function
 from rlkit.system.waiting import decoding, waiting
 from rlkit.types import Generation, Policy, SamplingParams
 
@@ -104,12 +104,13 @@ class Service:
         if (
             self.driver is not None
             and self.driver.get_loop() is asyncio.get_running_loop()
-            and not self._in_play()
+            and not self._count_in_play()
         ):
             await asyncio.wait([self.driver])  # it ends by itself once no episode asks for more
-        if self._in_play():
+        if self._count_in_play():
             raise EngineError(
-                f"{type(self).__name__}.load: {self._in_play()} episodes are in play, and weights"
+                f"{type(self).__name__}.load: {self._count_in_play()} episodes are in play, and"
+                " weights"
                 " change only between episodes; await their completions, and call release(key) for"
                 " each episode that is over"
             )
@@ -121,7 +122,7 @@ class Service:
         """Figures of this engine; see `rlkit.types.MeasuredEngine`."""
         return {"late_s": self.late_s}
 
-    def _in_play(self) -> int:
+    def _count_in_play(self) -> int:
         return len({*self.running, *self.waiting, *self.answered, *self.due} - self.over)
 
     async def generate(
@@ -129,7 +130,7 @@ class Service:
     ) -> Generation:
         """One completion; see `rlkit.types.Engine`. Raises: ValueError for numbers out of range,
         EngineError without weights."""
-        problems = out_of_range(params)
+        problems = find_out_of_range(params)
         if problems:
             raise ValueError("; ".join(problems))
         if self.decoder is None:
@@ -228,7 +229,7 @@ class Service:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]
             if any(key not in self.waiting and key not in self.over for key in here):
                 begun = time.perf_counter()
-                await self._news()
+                await self._wait_for_news()
                 self.late_s += time.perf_counter() - begun
                 continue
             for key in self.over.intersection(here):
@@ -247,18 +248,18 @@ class Service:
             if counted:
                 decoder.rounds = int(min(counted))  # nothing decodes: the next one is due now
             elif self.due:
-                await self._news()
+                await self._wait_for_news()
             else:
                 return False
         return True
 
-    async def _news(self) -> None:
+    async def _wait_for_news(self) -> None:
         """Waits for the next request or release."""
         self.news.clear()
         await self.news.wait()
 
 
-def out_of_range(params: Any) -> list[str]:
+def find_out_of_range(params: Any) -> list[str]:
     """List the settings out of range for every engine, as sentences. Takes SamplingParams, or any
     value with its fields."""
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "admission_rounds": 1}
@@ -326,7 +327,7 @@ class Batches:
                 if isinstance(replies, list | tuple)
                 else f"{replies!r:.200}"
             )
-            name = written(self.complete)
+            name = name_function(self.complete)
             raise EngineError(
                 f"generation.engine ({name}) gave {what} for {len(prompts)} prompts; give one each,"
                 " in their order"

@@ -69,7 +69,7 @@ def complete(
     replies: dict[int, Generation] = {}
     model: Any = policy.model
     causal = base_model(model)
-    with sampling_mode(causal), torch.inference_mode():
+    with use_sampling_mode(causal), torch.inference_mode():
         for start in range(0, len(by_length), max_rows):
             rows = by_length[start : start + max_rows]
             decoded = _decode(
@@ -85,7 +85,7 @@ def complete(
 
 
 @contextmanager
-def sampling_mode(model: Any) -> Iterator[None]:
+def use_sampling_mode(model: Any) -> Iterator[None]:
     """Evaluation mode, caching on, and none of the model's own generation defaults (penalties,
     top-k, …).
 
@@ -159,7 +159,7 @@ def _decode(
         forced = written.tolist()
     rows = zip(sampled, logprobs.tolist(), forced, limits, strict=True)
     return [
-        completion(tokens[:limit], scores[:limit], marks, policy.eos_token_ids)
+        cut_completion(tokens[:limit], scores[:limit], marks, policy.eos_token_ids)
         for tokens, scores, marks, limit in rows
     ]
 
@@ -303,7 +303,7 @@ class Budgeted:
         return choice.scatter(1, token[:, None], torch.inf)
 
 
-def completion(
+def cut_completion(
     tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]
 ) -> Generation:
     """The reply up to and including its first end-of-sequence id; the padding of `generate` after

@@ -6,7 +6,7 @@ _by_task, calling, tool_parsers, toolbox, _single_turn, _tool_use, games, sessio
 _guess_number, _gymnasium.
 """
 
-from rlkit.environments._by_task import by_task, environment_of
+from rlkit.environments._by_task import by_task, find_environment
 from rlkit.environments._calculator import calculator
 from rlkit.environments._dialogue import continue_with_step, dialogue, said_done
 from rlkit.environments._guess_number import guess_number
@@ -15,8 +15,8 @@ from rlkit.environments._single_turn import single_turn
 from rlkit.environments._tool_use import tool_use
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import PythonSession, python_tool
-from rlkit.environments.session import answer_calls, opened
+from rlkit.environments.session import answer_calls, open_session
 from rlkit.environments.thinking import split_reply, split_thinking
 from rlkit.environments.tool_parsers import hermes, none, xml
-from rlkit.environments.tools import execute, tool_name, tool_schema, tools_in_words, with_schema
+from rlkit.environments.tools import execute, name_tools, tool_name, tool_schema, with_schema
 from rlkit.environments.weather import get_weather

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, require_arguments, written
+from rlkit.errors import ConfigError, name_function, require_arguments
 from rlkit.system.copies import copy_value
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Task, safe
@@ -65,7 +65,7 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
     return environment._replace(first_prompt=first_prompt)
 
 
-def environment_of(
+def find_environment(
     environment: Environment | Callable[[Task], Environment], task: Task
 ) -> Environment:
     """The environment of a task, whether the config gave one for all tasks or a lookup.
@@ -78,7 +78,7 @@ def environment_of(
     found = environment(copy_value(task))
     if not isinstance(found, Environment):
         raise ConfigError(
-            f"environment: {written(environment)} gives {found!r:.100} for a task; let it return"
-            " a value of the type Environment"
+            f"environment: {name_function(environment)} gives {found!r:.100} for a task; let it"
+            " return a value of the type Environment"
         )
     return found

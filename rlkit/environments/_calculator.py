@@ -100,15 +100,15 @@ def _evaluate(node: ast.AST, source: str) -> Fraction:
     """Compute the exact value of a node; every intermediate value has at most MAX_BITS bits."""
     match node:
         case ast.Constant():
-            return _literal(ast.get_source_segment(source, node) or "")
+            return _parse_literal(ast.get_source_segment(source, node) or "")
         case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
             return UNARY[type(op)](_evaluate(operand, source))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
-            return _bounded(BINARY[type(op)](_evaluate(left, source), _evaluate(right, source)))
+            return _bound_value(BINARY[type(op)](_evaluate(left, source), _evaluate(right, source)))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
             values = [_evaluate(argument, source) for argument in args]
             try:
-                return _bounded(FUNCTIONS[name](*values))
+                return _bound_value(FUNCTIONS[name](*values))
             except TypeError:
                 raise ValueError(f"{name} does not take {len(values)} argument(s)") from None
     raise ValueError(
@@ -116,21 +116,21 @@ def _evaluate(node: ast.AST, source: str) -> Fraction:
     )
 
 
-def _literal(text: str) -> Fraction:
+def _parse_literal(text: str) -> Fraction:
     """Exact value of a number as written: 0.1 is one tenth, not the nearest float."""
     number = Decimal(text)
     if abs(number.adjusted()) > MAX_EXPONENT:
         raise ValueError(f"the number {text} is too large or too small")
-    return _bounded(Fraction(number))
+    return _bound_value(Fraction(number))
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _bound_value(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ValueError(f"the result is too large: more than {MAX_BITS} bits")
     return value
 
 
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
+def _raise_to_power(base: Fraction, exponent: Fraction) -> Fraction:
     """base ** exponent. The size is checked before the computation."""
     if abs(exponent) > MAX_EXPONENT:
         raise ValueError(f"the exponent is too large; at most {MAX_EXPONENT} is allowed")
@@ -144,7 +144,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return Fraction(base ** int(exponent))
 
 
-def _square_root(value: Fraction) -> Fraction:
+def _extract_square_root(value: Fraction) -> Fraction:
     if value < 0:
         raise ValueError("a negative number has no real square root")
     exact = Fraction(isqrt(value.numerator), isqrt(value.denominator))
@@ -178,10 +178,10 @@ BINARY: Mapping[type, Callable[[Fraction, Fraction], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: lambda left, right: Fraction(left // right),
     ast.Mod: operator.mod,
-    ast.Pow: _power,
+    ast.Pow: _raise_to_power,
 }
 FUNCTIONS: Mapping[str, Callable[..., Fraction]] = {
-    "sqrt": _square_root,
+    "sqrt": _extract_square_root,
     "abs": abs,
     "round": _round,
     "min": lambda *values: min(values),

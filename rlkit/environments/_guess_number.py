@@ -30,7 +30,7 @@ def guess_number(
     """
     return dialogue(
         prompt_fn=hint,
-        termination_fn=found,
+        termination_fn=has_found_number,
         max_turns=max_turns,
         system_prompt=system_prompt,
         history="keep_thinking",
@@ -40,18 +40,18 @@ def guess_number(
 
 def hint(rollout: Rollout, step: int) -> str:
     """Tell in which direction the number lies from the last guess."""
-    guess = last_guess(rollout)
+    guess = read_last_guess(rollout)
     if guess is None:
         return "Say a whole number."
     return "higher" if guess < int(rollout.task.answer) else "lower"
 
 
-def found(rollout: Rollout, step: int) -> bool:
+def has_found_number(rollout: Rollout, step: int) -> bool:
     """Whether the last guess is the number."""
-    return last_guess(rollout) == int(rollout.task.answer)
+    return read_last_guess(rollout) == int(rollout.task.answer)
 
 
-def last_guess(rollout: Rollout) -> int | None:
+def read_last_guess(rollout: Rollout) -> int | None:
     """The last whole number of the last reply, thinking excluded; None if it has none."""
     numbers = NUMBER.findall(rollout.final_content)
     return int(numbers[-1]) if numbers else None

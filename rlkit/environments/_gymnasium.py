@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from rlkit.environments._dialogue import dialogue
-from rlkit.environments.games import closed_quietly, rewarded, seed_of, unpack
+from rlkit.environments.games import close_quietly, derive_seed, set_last_reward, unpack
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, Hung, describe_error, parameters_of
+from rlkit.errors import ConfigError, Hung, describe_error, list_parameters
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool, reaches, safe
 
@@ -59,7 +59,7 @@ def gymnasium(
     """
     if id is not None:
         make = make(id)
-    parameters = parameters_of(make).values()
+    parameters = list_parameters(make).values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     if needed:
         raise ConfigError(
@@ -74,7 +74,7 @@ def gymnasium(
             try:
                 instance = await call_user("the environment's make", make)
                 given = await call_user(
-                    "the environment's reset", instance.reset, seed=seed_of(task)
+                    "the environment's reset", instance.reset, seed=derive_seed(task)
                 )
                 observation, _ = unpack(given, "observation, info")
                 first: Message = {"role": "user", "content": render(observation)}
@@ -83,8 +83,8 @@ def gymnasium(
             except Exception as error:
                 raise ConfigError(
                     "environment.make: the environment cannot be made or"
-                    f" reset(seed={seed_of(task)}) for task {task.id!r}: {describe_error(error)};"
-                    " it needs reset(seed=…) → (observation, info)"
+                    f" reset(seed={derive_seed(task)}) for task {task.id!r}:"
+                    f" {describe_error(error)}; it needs reset(seed=…) → (observation, info)"
                 ) from error
             yield Game(
                 instance,
@@ -93,7 +93,7 @@ def gymnasium(
                 render,
             )
         finally:
-            await closed_quietly(instance)
+            await close_quietly(instance)
 
     base = dialogue(max_turns=max_turns, history=history, deadline=deadline)
     return base._replace(first_prompt=None, session=session)
@@ -125,7 +125,7 @@ class Game:
         try:
             action = self.parse_action(rollout.final_content)
         except ValueError as error:
-            return rewarded(rollout, 0.0), [
+            return set_last_reward(rollout, 0.0), [
                 {"role": "user", "content": f"That is no action: {error}"}
             ]
         try:
@@ -143,7 +143,7 @@ class Game:
                 rollout._replace(status="truncated", truncation="error", error=said),
                 None,
             )
-        rollout = rewarded(rollout, number)
+        rollout = set_last_reward(rollout, number)
         if truncated and not terminated:
             rollout = rollout._replace(status="truncated", truncation="environment")
         return rollout, None if text is None else [{"role": "user", "content": text}]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from rlkit.environments.calling import calling
+from rlkit.environments.calling import make_calling
 from rlkit.environments.tool_parsers import hermes
-from rlkit.environments.toolbox import maker, signatures
+from rlkit.environments.toolbox import list_signatures, make_tools_function
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT
 from rlkit.errors import ConfigError
 from rlkit.types import Environment, Tool, ToolParser, reaches, safe
@@ -51,9 +51,9 @@ def tool_use(
     """
     if not tools:
         raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")
-    return calling(
-        maker(tools),
-        signatures(tools),
+    return make_calling(
+        make_tools_function(tools),
+        list_signatures(tools),
         parse_calls,
         overflow=overflow,
         system_prompt=system_prompt,

@@ -13,7 +13,7 @@ from rlkit.errors import ConfigError
 from rlkit.types import Environment, Messages, Task, Tool, ToolParser
 
 
-def calling(
+def make_calling(
     made: Callable[[Task], Any],
     known: Mapping[str, Tool],
     parse_calls: ToolParser,

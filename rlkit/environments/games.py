@@ -6,25 +6,25 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from rlkit.environments.toolbox import closed
+from rlkit.environments.toolbox import close_instance
 from rlkit.errors import Hung
 from rlkit.system.loops import closing
 from rlkit.types import Rollout, Task
 
 
-async def closed_quietly(instance: Any) -> None:
+async def close_quietly(instance: Any) -> None:
     """Close an instance. An error here does not lose an episode that is over. Raises: Hung if an
     async close does not end."""
     try:
         with closing():
-            await closed(instance)
+            await close_instance(instance)
     except Hung:
         raise
     except Exception:
         pass
 
 
-def seed_of(task: Task) -> int:
+def derive_seed(task: Task) -> int:
     """The seed for the resets of a task's episodes."""
     return int(task.metadata.get("seed", zlib.crc32(task.id.encode())))
 
@@ -37,6 +37,6 @@ def unpack(given: Any, names: str) -> Sequence[Any]:
     raise TypeError(f"it must give ({names}), and it gave {given!r:.200}")
 
 
-def rewarded(rollout: Rollout, reward: float) -> Rollout:
+def set_last_reward(rollout: Rollout, reward: float) -> Rollout:
     """Set the reward of the rollout's last step."""
     return rollout._replace(steps=(*rollout.steps[:-1], rollout.steps[-1]._replace(reward=reward)))

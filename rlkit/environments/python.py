@@ -22,7 +22,7 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
         Args:
             code: The code. Only the standard library is there, without network.
         """
-        return _said(run(Job(code, interactive=True), sandbox))
+        return _format_result(run(Job(code, interactive=True), sandbox))
 
     # rlkit.training.selfcheck asks for it before the model is loaded
     vars(python)["sandbox"] = sandbox or Sandbox()
@@ -51,14 +51,14 @@ class PythonSession:
         """
         outcome = self.interpreter.run(code)
         lost = outcome.status not in ("ok", "error")
-        return _said(outcome, "; the variables of this session are lost" if lost else "")
+        return _format_result(outcome, "; the variables of this session are lost" if lost else "")
 
     def close(self) -> None:
         """End the interpreter."""
         self.interpreter.close()
 
 
-def _said(outcome: Outcome, more: str = "") -> str:
+def _format_result(outcome: Outcome, more: str = "") -> str:
     """Write the result of a call. Raises: ValueError with a sentence for the policy if the code
     failed."""
     text = outcome.printed.strip("\n")

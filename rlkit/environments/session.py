@@ -15,9 +15,9 @@ from contextlib import (
 from functools import partial
 from typing import Any
 
-from rlkit.environments.toolbox import closed
-from rlkit.environments.tools import execute, marked
-from rlkit.errors import EnvironmentFailed, RLKitError, defined_at, describe_error
+from rlkit.environments.toolbox import close_instance
+from rlkit.environments.tools import execute, has_mark
+from rlkit.errors import EnvironmentFailed, RLKitError, describe_definition, describe_error
 from rlkit.system.deadline import call_user, run_in_worker
 from rlkit.system.loops import await_value, closing, run_together
 from rlkit.system.waiting import waiting
@@ -39,7 +39,7 @@ Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]
 
 
 @contextmanager
-def blamed(what: str, task: Task) -> Iterator[None]:
+def blame_environment(what: str, task: Task) -> Iterator[None]:
     """Name the environment's part that raised an error, with the task, the file and the line."""
     try:
         yield
@@ -53,7 +53,7 @@ def blamed(what: str, task: Task) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]:
+async def open_session(environment: Environment, task: Task) -> AsyncIterator[Session]:
     """Open the session of an episode: `environment.session`, else one made of the environment's
     functions.
 
@@ -62,7 +62,7 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
     Raises: EnvironmentFailed if opening or closing raises. An error of the block comes first, with
       a note of the other.
     """
-    session, leave, closes = await _entered(environment, task)
+    session, leave, closes = await _enter_session(environment, task)
     failed: BaseException | None = None
     try:
         missing = [
@@ -90,7 +90,7 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
                 if failed is None
                 else (type(failed), failed, failed.__traceback__)
             )
-            with closing(), blamed("session's close", task):
+            with closing(), blame_environment("session's close", task):
                 await call_user("the environment's close", leave, *how, named=closes, closes=True)
         except RLKitError as error:
             if failed is None:
@@ -99,18 +99,22 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
                 failed.add_note(str(error))
 
 
-async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave, Any]:
+async def _enter_session(environment: Environment, task: Task) -> tuple[Any, Leave, Any]:
     """Return the session, the function to leave it, and the function that messages name for it."""
     if environment.session is None:
-        with blamed("tools", task):
+        with blame_environment("tools", task):
             tools = (
                 await call_user("the environment's tools", environment.tools, task)
                 if environment.tools
                 else {}
             )
-        return FunctionSession(environment, task, tools), lambda *_: closed(tools), closed
+        return (
+            FunctionSession(environment, task, tools),
+            lambda *_: close_instance(tools),
+            close_instance,
+        )
     opens = environment.session
-    with blamed("session", task):
+    with blame_environment("session", task):
         given = await call_user("the environment's session", opens, task)
         if isinstance(given, AbstractAsyncContextManager):
             entered = await call_user("the environment's session", given.__aenter__, named=opens)
@@ -118,7 +122,7 @@ async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave, An
         if isinstance(given, AbstractContextManager):
             entered = await call_user("the environment's session", given.__enter__, named=opens)
             return entered, given.__exit__, opens
-        return given, lambda *_: closed(given), closed
+        return given, lambda *_: close_instance(given), close_instance
 
 
 class FunctionSession:
@@ -132,7 +136,7 @@ class FunctionSession:
 
     async def first_prompt(self) -> Messages:
         """The environment's, else the task's messages."""
-        with blamed("first prompt", self.task):
+        with blame_environment("first prompt", self.task):
             make = self.environment.first_prompt
             return (
                 self.task.messages
@@ -145,7 +149,7 @@ class FunctionSession:
         prompt ends it."""
         environment = self.environment
         index = len(rollout.steps) - 1
-        with blamed("stop", self.task):
+        with blame_environment("stop", self.task):
             if environment.stop is not None and await call_user(
                 "the environment's stop", environment.stop, rollout, index
             ):
@@ -157,7 +161,7 @@ class FunctionSession:
                 execute=environment.execute or execute,
                 max_calls=environment.max_calls,
             )
-        with blamed("next prompt", self.task):
+        with blame_environment("next prompt", self.task):
             follow = environment.next_prompt
             said = (
                 None
@@ -197,10 +201,10 @@ async def answer_calls(
         if i >= max_calls:
             return ToolResult(asked.id, asked.name, refusal, ok=False)
         with (
-            blamed("executor of tool calls", rollout.task),
+            blame_environment("executor of tool calls", rollout.task),
             waiting("the executor of tool calls", execute),
         ):
-            if inspect.iscoroutinefunction(execute) or marked(execute, "bounded"):
+            if inspect.iscoroutinefunction(execute) or has_mark(execute, "bounded"):
                 return await await_value(execute(asked, tools))
             return await await_value(
                 await run_in_worker(
@@ -214,8 +218,8 @@ async def answer_calls(
         if not call.error and isinstance(call.name, str)
     }
     known = [tools[name] for name in named if name in tools]
-    if all(marked(tool, "independent") for tool in known) and not all(
-        marked(tool, "bounded") for tool in known
+    if all(has_mark(tool, "independent") for tool in known) and not all(
+        has_mark(tool, "bounded") for tool in known
     ):
         results = await run_together(answered(i, asked) for i, asked in enumerate(step.tool_calls))
     else:
@@ -238,7 +242,7 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
     if not isinstance(session, TellsState) or not callable(session.state):
         return rollout
     tell = session.state
-    with blamed("state", rollout.task):
+    with blame_environment("state", rollout.task):
         state = await call_user("the environment's state", tell)
     if type(state) is dict and not state:
         return rollout
@@ -249,7 +253,7 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
             raise TypeError("it is no mapping")
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentFailed(
-            f"{defined_at(tell)}: a session's state is {state!r:.200} ({error}); give a mapping of"
-            " names to text, numbers, true, false, None, and lists and mappings of them"
+            f"{describe_definition(tell)}: a session's state is {state!r:.200} ({error}); give a"
+            " mapping of names to text, numbers, true, false, None, and lists and mappings of them"
         ) from None
     return rollout._replace(state=plain)

@@ -49,7 +49,7 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
         pieces.append(before)
         body, end, rest = rest.partition(CLOSE)
         read = partial(load_json, body.strip())
-        calls.append(from_payload(f"call_{len(calls)}", read, closed=bool(end)))
+        calls.append(make_call(f"call_{len(calls)}", read, closed=bool(end)))
     if not calls:
         return content, []
     pieces.append(rest)
@@ -90,7 +90,7 @@ def none(content: str) -> tuple[str, list[ToolCall]]:
     return content, []
 
 
-def from_payload(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolCall:
+def make_call(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolCall:
     """Make the call {"name": …, "arguments": {…}} given by `read`, or a call with an `error` that
     names the mistake and the expected form.
 
@@ -154,7 +154,7 @@ def load_json(text: str) -> Any:
     """Read strict JSON that can be rendered again. Raises: ValueError with a readable reason for
     everything else."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except json.JSONDecodeError as error:
         raise ValueError(f"bad JSON at character {error.pos}: {error.msg}") from None
     except RecursionError:
@@ -177,7 +177,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"the number {text[:20]}… is too large")

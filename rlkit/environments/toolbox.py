@@ -45,17 +45,17 @@ class Toolbox(dict[str, Tool]):
         all."""
         async with AsyncExitStack() as stack:
             for instance in self.instances.values():
-                stack.push_async_callback(closed, instance)
+                stack.push_async_callback(close_instance, instance)
 
 
-async def closed(instance: Any) -> None:
+async def close_instance(instance: Any) -> None:
     """Call the instance's `close()`, plain or async, if it has one. Raises: Hung if an async one
     does not end in time."""
     if isinstance(instance, Closes):
         await call_user("the close of", instance.close, closes=True)
 
 
-def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
+def make_tools_function(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
     """Make the function for `Environment.tools`, called once an episode.
 
     Args:
@@ -65,7 +65,7 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
     """
     givers: dict[str, str] = {}  # tool → the entry with it
     for name, tool in tools.items():
-        for found in names_of(name, tool):
+        for found in list_names(name, tool):
             if found in givers:
                 raise ConfigError(
                     f"environment.tools.{givers[found]} and environment.tools.{name} both give a"
@@ -86,7 +86,7 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
                 asks = "task" in inspect.signature(tool).parameters and "task" not in bound(tool)
                 with waiting("a tool's start", tool):
                     box.instances[name] = instance = tool(task=task) if asks else tool()
-                box.update({method: getattr(instance, method) for method in names_of(name, tool)})
+                box.update({method: getattr(instance, method) for method in list_names(name, tool)})
         except BaseException:
             with suppress(Exception):  # report the first error
                 await box.close()
@@ -96,7 +96,7 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
     return made
 
 
-def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
+def list_signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
     """The tools for code that only reads their signatures, such as a parser. Methods have no
     instance here."""
     out: dict[str, Tool] = {}
@@ -105,7 +105,7 @@ def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
         if cls is None:
             out[name] = tool
             continue
-        for method in names_of(name, cls):
+        for method in list_names(name, cls):
             own = inspect.getattr_static(cls, method)
             out[method] = partial(own, None) if inspect.isfunction(own) else getattr(cls, method)
     return out
@@ -117,7 +117,7 @@ def tool_class(tool: Any) -> type | None:
     return inner if isinstance(inner, type) else None
 
 
-def names_of(name: str, tool: Any) -> list[str]:
+def list_names(name: str, tool: Any) -> list[str]:
     """Names of an entry's tools: its own, or a class's public documented methods, a base class's
     first."""
     cls = tool_class(tool)

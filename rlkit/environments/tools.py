@@ -26,7 +26,7 @@ from functools import partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
-from rlkit.errors import ConfigError, Hung, defined_at, name_error
+from rlkit.errors import ConfigError, Hung, describe_definition, name_error
 from rlkit.system.deadline import (
     DeadlinePassed,
     ProcessEndAsked,
@@ -66,7 +66,8 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise ConfigError(
-            f"{defined_at(function)}: no schema can be made of the tool {tool_name(tool)!r}:"
+            f"{describe_definition(function)}: no schema can be made of the tool"
+            f" {tool_name(tool)!r}:"
             f" {_reason(error)}. Give each parameter a type hint and a line under `Args:` in the"
             " docstring"
         ) from error
@@ -83,7 +84,7 @@ def tool_name(tool: Callable[..., Any]) -> str:
     return str(getattr(_function(tool), "__name__", repr(tool)))
 
 
-def tools_in_words(tools: Mapping[str, Tool]) -> str:
+def name_tools(tools: Mapping[str, Tool]) -> str:
     """`calculator; lend, give_back (my_tools.Shelf)`: the names, and for tools from outside rlkit
     their module or class."""
     names: dict[str, list[str]] = {}
@@ -185,11 +186,11 @@ async def _attempt(
             known = ", ".join(sorted(tools)) or "none"
             return f"Error: there is no tool {call.name!r}. The tools are: {known}.", False
         tool = tools[call.name]
-        problem = _misfit(tool, call.arguments)
+        problem = _explain_misfit(tool, call.arguments)
         if problem:
             return f"Error: {problem}. Call it as {call.name}{_signature(tool)}.", False
         with waiting("the tool", tool):
-            return await _text_of(tool, call, timeout), True
+            return await _run_for_text(tool, call, timeout), True
     except Hung:  # the episode has failed without this call
         raise
     except DeadlinePassed:
@@ -209,18 +210,18 @@ async def _attempt(
         return f"Error: {_reason(error)}.", False
 
 
-async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
+async def _run_for_text(tool: Tool, call: ToolCall, timeout: float | None) -> str:
     """Run a tool and turn its result into text. A lazy result does its work here, within the
     deadline. Nothing is awaited for a bounded tool."""
 
-    bounded = marked(tool, "bounded")
+    bounded = has_mark(tool, "bounded")
     watch = get_current_watch()
     here = bounded or inspect.iscoroutinefunction(tool)
 
     def run() -> Any:
         with watch.watch_call(tool) if here else watch.watch_worker(tool):
             given = tool(**call.arguments)
-            return given if inspect.isawaitable(given) else _as_text(given)
+            return given if inspect.isawaitable(given) else _format_value(given)
 
     given = (
         contain_call(run) if here else await run_in_worker(run, timeout, f"the tool {call.name}")
@@ -229,20 +230,20 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
         return given
     with contain_block(asyncio.CancelledError, GeneratorExit):
         async with cancel_after(None if bounded else timeout):
-            text = _as_text(await given)
+            text = _format_value(await given)
             if not bounded:
                 # count as waiting even if the answer came at once, for example from a cache
                 await asyncio.sleep(0)
             return text
 
 
-def _as_text(result: Any) -> str:
+def _format_value(result: Any) -> str:
     """Write a result for the policy: JSON for JSON's types other than text."""
     plain = isinstance(result, dict | list | bool | int | float | None)
     return json.dumps(result, default=str) if plain else str(result)
 
 
-def marked(tool: Tool | None, word: str) -> bool:
+def has_mark(tool: Tool | None, word: str) -> bool:
     """Whether a tool has this mark: `tool.bounded = True`, or the same on the class of a method."""
     function = _function(tool) if tool is not None else None
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
@@ -280,7 +281,7 @@ def text_arguments(
         return {required[0].name: text}  # execute names the expected type
 
 
-def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+def _explain_misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Explain why the arguments do not fit the tool's signature; '' if they do."""
     signature = _signature(tool)
     if signature is None:  # a builtin without a signature checks for itself

@@ -14,9 +14,9 @@ from rlkit.episodes.record import (
     load_rollouts,
     rollout_schema,
     save_rollouts,
-    transcript,
+    write_transcript,
 )
-from rlkit.episodes.summary import failures, refusals, summarize
+from rlkit.episodes.summary import count_failures, count_refusals, summarize
 
 if TYPE_CHECKING:
     from rlkit.episodes._assemble import assemble

@@ -24,7 +24,7 @@ class TokenRow(NamedTuple):
     versions: list[int]
 
 
-def rows(rollout: Rollout) -> list[TokenRow]:
+def split_into_rows(rollout: Rollout) -> list[TokenRow]:
     """The training sequences of a rollout.
 
     A step extends the row if its context begins with everything before it: the previous step's
@@ -84,7 +84,7 @@ def assemble(
       device: of the tensors.
     Raises: ValueError if there is no rollout, or none with a step.
     """
-    numbered = [(i, row) for i, rollout in enumerate(rollouts) for row in rows(rollout)]
+    numbered = [(i, row) for i, rollout in enumerate(rollouts) for row in split_into_rows(rollout)]
     if not numbered:
         raise ValueError(
             "assemble: no rollout has a step; every episode ended before its first reply"

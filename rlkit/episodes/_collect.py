@@ -10,10 +10,10 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from rlkit.engines import Cached
-from rlkit.environments import environment_of
-from rlkit.episodes.episode import failed, play
-from rlkit.episodes.replies import Encode, check_engine, encoder, speaker
-from rlkit.errors import ConfigError, Hung, nearest
+from rlkit.environments import find_environment
+from rlkit.episodes.episode import mark_failed, play
+from rlkit.episodes.replies import Encode, check_engine, make_encoder, make_speaker
+from rlkit.errors import ConfigError, Hung, suggest_name
 from rlkit.functional import mix
 from rlkit.models import load_policy
 from rlkit.system import rng
@@ -108,23 +108,23 @@ class Seat(NamedTuple):
     player: int = 0
 
 
-def ignored(value: Any) -> None:
+def ignore_value(value: Any) -> None:
     """A callback that does nothing."""
 
 
-async def other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
+async def load_other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
     """Load the model that plays against a policy, with the policy's sampling parameters. Its engine
     never waits for a due answer, because the policy's engine may be waiting for this player."""
     weights = next(policy.model.parameters())
-    rival, engine = _loaded(path, str(weights.device))
+    rival, engine = _load_player(path, str(weights.device))
     # load once: its weights stay, and episodes of other calls may be in play
     if not isinstance(engine, Cached) or engine.decoder is None:
         await await_value(engine.load(rival, 0))
-    return Speaker(rival, engine, params._replace(admission="free"), encoder(rival))
+    return Speaker(rival, engine, params._replace(admission="free"), make_encoder(rival))
 
 
 @lru_cache(maxsize=1)
-def _loaded(path: str, device: str) -> tuple[Policy, Engine]:
+def _load_player(path: str, device: str) -> tuple[Policy, Engine]:
     rival = load_policy(path=path, device=device)
     rival.model.requires_grad_(False)
     return rival, Cached()
@@ -133,7 +133,7 @@ def _loaded(path: str, device: str) -> tuple[Policy, Engine]:
 Played = Coroutine[Any, Any, Rollout]
 
 
-def samples_of(
+def make_samples(
     how: Environment,
     task: Task,
     size: int,
@@ -162,7 +162,7 @@ def samples_of(
     return played + [against(at._replace(player=(at.group + at.sample) % 2)) for at in rest]
 
 
-async def collected(
+async def collect_groups(
     policy: Policy,
     tasks: Sequence[Task],
     environment: Environment | Callable[[Task], Environment],
@@ -204,14 +204,14 @@ async def collected(
     """
     unknown = [name for name in params if name not in SamplingParams._fields]
     if unknown:
-        near = nearest(unknown[0], SamplingParams._fields)
+        near = suggest_name(unknown[0], SamplingParams._fields)
         raise ConfigError(f"rlkit.collect: there is no '{unknown[0]}'.{near}")
     engine, sampling = Cached() if engine is None else engine, SamplingParams(**params)
     check_engine(engine)
     await await_value(engine.load(policy, version))
     start, own = (
         Start(waits=sampling.admission != "free"),
-        Speaker(policy, engine, sampling, encoder(policy)),
+        Speaker(policy, engine, sampling, make_encoder(policy)),
     )
 
     async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
@@ -219,7 +219,7 @@ async def collected(
         draws = mix(seed, step, at.group, at.sample)
         if at.table is not None:
             how = how._replace(session=lambda task: at.table.player(at.player))
-        speak = speaker(
+        speak = make_speaker(
             who.policy, how, who.engine, who.params, key=at.turns.key, seed=draws, encode=who.encode
         )
 
@@ -244,7 +244,7 @@ async def collected(
             at.place.arrive()
             if at.table is not None:
                 at.table.lost(at.player, error)
-            rollout = failed(played[-1], str(error))
+            rollout = mark_failed(played[-1], str(error))
             at.done(rollout)
             return rollout
 
@@ -288,7 +288,7 @@ async def collected(
         finally:
             release()
             at.place.arrive()
-        rollout = named_limit(who.policy, rollout)
+        rollout = name_limit(who.policy, rollout)
         if how.table is not None and how.table.players:
             rollout = rollout._replace(player=at.player)
         if not was_left():
@@ -298,19 +298,22 @@ async def collected(
     async def against(how: Environment, one: Seat) -> Rollout:
         """Play a sample against a player outside training."""
         other = one._replace(
-            sample=group_size + one.sample, player=1 - one.player, done=ignored, spent=ignored
+            sample=group_size + one.sample,
+            player=1 - one.player,
+            done=ignore_value,
+            spent=ignore_value,
         )
         rival = own
         opponent = how.table and how.table.opponent
         if opponent is None:
             one.turns.players = 2
         else:
-            rival = await other_player(opponent, policy, sampling)
+            rival = await load_other_player(opponent, policy, sampling)
             other = other._replace(turns=Turns(next(KEYS)), place=Start(waits=False).place())
         return (await run_together([episode(own, how, one), episode(rival, how, other)]))[0]
 
     def group_of(task: Task, i: int) -> list[Played]:
-        how = environment_of(environment, task)
+        how = find_environment(environment, task)
 
         def seat(j: int, table: Any = None, player: int = 0) -> Seat:
             return Seat(
@@ -319,7 +322,7 @@ async def collected(
                 j,
                 Turns(next(KEYS)),
                 start.place(),
-                on_done or ignored,
+                on_done or ignore_value,
                 spent,
                 table,
                 player,
@@ -329,7 +332,7 @@ async def collected(
         # for an episode that is done early while the others have to decode.
         shared = how.table is not None and not how.table.players
         who = own._replace(params=sampling._replace(admission="free")) if shared else own
-        return samples_of(
+        return make_samples(
             how, task, group_size, seat, partial(episode, who, how), partial(against, how)
         )
 
@@ -340,10 +343,10 @@ async def collected(
         )
 
 
-collect = make_blocking(collected, name="collect")
+collect = make_blocking(collect_groups, name="collect")
 
 
-def named_limit(policy: Policy, rollout: Rollout) -> Rollout:
+def name_limit(policy: Policy, rollout: Rollout) -> Rollout:
     """Name the truncation "context" instead of "length" if the end of the context cut the last
     reply."""
     if rollout.truncation != "length":

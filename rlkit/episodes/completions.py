@@ -49,14 +49,14 @@ COLUMNS: dict[str, str] = {
 FILE = re.compile(r"steps_(\d+)-(\d+)\.parquet")
 
 
-def table_columns(rewards: Iterable[str]) -> dict[str, str]:
+def list_table_columns(rewards: Iterable[str]) -> dict[str, str]:
     """Column → type of a table with these reward components."""
     named = {f"reward_{name}": "float64" for name in rewards}
     before = {name: COLUMNS[name] for name in list(COLUMNS)[: list(COLUMNS).index("advantage")]}
     return before | named | COLUMNS
 
 
-def completion_row(
+def make_completion_row(
     rollout: Rollout, step: int | None, advantage: float | None = None
 ) -> dict[str, Any]:
     """Make a row of a rollout.
@@ -113,14 +113,14 @@ def _message(message: Message) -> str:
     return f"{thinking}{message.get('content') or ''}{calls}"
 
 
-def completions_table(
+def make_completions_table(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
 ) -> pyarrow.Table:
-    """Make a table of rows of `completion_row`, by default with every column that a row has.
+    """Make a table of rows of `make_completion_row`, by default with every column that a row has.
     Characters outside UTF-8 are escaped."""
     import pyarrow as pa
 
-    own = columns or table_columns(
+    own = columns or list_table_columns(
         dict.fromkeys(key[7:] for row in rows for key in row if key.startswith("reward_"))
     )
     types = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string()}
@@ -138,7 +138,7 @@ def write_completions(
 ) -> None:
     """Write the rows of some steps as one file, whole or not at all. Raises: OSError."""
     if rows:
-        _write(folder, completions_table(rows, columns))
+        _write(folder, make_completions_table(rows, columns))
 
 
 def _write(folder: Path, table: pyarrow.Table) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlkit.environments import environment_of
-from rlkit.episodes.episode import opening
+from rlkit.environments import find_environment
+from rlkit.episodes.episode import read_opening
 from rlkit.errors import DataError
 from rlkit.models.chat import continuation, encode_prompt, encode_reply
 from rlkit.types import (
@@ -55,8 +55,8 @@ def demonstrations(
                 f"row {task.id}: holds no conversation to learn from; choose task=conversations, or"
                 " another algorithm"
             )
-        schemas = opening(task, environment_of(environment, task)).schemas
-        steps = demonstrated(policy, task.metadata["messages"], schemas)
+        schemas = read_opening(task, find_environment(environment, task)).schemas
+        steps = make_demonstration(policy, task.metadata["messages"], schemas)
         length = steps[-1].prompt_length + len(steps[-1].response_ids)
         if length > policy.context_length:
             raise DataError(
@@ -77,7 +77,7 @@ def demonstrations(
     return out
 
 
-def demonstrated(
+def make_demonstration(
     policy: Policy, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[Step, ...]:
     """The steps of a conversation. Messages after its last reply are left out."""

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
-from rlkit.environments.session import blamed, opened, with_state
+from rlkit.environments.session import blame_environment, open_session, with_state
 from rlkit.errors import EpisodeOver, Hung
 from rlkit.functional import mix
 from rlkit.system import rng
@@ -41,7 +41,7 @@ async def play(
     session answers, and may end it; then the step limit truncates an episode that would go on.
 
     Args:
-      say: the only place with knowledge of tokens (`rlkit.episodes.replies.speaker`).
+      say: the only place with knowledge of tokens (`rlkit.episodes.replies.make_speaker`).
       group, sample: position of the prompt in the batch, and of this episode among its samples.
       seed: for the session's draws from the generators of python, numpy and torch. Each of its
         answers has draws of its own.
@@ -63,7 +63,7 @@ async def play(
         return await _play_to_the_end(played[0], environment, say, seed, said, spent, keep)
     except Hung as error:
         said()
-        return failed(played[-1], str(error))
+        return mark_failed(played[-1], str(error))
 
 
 async def _play_to_the_end(
@@ -86,7 +86,7 @@ async def _play_to_the_end(
         try:
             async with limit.running():
                 session = await rng.await_with_seed(
-                    mix(seed, 0), stack.enter_async_context(opened(environment, theirs.task))
+                    mix(seed, 0), stack.enter_async_context(open_session(environment, theirs.task))
                 )
                 prompt: Messages | None = await rng.await_with_seed(
                     mix(seed, 1), _first_prompt(session, theirs.task)
@@ -103,7 +103,7 @@ async def _play_to_the_end(
                     rollout = cut_off(rollout, "length")
                     break
                 async with limit.running():
-                    with blamed("answer", task):
+                    with blame_environment("answer", task):
                         given = theirs
                         draws = mix(seed, 1 + len(rollout.steps))
                         theirs, prompt = await rng.await_with_seed(draws, _answer(session, given))
@@ -154,13 +154,13 @@ class Opening(NamedTuple):
     state: Mapping[str, Any]
 
 
-def opening(task: Task, environment: Environment) -> Opening:
+def read_opening(task: Task, environment: Environment) -> Opening:
     """Read the first prompt, the tools and the state of an episode without playing it: open its
     session and close it again."""
 
     async def look() -> Opening:
         own = copy_value(task)
-        async with opened(environment, own) as session:
+        async with open_session(environment, own) as session:
             prompt = await _first_prompt(session, own)
             tools = session.tools
             state = (await with_state(Rollout(own, ()), session)).state
@@ -177,7 +177,7 @@ def cut_off(rollout: Rollout, why: str) -> Rollout:
     return rollout._replace(status="truncated", truncation=why)
 
 
-def failed(rollout: Rollout, why: str) -> Rollout:
+def mark_failed(rollout: Rollout, why: str) -> Rollout:
     """Mark the rollout as cut off by a failure of its environment, not of the policy. It is not
     scored."""
     return cut_off(rollout, "error")._replace(error=why)
@@ -186,7 +186,7 @@ def failed(rollout: Rollout, why: str) -> Rollout:
 async def _first_prompt(session: Session, task: Task) -> Messages:
     """The session's first prompt; a text becomes a user's message. Raises: EnvironmentFailed if it
     is no prompt."""
-    with blamed("first prompt", task):
+    with blame_environment("first prompt", task):
         said = await call_user("the environment's first prompt", session.first_prompt)
         return _messages(said)
 

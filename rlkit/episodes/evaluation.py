@@ -10,11 +10,11 @@ from typing import Any
 
 from rlkit.distributed import ranks
 from rlkit.episodes._collect import collect
-from rlkit.episodes.summary import by_part, failures, measured_by_reward
+from rlkit.episodes.summary import count_failures, group_by_part, measure_reward_functions
 from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, score, score_spread
-from rlkit.statistics import independent, mean_interval, pass_at_k, share_interval
-from rlkit.tasks.splits import problem_of
+from rlkit.statistics import count_independent, mean_interval, pass_at_k, share_interval
+from rlkit.tasks.splits import identify_problem
 from rlkit.types import Environment, Policy, Rollout, Task
 
 # one for all tasks, or a function from a task to its own
@@ -48,7 +48,8 @@ def greedy_accuracy(
       reward: the verifier; `is_correct` decides which scores are right.
       temperature: ≥ 0. At 0, greedy, a random policy may only repeat itself.
       collecting: engine, version and max_new_tokens, as for `collect`.
-    Returns: the figures of `accuracy`, for a mixture also those of each part under `parts`; and the
+    Returns: the figures of `summarise_accuracy`, for a mixture also those of each part under
+    `parts`; and the
       rollouts.
     """
 
@@ -59,9 +60,9 @@ def greedy_accuracy(
         return collect(policy, own, environment, temperature=temperature, first=begin, **collecting)
 
     played = ranks.split_work(tasks, play)
-    failures(played)
+    count_failures(played)
     rollouts = score_spread(played, reward)
-    return _with_parts(rollouts, partial(accuracy, temperature=temperature)), rollouts
+    return _with_parts(rollouts, partial(summarise_accuracy, temperature=temperature)), rollouts
 
 
 def sampled_accuracy(
@@ -92,18 +93,18 @@ def sampled_accuracy(
         ),
         reward,
     )
-    return _with_parts(rollouts, partial(curves, samples=samples, k=k)), rollouts
+    return _with_parts(rollouts, partial(summarise_curves, samples=samples, k=k)), rollouts
 
 
 def _with_parts(
     rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout]], dict[str, Any]]
 ) -> dict[str, Any]:
     """Measure all rollouts, and each part of a mixture under `parts`."""
-    parts = {part: measure(own) for part, own in by_part(rollouts).items()}
+    parts = {part: measure(own) for part, own in group_by_part(rollouts).items()}
     return measure(rollouts) | ({"parts": parts} if parts else {})
 
 
-def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[str, Any]:
+def summarise_accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[str, Any]:
     """Share of right rollouts, mean reward of scored rollouts, and their 95 % intervals over
     distinct problems.
 
@@ -112,7 +113,7 @@ def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[s
     their means.
     """
     right = sum(map(is_correct, rollouts))
-    problems = _by_problem(rollouts)
+    problems = _group_by_problem(rollouts)
     sizes = [len(own) for own in problems]
     mean, low, high = _mean_interval(problems)
     result = {"accuracy": right / len(rollouts), "interval": list(_share_interval(right, sizes))}
@@ -127,16 +128,18 @@ def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[s
         for name, own in columns.items()
         if own and len(columns) > 1
     }
-    own = terms | measured_by_reward(rollouts)
+    own = terms | measure_reward_functions(rollouts)
     return result | ({"metrics": own} if own else {})
 
 
-def curves(rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]) -> dict[str, Any]:
+def summarise_curves(
+    rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]
+) -> dict[str, Any]:
     """avg@samples and every pass@k; samples of a task must stand side by side in `rollouts`."""
     tasks = [rollouts[i : i + samples] for i in range(0, len(rollouts), samples)]
     rows: dict[str, list[int]] = {}  # problem → right samples of each of its tasks
     for own in tasks:
-        rows.setdefault(problem_of(own[0].task), []).append(sum(map(is_correct, own)))
+        rows.setdefault(identify_problem(own[0].task), []).append(sum(map(is_correct, own)))
     weights = [len(right) for right in rows.values()]
     estimates = {f"avg@{samples}": partial(pass_at_k, samples, k=1)} | {
         f"pass@{j}": partial(pass_at_k, samples, k=j) for j in k
@@ -147,15 +150,15 @@ def curves(rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]) -> di
             [_mean([estimate(c) for c in right]) for right in rows.values()], weights
         )
         out[name] = {"value": mean, "interval": [low, high]}
-    mean, low, high = _mean_interval(_by_problem(rollouts))
+    mean, low, high = _mean_interval(_group_by_problem(rollouts))
     return out | {"reward": {"value": mean, "interval": [low, high]}}
 
 
-def _by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+def _group_by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     """The rollouts of each distinct problem."""
     out: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
-        out.setdefault(problem_of(rollout.task), []).append(rollout)
+        out.setdefault(identify_problem(rollout.task), []).append(rollout)
     return list(out.values())
 
 
@@ -177,7 +180,7 @@ def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float,
 
 def _share_interval(right: float, sizes: Sequence[int]) -> tuple[float, float]:
     """Interval of a share of rows; `sizes` are the rows of each distinct problem."""
-    trials = independent(sizes)
+    trials = count_independent(sizes)
     return share_interval(min(trials, right * trials / sum(sizes)), trials)
 
 

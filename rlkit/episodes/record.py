@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import ConfigError, DataError, visible
+from rlkit.errors import ConfigError, DataError, show_controls
 from rlkit.system import shards
 from rlkit.system.files import report_write_errors, write_atomic
 from rlkit.system.shards import Part
@@ -83,7 +83,7 @@ def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None
 
 
 @contextmanager
-def failed_rollout_kept(folder: Path) -> Iterator[None]:
+def keep_failed_rollout(folder: Path) -> Iterator[None]:
     """If a reward fails inside, save its rollout to the folder and name the file in the error's
     note."""
     # rewards import torch, but files of rollouts are read without it
@@ -99,14 +99,14 @@ def failed_rollout_kept(folder: Path) -> Iterator[None]:
         raise
 
 
-def _checked(path: Path) -> Path:
+def _check_path(path: Path) -> Path:
     if not path.name.endswith(FORMATS):
         raise ConfigError(f"{path}: a file of rollouts ends in .jsonl or .jsonl.gz; name it so")
     return path
 
 
 def _json_lines(path: Path, rollouts: Sequence[Rollout]) -> bytes:
-    compressed = _checked(path).suffix == ".gz"
+    compressed = _check_path(path).suffix == ".gz"
     data = _lines(rollouts)
     return gzip.compress(data, compresslevel=3, mtime=0) if compressed else data
 
@@ -152,7 +152,7 @@ def _part(path: Path | str | Part, step: int | None) -> Part:
     if isinstance(path, Part):
         return path
     if step is None:
-        return Part(_checked(Path(path)))
+        return Part(_check_path(Path(path)))
     found = shards.index_steps(Path(path))
     if step not in found:
         held = (
@@ -168,7 +168,7 @@ def _rollout(row: str | DataError) -> Rollout:
     if isinstance(row, DataError):
         raise row
     try:
-        return from_row(_unescaped(row))
+        return read_row(_parse_line(row))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"not a rollout, left out ({type(error).__name__}: {error})") from error
 
@@ -209,7 +209,7 @@ def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
     damaged member, go on with the next."""
     start = 0
     while start < len(data):
-        text, length, damage = _unpacked(memoryview(data)[start:])
+        text, length, damage = _unpack_member(memoryview(data)[start:])
         yield text, damage
         if damage is None:
             start += length
@@ -218,7 +218,7 @@ def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
             start = following.start() if following else len(data)
 
 
-def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
+def _unpack_member(data: memoryview) -> tuple[bytes, int, str | None]:
     """Unpack the first member up to its end or its first damaged byte. Return its text, its size
     in bytes, and the error or None."""
     stream = zlib.decompressobj(wbits=31)
@@ -252,14 +252,14 @@ SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(No
 _fields = functools.cache(typing.get_type_hints)
 
 
-def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
+def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
     """Rollouts as the bytes of a .jsonl.gz file. Raises: TypeError for a value that JSON does not
     know."""
     return _json_lines(Path(f"rollouts{FORMATS[0]}"), rollouts)
 
 
-def from_bytes(data: bytes) -> list[Rollout]:
-    """Invert `to_bytes`. Raises: DataError for other data."""
+def decode_rollouts(data: bytes) -> list[Rollout]:
+    """Invert `encode_rollouts`. Raises: DataError for other data."""
     return [_rollout(line) for line in gzip.decompress(data).decode().split("\n") if line]
 
 
@@ -287,7 +287,7 @@ def rollout_schema() -> pyarrow.Schema:
     return pa.schema([*columns, *((name, kind(of)) for name, of in _fields(Rollout).items())])
 
 
-def to_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
+def make_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
     """Make a row of plain types, the same for every rollout: columns to filter on, then the fields
     in their order."""
     columns = (
@@ -297,21 +297,25 @@ def to_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
         rollout.response_length,
         rollout.total_reward,
     )
-    return dict(zip(COLUMNS, columns, strict=True)) | _plain(rollout, Rollout)
+    return dict(zip(COLUMNS, columns, strict=True)) | _make_plain(rollout, Rollout)
 
 
-def from_row(row: Mapping[str, Any]) -> Rollout:
-    """Invert `to_row`, also after a trip through JSON. Raises: KeyError, TypeError or ValueError
+def read_row(row: Mapping[str, Any]) -> Rollout:
+    """Invert `make_row`, also after a trip through JSON. Raises: KeyError, TypeError or ValueError
     for another row."""
-    return _restored({name: value for name, value in row.items() if name not in COLUMNS}, Rollout)
+    return _restore_value(
+        {name: value for name, value in row.items() if name not in COLUMNS}, Rollout
+    )
 
 
-def _plain(value: Any, hint: Any) -> Any:
+def _make_plain(value: Any, hint: Any) -> Any:
     """A value of this type as a row holds it. In a message, None stands for a missing key, or for a
     value that is not text; such a value is stored among the other keys."""
     origin = typing.get_origin(hint)
     if hint in RECORDS:
-        return {name: _plain(getattr(value, name), kind) for name, kind in _fields(hint).items()}
+        return {
+            name: _make_plain(getattr(value, name), kind) for name, kind in _fields(hint).items()
+        }
     if hint is Message:
         plain = {name: text for name in PLAIN if isinstance(text := value.get(name), str)}
         return (
@@ -321,13 +325,13 @@ def _plain(value: Any, hint: Any) -> Any:
         )
     if origin is tuple:
         kind, *_ = typing.get_args(hint)
-        return list(value) if kind in SCALARS else [_plain(item, kind) for item in value]
+        return list(value) if kind in SCALARS else [_make_plain(item, kind) for item in value]
     return TEXT.encode(dict(value)) if origin is Mapping else value
 
 
-def _restored(value: Any, hint: Any, path: str = "") -> Any:
-    """Invert `_plain`. Raises: TypeError that names the first field with a value of another type
-    than annotated."""
+def _restore_value(value: Any, hint: Any, path: str = "") -> Any:
+    """Invert `_make_plain`. Raises: TypeError that names the first field with a value of another
+    type than annotated."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if hint is Any:
@@ -336,7 +340,7 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
         kinds = _fields(hint)
         return hint(
             **{
-                name: _restored(item, kinds[name], f"{path}.{name}".lstrip("."))
+                name: _restore_value(item, kinds[name], f"{path}.{name}".lstrip("."))
                 for name, item in value.items()
             }
         )
@@ -345,14 +349,18 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
             value["other"]
         )
     if isinstance(hint, types.UnionType):
-        return None if value is None else _restored(value, inner[0], path)
+        return None if value is None else _restore_value(value, inner[0], path)
     if origin is Mapping and isinstance(value, str):
         items = json.loads(value)
         if isinstance(items, dict):
-            return {key: _restored(item, inner[1], f"{path}.{key}") for key, item in items.items()}
+            return {
+                key: _restore_value(item, inner[1], f"{path}.{key}") for key, item in items.items()
+            }
     if origin is tuple and isinstance(value, list | tuple):
         if inner[0] not in SCALARS:
-            return tuple(_restored(item, inner[0], f"{path}[{i}]") for i, item in enumerate(value))
+            return tuple(
+                _restore_value(item, inner[0], f"{path}[{i}]") for i, item in enumerate(value)
+            )
         if {*map(type, value)} <= {int, inner[0]}:  # a fast path for token ids and log-probs
             return tuple(value)
     elif (
@@ -368,7 +376,7 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
 def _line(rollout: Rollout, rl_step: int | None) -> str:
     """The row as JSON in UTF-8. Half a surrogate pair is written as U+FFFD and its number in
     hexadecimal."""
-    text = TEXT.encode(to_row(rollout, rl_step))
+    text = TEXT.encode(make_row(rollout, rl_step))
     if text.isascii():  # most are, and the search takes as long as the rest
         return text
     return re.sub(
@@ -376,7 +384,7 @@ def _line(rollout: Rollout, rl_step: int | None) -> str:
     )
 
 
-def _unescaped(line: str) -> Any:
+def _parse_line(line: str) -> Any:
     """Read the row of a line of `_line`."""
     return json.loads(re.sub(f"\ufffd({LONE}|fffd)", lambda found: chr(int(found[1], 16)), line))
 
@@ -384,19 +392,19 @@ def _unescaped(line: str) -> Any:
 # -------------------------------------------------------------------------------------- transcripts
 
 
-def transcript(rollout: Rollout) -> str:
+def write_transcript(rollout: Rollout) -> str:
     """Write the conversation as Markdown that also reads well as plain text; the model's text is
     indented, never markup."""
     ending = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
     lines = [
         (
-            f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} ·"
-            f" {ending}"
+            f"### {show_controls(rollout.task.id)} · sample {rollout.sample} · reward"
+            f" {rollout.reward} · {ending}"
         ),
         "",
     ]
     for message in rollout.conversation:
-        lines += [f"**{visible(message['role'])}**", ""]
+        lines += [f"**{show_controls(message['role'])}**", ""]
         thinking = message.get("reasoning_content")
         if thinking:
             lines += [_indent(f"(thinking) {thinking}"), ""]
@@ -407,9 +415,9 @@ def transcript(rollout: Rollout) -> str:
             arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
             lines += [_indent(f"→ {call['function']['name']}({arguments})"), ""]
     if rollout.task.answer:
-        lines += [f"expected: `{visible(rollout.task.answer)}`", ""]
+        lines += [f"expected: `{show_controls(rollout.task.answer)}`", ""]
     return "\n".join(lines)
 
 
 def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in visible(text, kept="\n").splitlines())
+    return "\n".join(f"    {line}" for line in show_controls(text, kept="\n").splitlines())

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from rlkit.environments import split_reply, tool_schema
-from rlkit.environments.session import blamed
+from rlkit.environments.session import blame_environment
 from rlkit.environments.tool_parsers import none
 from rlkit.episodes.episode import Say
 from rlkit.errors import EngineError
@@ -34,7 +34,7 @@ from rlkit.types import (
 Encode = Callable[[Messages, Mapping[str, Tool]], tuple[int, ...]]
 
 
-def speaker(
+def make_speaker(
     policy: Policy,
     environment: Environment,
     engine: Engine,
@@ -51,11 +51,11 @@ def speaker(
         the context.
       key: of the episode, for the engine.
       seed: of the episode; a reply's own seed is mix(seed, its number).
-      encode: of first prompts; see `encoder`.
+      encode: of first prompts; see `make_encoder`.
     """
 
     async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
-        ids, dropped = next_prompt_ids(
+        ids, dropped = encode_next_prompt(
             policy,
             rollout,
             environment,
@@ -106,7 +106,7 @@ def check_generation(engine: Any, reply: Any) -> None:
     )
 
 
-def encoder(policy: Policy) -> Encode:
+def make_encoder(policy: Policy) -> Encode:
     """Return `encode_prompt` for the first prompts of one call's episodes. All samples of a task
     have the same first prompt, so it is encoded once."""
     kept: dict[str, tuple[int, ...]] = {}
@@ -142,7 +142,7 @@ def read_reply(
     thinking, content, closed = split_reply(
         tags, reply.token_ids[: -1 if ended else None], opened=tags.opened(ids)
     )
-    with blamed("parser of tool calls", rollout.task):
+    with blame_environment("parser of tool calls", rollout.task):
         content, calls = (environment.parse_calls or none)(content)
     first = rollout.steps[0].prompt if rollout.steps else messages
     number = sum(len(m.get("tool_calls") or ()) for m in first) + sum(
@@ -169,7 +169,7 @@ def read_reply(
     )
 
 
-def next_prompt_ids(
+def encode_next_prompt(
     policy: Policy,
     rollout: Rollout,
     environment: Environment,
@@ -195,7 +195,7 @@ def next_prompt_ids(
 
     def rendered(dropped: int) -> tuple[int, ...]:
         if environment.history == "keep_thinking":
-            return _appended(policy, rollout, messages, dropped)
+            return _append_messages(policy, rollout, messages, dropped)
         history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
         results = bool(messages) and messages[0]["role"] == "tool"  # the history has them already
         whole = history if results else [*history, *messages]
@@ -212,7 +212,7 @@ def next_prompt_ids(
     return ids, dropped
 
 
-def _appended(
+def _append_messages(
     policy: Policy, rollout: Rollout, messages: Messages, dropped: int
 ) -> tuple[int, ...]:
     last = rollout.steps[-1]

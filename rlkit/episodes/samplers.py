@@ -234,14 +234,14 @@ def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Rando
 
     if sampler.retest and number % sampler.retest == 0:
         return int(rows[:, ASKED].argmin())
-    shares = chances(sampler, rows).cumsum(0)
+    shares = compute_chances(sampler, rows).cumsum(0)
     return min(
         int(torch.searchsorted(shares, source.random() * float(shares[-1]), right=True)),
         len(rows) - 1,
     )
 
 
-def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
+def compute_chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
     """P [n] of each problem in a draw other than a retest; they sum to 1. Raises: ConfigError if a
     weight is no number of at least 0."""
     import torch
@@ -279,7 +279,7 @@ def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout
     return {**state, "table": table, "step": [], "asked": list(state["step"])}
 
 
-def sampler_metrics(state: State | None) -> dict[str, float]:
+def measure_sampler(state: State | None) -> dict[str, float]:
     """sampler/seen: share of the rows asked so far. mixed: share of these with a last group's mean
     between 0 and 1; solved: of 0.9 or more. Rows that repeat another row's problem count as unseen.
     Empty for the uniform sampler."""

@@ -58,13 +58,13 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         thinking_tokens (in thinking_rows)
     """
     metrics = _summary(rollouts)
-    for part, own in by_part(rollouts).items():
+    for part, own in group_by_part(rollouts).items():
         mine = _summary(own) | {"share": len(own) / len(rollouts)}
         metrics |= {f"part/{part}/{name}": value for name, value in mine.items()}
     return metrics
 
 
-def failures(rollouts: Sequence[Rollout]) -> str:
+def count_failures(rollouts: Sequence[Rollout]) -> str:
     """Count the failed environments, and quote the first error; an empty text if none failed.
 
     Raises: EnvironmentFailed if all of them failed: there is nothing to measure or learn.
@@ -82,7 +82,7 @@ def failures(rollouts: Sequence[Rollout]) -> str:
     return said
 
 
-def failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
+def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
     """Write a sentence on each tool that failed in all of its calls, if it has at least
     FEWEST_CALLS."""
     results = defaultdict(list)
@@ -97,7 +97,7 @@ def failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
     ]
 
 
-def refusals(rollouts: Sequence[Rollout]) -> str:
+def count_refusals(rollouts: Sequence[Rollout]) -> str:
     """Count the episodes with refused requests of a program, and quote the first refusal; an empty
     text if there is none."""
     refused = [r for r in rollouts if r.metadata.get("refused")]
@@ -109,7 +109,7 @@ def refusals(rollouts: Sequence[Rollout]) -> str:
     )
 
 
-def by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+def group_by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     """The rollouts of each part of a mixture, by name; empty without a mixture."""
     parts: dict[str, list[Rollout]] = {
         part: [] for part in sorted({r.task.part for r in rollouts} - {""})
@@ -135,7 +135,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward/std": pstdev(scores) if scores else NAN,
         "reward/unscored_frac": 1 - len(scores) / len(rollouts),
         **_components(rollouts),
-        **measured_by_reward(rollouts),
+        **measure_reward_functions(rollouts),
         **_groups(rollouts),
         "len/mean": _mean(lengths),
         "len/min": min(lengths),
@@ -145,7 +145,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "len/unsolved_mean": _mean(unsolved),
         "len/truncated_frac": 1 - len(ended) / len(rollouts),
         "len/loop_frac": _share(
-            any(loops(s.thinking + s.content) for s in r.steps) for r in rollouts
+            any(is_looping(s.thinking + s.content) for s in r.steps) for r in rollouts
         ),
         "stop_reason/stop": len(ended) / len(rollouts),
         **{
@@ -174,7 +174,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def loops(text: str) -> bool:
+def is_looping(text: str) -> bool:
     """Whether a text is long and repeats itself: it has more than 10,000 characters, and zlib makes
     it more than 10 times shorter."""
     if len(text) <= 10_000:
@@ -219,7 +219,7 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return out
 
 
-def measured_by_reward(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def measure_reward_functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Figures of the reward's functions beside their scores, as reward/TERM/METRIC and
     aggregator/METRIC: means over the rollouts that have them."""
     return {

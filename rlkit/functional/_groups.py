@@ -9,7 +9,7 @@ from rlkit.functional._arguments import require
 from rlkit.functional.filters import mixed_groups
 
 
-def centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Deviations from the group's mean [N], scored rollouts a group [groups], and which group each
     rollout is in [N].
 
@@ -31,7 +31,7 @@ def centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
 def spread(rewards: Tensor, group_ids: Tensor, std: str, eps: float) -> Tensor:
     """Standard deviation of each rollout's group plus eps [N]; 1 if there is no spread, and so
     nothing to divide."""
-    deviation, count, group = centred(rewards, group_ids)
+    deviation, count, group = centre_groups(rewards, group_ids)
     squares = torch.zeros_like(count).index_add(0, group, deviation.square())
     free = (count - 1 if std == "sample" else count).clamp_min(1)
     return ((squares / free).sqrt() + eps).where(squares > 0, 1.0)[group]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
-from rlkit.functional._groups import centred, spread
+from rlkit.functional._groups import centre_groups, spread
 from rlkit.functional.filters import mixed_groups
 from rlkit.functional.masking import episode_positions, fill_masked, from_episodes, to_episodes
 from rlkit.types import Estimate, assumes, safe
@@ -75,7 +75,7 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> group_mean(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0, 0, 1]))
     tensor([ 0.5000, -0.5000,  0.0000])
     """
-    deviation, _, _ = centred(rewards, group_ids)
+    deviation, _, _ = centre_groups(rewards, group_ids)
     return deviation.to(rewards.dtype)
 
 
@@ -93,7 +93,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]))
     tensor([ 1.0000, -0.5000, -0.5000])
     """
-    deviation, count, group = centred(rewards, group_ids)
+    deviation, count, group = centre_groups(rewards, group_ids)
     return (deviation * (count / (count - 1).clamp_min(1))[group]).to(rewards.dtype)
 
 
@@ -117,7 +117,7 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     >>> length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([30, 10]))
     tensor([ 0.2500, -0.7500])
     """
-    deviation, count, group = centred(rewards, group_ids)
+    deviation, count, group = centre_groups(rewards, group_ids)
     weight = lengths.double().where(~rewards.isnan(), 0.0)
     total = torch.zeros_like(count).index_add(0, group, weight)
     excess = torch.zeros_like(count).index_add(0, group, weight * deviation) / total.where(
@@ -148,7 +148,7 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> gpg(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     tensor([ 1., -1.,  0.,  0.])
     """
-    deviation, count, _ = centred(rewards, group_ids)
+    deviation, count, _ = centre_groups(rewards, group_ids)
     signal = (mixed_groups(rewards, group_ids) & ~rewards.isnan()).sum().clamp_min(1)
     return (deviation * count.sum() / signal).to(rewards.dtype)
 
@@ -195,10 +195,10 @@ def gdpo(
     total = torch.zeros_like(group_ids, dtype=torch.float64)
     for name, weight in used.items():
         column = components[name]
-        z_score = centred(column, group_ids)[0] / spread(column, group_ids, "sample", eps)
+        z_score = centre_groups(column, group_ids)[0] / spread(column, group_ids, "sample", eps)
         total += weight * z_score.where(~column.isnan(), torch.nan)
     batch = torch.zeros_like(group_ids)
-    return (centred(total, batch)[0] / spread(total, batch, "sample", eps)).to(
+    return (centre_groups(total, batch)[0] / spread(total, batch, "sample", eps)).to(
         next(iter(components.values())).dtype
     )
 
@@ -225,7 +225,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0]))
     tensor([ 3., -1., -1., -1.])
     """
-    deviation, count, group = centred(rewards, group_ids)
+    deviation, count, group = centre_groups(rewards, group_ids)
     mean = torch.zeros_like(count).index_add(
         0, group, rewards.double().nan_to_num(0.0)
     ) / count.clamp_min(1)
@@ -296,7 +296,7 @@ def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> best_minus_second(torch.tensor([0.2, 1.0, 0.7]), torch.tensor([0, 0, 0]))
     tensor([0.0000, 0.3000, 0.0000])
     """
-    deviation, count, group = centred(rewards, group_ids)
+    deviation, count, group = centre_groups(rewards, group_ids)
     compared = deviation.where(~rewards.isnan() & mixed_groups(rewards, group_ids), -torch.inf)
     lowest = torch.full_like(count, -torch.inf)
     first = lowest.scatter_reduce(0, group, compared, "amax")
@@ -341,7 +341,7 @@ def reward_to_go(
     """
     require(0 <= gamma <= 1, "gamma", gamma, "0 ≤ gamma ≤ 1")
     positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
-    returns = _accumulated(to_episodes(token_rewards.double(), positions, mask), gamma)
+    returns = _accumulate_backwards(to_episodes(token_rewards.double(), positions, mask), gamma)
     return from_episodes(returns, positions, mask, token_rewards).to(token_rewards.dtype)
 
 
@@ -438,8 +438,8 @@ def gae(
     decay = (
         lam if alpha is None else (1 - 1 / (alpha * mask.sum(1).double().clamp_min(1))).clamp_min(0)
     )
-    advantages = _accumulated(errors, gamma * decay)
-    returns = (advantages if alpha is None else _accumulated(errors, gamma)) + states
+    advantages = _accumulate_backwards(errors, gamma * decay)
+    returns = (advantages if alpha is None else _accumulate_backwards(errors, gamma)) + states
     return Estimate(
         *(
             from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype)
@@ -501,7 +501,7 @@ def turn_gae(
     earned = torch.zeros_like(rewards).scatter_add(1, turn, rewards)
     begun = torch.zeros_like(states).scatter_add(1, turn, states.where(first, 0.0))
     last = _last_values(states, mask, truncated) * bootstrap_truncated
-    advantages = _accumulated(_errors(earned, begun, taken, last, gamma), gamma * lam)
+    advantages = _accumulate_backwards(_errors(earned, begun, taken, last, gamma), gamma * lam)
     back = [
         from_episodes(x.gather(1, turn), positions, mask, token_rewards)
         for x in (advantages, advantages + begun)
@@ -555,13 +555,13 @@ def turn_group_mean(
     positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
     turn, _, _ = _turns(step_ids, positions, mask)
     earned = to_episodes(token_rewards.detach().double(), positions, mask)
-    returns = _accumulated(torch.zeros_like(earned).scatter_add(1, turn, earned), gamma)
+    returns = _accumulate_backwards(torch.zeros_like(earned).scatter_add(1, turn, earned), gamma)
     counted = mask.any(1) & ~rewards[: len(mask)].isnan()
     known = returns.where(counted[:, None], torch.nan)
     places = group_ids.unique(return_inverse=True)[1][: len(mask), None] * mask.shape[
         1
     ] + torch.arange(mask.shape[1], device=mask.device)
-    advantages = centred(known.flatten(), places.flatten())[0].view(mask.shape)
+    advantages = centre_groups(known.flatten(), places.flatten())[0].view(mask.shape)
     return from_episodes(advantages.gather(1, turn), positions, mask, token_rewards).to(
         token_rewards.dtype
     )
@@ -582,7 +582,7 @@ def _require_discounts(gamma: float, lam: float) -> None:
     require(0 <= lam <= 1, "lam", lam, "0 ≤ lam ≤ 1")
 
 
-def _accumulated(values: Tensor, factor: float | Tensor) -> Tensor:
+def _accumulate_backwards(values: Tensor, factor: float | Tensor) -> Tensor:
     """x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L]; all rollouts at
     once, `factor` one number or [N]."""
     out = values.clone()

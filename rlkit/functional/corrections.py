@@ -135,7 +135,7 @@ def token_correction(
     ... )  # of 0.5 and 0.33
     tensor([[0.5000, 0.0000]])
     """
-    weights = _bounded(
+    weights = _bound_ratio(
         token_ratio(logprobs_old.detach(), logprobs_sampler, response_mask),
         response_mask,
         cap,
@@ -143,7 +143,7 @@ def token_correction(
         mode,
     )
     return (
-        _over_mean(weights, response_mask, response_mask.to(weights.dtype))
+        _divide_by_mean(weights, response_mask, response_mask.to(weights.dtype))
         if normalise
         else weights
     )
@@ -190,10 +190,10 @@ def sequence_correction(
         log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), rollout_ids
     )
     ratio = total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[rollout_ids].unsqueeze(-1)
-    weights = _bounded(ratio.expand(response_mask.shape), response_mask, cap, floor, mode)
+    weights = _bound_ratio(ratio.expand(response_mask.shape), response_mask, cap, floor, mode)
     counts = segment_sum(response_mask, rollout_ids).clamp_min(1)[rollout_ids].unsqueeze(-1)
     return (
-        _over_mean(weights, response_mask, response_mask.to(weights.dtype) / counts)
+        _divide_by_mean(weights, response_mask, response_mask.to(weights.dtype) / counts)
         if normalise
         else weights
     )
@@ -256,7 +256,7 @@ def geometric_mask(
         mean = mean * segment_sum(response_mask, rollout_ids)[rollout_ids].to(
             mean.dtype
         ).sqrt().unsqueeze(-1)
-    return _kept((mean >= -low) & (mean <= high), mean, response_mask)
+    return _mark_kept((mean >= -low) & (mean <= high), mean, response_mask)
 
 
 def divergence_mask(
@@ -306,7 +306,7 @@ def divergence_mask(
         if over == "mean"
         else _rollout_max(per_token, rollout_ids)
     )
-    return _kept(found <= bound, found, response_mask)
+    return _mark_kept(found <= bound, found, response_mask)
 
 
 def binary_kl_mask(
@@ -339,7 +339,7 @@ def binary_kl_mask(
         for x in (logprobs_old, logprobs_sampler)
     )
     found = torch.maximum(binary_kl(old, sampler), binary_kl(sampler, old))
-    return _kept(found <= bound, found, response_mask)
+    return _mark_kept(found <= bound, found, response_mask)
 
 
 def second_moment_mask(
@@ -393,7 +393,7 @@ def second_moment_mask(
     far = torch.zeros_like(region)
     if len(dropped):
         far = region & (squares.double() >= dropped[0])
-    return _kept(~far, squares, response_mask)
+    return _mark_kept(~far, squares, response_mask)
 
 
 @safe("parts")
@@ -444,7 +444,9 @@ def product_correction(
     return factor
 
 
-def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mode: str) -> Tensor:
+def _bound_ratio(
+    ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mode: str
+) -> Tensor:
     """The ratio within its bounds, or 0 if it is outside; 1 under the mask. nan stays
     visible."""
     require(cap > 0, "cap", cap, "> 0")
@@ -452,7 +454,7 @@ def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mod
     require(mode in ("truncate", "mask", "keep"), "mode", mode, "truncate, mask or keep")
     if mode == "truncate":
         return fill_masked(ratio.clamp(floor, cap), response_mask, 1.0)
-    kept = _kept((ratio >= floor) & (ratio <= cap), ratio, response_mask)
+    kept = _mark_kept((ratio >= floor) & (ratio <= cap), ratio, response_mask)
     return (
         kept
         if mode == "keep"
@@ -460,7 +462,7 @@ def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mod
     )
 
 
-def _kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
+def _mark_kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
     """1 if it is kept and 0 elsewhere, of the measure's dtype; 1 under the mask. nan
     stays visible."""
     return fill_masked(
@@ -472,7 +474,7 @@ def _kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
     )
 
 
-def _over_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor:
+def _divide_by_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor:
     """The weights over their mean, each trained token counted as `shares` says; as they are
     where the mean is 0."""
     mean = (weights * shares).sum() / shares.sum().clamp_min(1)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.functional._arguments import require
-from rlkit.functional.log_probs import _divergence, _select, _tempered
+from rlkit.functional.log_probs import _divergence, _divide_by_temperature, _select
 from rlkit.functional.masking import fill_masked
 
 BOUND = 20.0  # nats, of a log-ratio
@@ -216,9 +216,9 @@ def chunked_divergence(
     def score(
         hidden: Tensor, states: Tensor, ids: Tensor, before: Tensor, factor: Tensor
     ) -> Tensor:
-        logits = _tempered(head(hidden), temperature)
+        logits = _divide_by_temperature(head(hidden), temperature)
         with torch.no_grad():
-            theirs = _tempered(teacher_head(states), temperature)
+            theirs = _divide_by_temperature(teacher_head(states), temperature)
             shared = min(logits.shape[-1], theirs.shape[-1])
             logp = theirs[:, :shared].log_softmax(-1)
         logq = logits[:, :shared].log_softmax(-1)

@@ -41,7 +41,7 @@ def token_log_probs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) ->
     ... )
     tensor([-0.6931, -0.3133])
     """
-    logits = _tempered(logits, temperature)
+    logits = _divide_by_temperature(logits, temperature)
     return _select(logits, ids) - logits.logsumexp(-1)
 
 
@@ -139,13 +139,13 @@ def _score(
 ) -> tuple[Tensor, ...]:
     """One chunk. The entropy is computed last, since a recomputation ends with the last tensor
     needed."""
-    logits = _tempered(lm_head(hidden), temperature)
+    logits = _divide_by_temperature(lm_head(hidden), temperature)
     normaliser = logits.logsumexp(-1)  # [m], the only one
     logprobs = _select(logits, ids) - normaliser
     divergence: tuple[Tensor, ...] = ()
     if hidden_ref is not None and head_ref is not None:
         with torch.no_grad():
-            logits_ref = _tempered(head_ref(hidden_ref), temperature)
+            logits_ref = _divide_by_temperature(head_ref(hidden_ref), temperature)
             shared = min(logits.shape[-1], logits_ref.shape[-1])
             logits_ref = logits_ref[:, :shared]
             logits_ref = logits_ref - logits_ref.logsumexp(-1, keepdim=True)
@@ -196,7 +196,7 @@ def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
     return (probabilities * gap - (probabilities - probabilities.detach())).sum(-1)
 
 
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
+def _divide_by_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Logits in full precision, divided by the temperature."""
     require(0 < temperature < float("inf"), "temperature", temperature, "> 0 and finite")
     logits = full_precision(logits)

@@ -25,7 +25,7 @@ from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
 from rlkit.types import clips, vanishes
 
 
-def _held_by_interval(
+def _mark_held_by_interval(
     ratio: Tensor,
     advantages: Tensor,
     *,
@@ -45,7 +45,7 @@ def _capped_weight(ratio: Tensor, *, clip_low: float, clip_high: float) -> Tenso
     return (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
 
 
-def _held_in_mean(
+def _mark_held_in_mean(
     logprobs: Tensor,
     logprobs_old: Tensor,
     response_mask: Tensor,
@@ -60,7 +60,7 @@ def _held_in_mean(
     )
 
 
-def _held_by_divergence(
+def _mark_held_by_divergence(
     logprobs: Tensor,
     logprobs_sampler: Tensor,
     advantages: Tensor,
@@ -79,7 +79,7 @@ def _held_by_divergence(
     return far & ((advantages != 0) if two_sided else (advantages * moved > 0))
 
 
-@clips(held=_held_by_interval)
+@clips(held=_mark_held_by_interval)
 @vanishes("without_advantages")
 def clipped(
     ratio: Tensor,
@@ -201,7 +201,7 @@ def sapo(
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
-@clips(held=_held_in_mean)
+@clips(held=_mark_held_in_mean)
 @vanishes("without_advantages")
 def gmpo(
     logprobs: Tensor,
@@ -359,7 +359,7 @@ def vespo(
     return -(k * log_w + lam * (1 - log_w.exp())).exp() * advantages * logprobs
 
 
-@clips(held=_held_by_divergence)
+@clips(held=_mark_held_by_divergence)
 @vanishes("without_advantages", penalty=0)
 def dppo(
     logprobs: Tensor,
@@ -413,7 +413,7 @@ def dppo(
     advantages = advantages.detach()
     ratio = token_ratio(logprobs, logprobs_sampler, response_mask)
     rule = partial(
-        _held_by_divergence,
+        _mark_held_by_divergence,
         divergence=divergence,
         delta=delta,
         two_sided=two_sided,

@@ -76,11 +76,11 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
         seeds.dtype,
         "an integer dtype",
     )
-    state = _finalise(seeds.to(torch.int64, copy=True).add_(_signed(_GOLDEN)))  # [B]
-    state = _finalise(state.bitwise_xor_(counter).add_(_signed(_GOLDEN)))
-    tokens = torch.arange(1, vocabulary + 1, device=seeds.device) * _signed(_GOLDEN)  # [V]
+    state = _finalise(seeds.to(torch.int64, copy=True).add_(_wrap_signed(_GOLDEN)))  # [B]
+    state = _finalise(state.bitwise_xor_(counter).add_(_wrap_signed(_GOLDEN)))
+    tokens = torch.arange(1, vocabulary + 1, device=seeds.device) * _wrap_signed(_GOLDEN)  # [V]
     # [B, V]; the last xor of splitmix64 leaves its top 31 bits alone
-    bits = _mixed(state.unsqueeze(-1) + tokens)
+    bits = _mix_words(state.unsqueeze(-1) + tokens)
     bits.bitwise_right_shift_(33).bitwise_and_((1 << 31) - 1)
     # float32 rounds the very largest to 1
     u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
@@ -162,11 +162,11 @@ def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) ->
 
 def _finalise(words: Tensor) -> Tensor:
     """The whole finaliser of splitmix64, in place."""
-    words = _mixed(words)
+    words = _mix_words(words)
     return words.bitwise_xor_((words >> 31) & ((1 << 33) - 1))
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mix_words(words: Tensor) -> Tensor:
     """Its two rounds, in place: w ← (w xor w >>> shift) × multiplier modulo 2^64.
 
     Shifts of int64 carry the sign along, so the mask makes them logical; multiplication wraps
@@ -175,10 +175,12 @@ def _mixed(words: Tensor) -> Tensor:
     shifted = torch.empty_like(words)
     for shift, multiplier in _ROUNDS:
         torch.bitwise_right_shift(words, shift, out=shifted)
-        words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(multiplier))
+        words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1)).mul_(
+            _wrap_signed(multiplier)
+        )
     return words
 
 
-def _signed(word: int) -> int:
+def _wrap_signed(word: int) -> int:
     """The int64 with the bits of an unsigned 64-bit word."""
     return word - (1 << 64) if word >> 63 else word

@@ -33,7 +33,7 @@ def limit_time(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
 
 
-def rendered(asked: dict) -> str:
+def render_template(asked: dict) -> str:
     """The text of a conversation. Raises: whatever the template raises; MemoryError at the
     limit."""
     answer: Any = render_jinja_template(
@@ -54,7 +54,7 @@ def main() -> None:
     for line in sys.stdin:
         limit_time(seconds)
         try:
-            text = rendered(json.loads(line))
+            text = render_template(json.loads(line))
             said = {"text": text} if len(text) <= characters else {"limit": "length"}
         except (MemoryError, OverflowError):
             said = {"limit": "memory"}

@@ -84,7 +84,7 @@ def make_renderer(
     if render is None:
         tokenizer = _with_tools(tokenizer, tools)
     arguments = () if enable_thinking is None else (("enable_thinking", enable_thinking),)
-    plain = _without_added_tokens(backend)
+    plain = _drop_added_tokens(backend)
     return Renderer(
         tokenizer,
         plain,
@@ -125,7 +125,7 @@ def _thinking(tokenizer: Any, plain: Any, interruption: str) -> Thinking:
     return Thinking(ids, close, functools.partial(_decode, tokenizer))
 
 
-def _without_added_tokens(backend: Any) -> Any:
+def _drop_added_tokens(backend: Any) -> Any:
     from tokenizers import Tokenizer
 
     description = json.loads(backend.to_str())
@@ -151,14 +151,16 @@ def _scaffold(renderer: Renderer, text: str) -> tuple[int, ...]:
     return tuple(renderer.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
-def _after_reply(renderer: Renderer, masked: Messages) -> str:
+def _read_text_after_reply(renderer: Renderer, masked: Messages) -> str:
     """The text the template writes after a reply that these messages follow."""
     # the template is a part of the key: a user may replace it
-    return _between_replies(renderer, renderer.tokenizer.chat_template, json.dumps(masked))
+    return _read_text_between_replies(
+        renderer, renderer.tokenizer.chat_template, json.dumps(masked)
+    )
 
 
 @functools.lru_cache(maxsize=1024)  # the same few stand between all replies
-def _between_replies(renderer: Renderer, template: str | None, masked: str) -> str:
+def _read_text_between_replies(renderer: Renderer, template: str | None, masked: str) -> str:
     sentinel = f"{_OPEN}0{_CLOSE}"
     dialogue = [*_ASKED, {"role": "assistant", "content": sentinel}, *json.loads(masked)]
     rendered = _render(renderer, dialogue, ())
@@ -197,7 +199,7 @@ def continuation(
       cut: the reply was cut by length; it has no end-of-turn token and gets none.
     """
     masked, contents = _mask_contents(messages, first=1)
-    ids = _encode_rendered(renderer, _after_reply(renderer, masked), contents, first=1)
+    ids = _encode_rendered(renderer, _read_text_after_reply(renderer, masked), contents, first=1)
     if ids and (ids[0] == last_id or cut):
         ids = ids[1:]
     return ids
@@ -216,7 +218,7 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
     masked, contents = _mask_contents([reply])
     before = _render(renderer, _ASKED, ())
     after = _render(renderer, [*_ASKED, *masked], ())
-    end = _after_reply(renderer, [])
+    end = _read_text_after_reply(renderer, [])
     who = f"the chat template of '{renderer.tokenizer.name_or_path}'"
     if not after.startswith(before) or not end or not after.endswith(end):
         raise TemplateError(f"{who} writes a reply elsewhere than where the policy would say it")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlkit.models.fused import choose_kernel, kernel_of
-from rlkit.models.head import trunk_and_head
+from rlkit.models.fused import choose_kernel, get_update_kernel
+from rlkit.models.head import split_model
 from rlkit.system.adapters import base_model
 
 
@@ -37,6 +37,6 @@ def checkpoint_activations(model: Any, on: bool) -> None:
     # Only the reentrant kind needs the hook on the embeddings, and a hook rules out the fused
     # decoder: this process would decode by another kernel than the one of asynchrony=overlap.
     causal.disable_input_require_grads()
-    asked = kernel_of(trunk_and_head(causal)[0]).asked
+    asked = get_update_kernel(split_model(causal)[0]).asked
     if asked is not None:
         choose_kernel(causal, asked)

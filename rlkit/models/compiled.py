@@ -78,7 +78,7 @@ class Recipe(NamedTuple):
     name: str  # of its file
 
 
-def library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
+def load_library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
     """The library of a C file: from the user's folder, or compiled now.
 
     Args:
@@ -86,12 +86,12 @@ def library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
     Raises: NoKernel if it can neither be loaded nor compiled; Undecided if the compiler was kept
       from compiling.
     """
-    recipe = recipe_of(source, function, (*FLAGS, *flags))
-    with opened_folders() as folders:
+    recipe = find_recipe(source, function, (*FLAGS, *flags))
+    with open_folders() as folders:
         loaded = load(find(folders, recipe.name), function)
         if loaded is not None:
             return loaded
-        with locked(folders, recipe.name):
+        with lock_library(folders, recipe.name):
             # another process may have compiled it meanwhile
             loaded = load(find(folders, recipe.name), function)
             if loaded is not None:
@@ -133,7 +133,7 @@ def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[A
         return None, str(error)
 
 
-def recipe_of(source: Path, function: str, flags: tuple[str, ...]) -> Recipe:
+def find_recipe(source: Path, function: str, flags: tuple[str, ...]) -> Recipe:
     """How a C file is compiled here. Raises: NoKernel without a compiler."""
     if os.name != "posix":
         raise NoKernel("compiled code needs Linux or macOS")
@@ -187,14 +187,14 @@ def compile_library(recipe: Recipe) -> bytes:
                     "-lm",
                     "-lpthread",
                 ]
-                reason = ended(
+                reason = run_to_end(
                     command, Path(folder), f"{recipe.compiler} does not compile the kernel"
                 )
                 if reason:
                     continue
                 data = read_plain_file(target, most=LARGEST)
                 check = [sys.executable, "-I", "-S", "-c", CHECK, str(target), recipe.function]
-                reason = ended(
+                reason = run_to_end(
                     check, Path(folder), f"{recipe.compiler} makes a library that cannot be loaded"
                 )
                 if not reason:
@@ -213,7 +213,7 @@ def compile_library(recipe: Recipe) -> bytes:
     raise NoKernel(reason)
 
 
-def ended(command: Sequence[str], folder: Path, what: str) -> str:
+def run_to_end(command: Sequence[str], folder: Path, what: str) -> str:
     """Run a command to its end. On failure returns `what` and the command's last output, else
     nothing.
     Raises: OSError, Undecided."""
@@ -228,7 +228,7 @@ def ended(command: Sequence[str], folder: Path, what: str) -> str:
             start_new_session=True,
         )
         try:
-            status = awaited_status(process, command[0])
+            status = await_status(process, command[0])
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # and its children
@@ -245,7 +245,7 @@ def ended(command: Sequence[str], folder: Path, what: str) -> str:
     return f"{what} ({ending}{': ' if text else ''}{text[-200:]})"
 
 
-def awaited_status(process: subprocess.Popen[bytes], name: str) -> int:
+def await_status(process: subprocess.Popen[bytes], name: str) -> int:
     """Wait for a process and return its status, within `LIMIT`; a line reports a long wait. Raises:
     Undecided."""
     with suppress(subprocess.TimeoutExpired):
@@ -268,7 +268,7 @@ def load(data: bytes | None, function: str) -> Any | None:
     loaded."""
     if data is None:
         return None
-    for copy in (_in_memory, _on_disk):
+    for copy in (_load_from_memory, _load_from_disk):
         with suppress(OSError, AttributeError):
             loaded = copy(data)
             getattr(loaded, function)
@@ -276,7 +276,7 @@ def load(data: bytes | None, function: str) -> Any | None:
     return None
 
 
-def _in_memory(data: bytes) -> Any:
+def _load_from_memory(data: bytes) -> Any:
     descriptor = os.memfd_create("rlkit-kernel", os.MFD_CLOEXEC)
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -289,7 +289,7 @@ def _in_memory(data: bytes) -> Any:
     return loaded
 
 
-def _on_disk(data: bytes) -> Any:
+def _load_from_disk(data: bytes) -> Any:
     with tempfile.TemporaryDirectory(prefix="rlkit-kernel-") as folder:
         copy = Path(folder) / "library.so"
         copy.write_bytes(data)
@@ -299,7 +299,7 @@ def _on_disk(data: bytes) -> Any:
 # -------------------------------------------------------------------------------- the user's folder
 
 
-def folder_paths() -> list[Path]:
+def list_library_folders() -> list[Path]:
     """Folders for libraries: the user's cache folder, and for a user without one a folder beside
     the temporary files."""
     cache = cache_folder()
@@ -310,13 +310,13 @@ def folder_paths() -> list[Path]:
 
 
 @contextmanager
-def opened_folders() -> Iterator[list[int]]:
+def open_folders() -> Iterator[list[int]]:
     """Open the usable ones of these folders as descriptors. An absent folder is made if no earlier
     one is writable."""
     with ExitStack() as stack:
         found = list[int]()
         writable = False
-        for path in folder_paths():
+        for path in list_library_folders():
             descriptor = open_own_folder(path, make=not writable)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
@@ -362,7 +362,7 @@ def keep(folders: Sequence[int], name: str, data: bytes) -> None:
         for folder in folders:
             if keep_in(folder, name, data):
                 return
-        for path in folder_paths():  # a folder not needed until now
+        for path in list_library_folders():  # a folder not needed until now
             descriptor = open_own_folder(path, make=True)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
@@ -389,7 +389,7 @@ def keep_in(folder: int, name: str, data: bytes) -> bool:
 
 
 @contextmanager
-def locked(folders: Sequence[int], name: str) -> Iterator[None]:
+def lock_library(folders: Sequence[int], name: str) -> Iterator[None]:
     """Let one process at a time into this block. The system gives the lock back however the process
     ends."""
     with ExitStack() as stack:

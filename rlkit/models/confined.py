@@ -28,15 +28,15 @@ CHARACTERS = 4 << 20  # of a rendered prompt
 PATIENCE = 120.0
 
 
-def confined(model: partial[Policy]) -> partial[Policy]:
+def confine_template(model: partial[Policy]) -> partial[Policy]:
     """Wrap the function that loads a model: its policy gets a template with limits. The keywords
     stay as they are."""
     if not isinstance(model, partial):
         return model
-    return partial(_loaded, model.func, *model.args, **model.keywords)
+    return partial(_load_confined, model.func, *model.args, **model.keywords)
 
 
-def _loaded(load: Any, *given: Any, **settings: Any) -> Policy:
+def _load_confined(load: Any, *given: Any, **settings: Any) -> Policy:
     policy = load(*given, **settings)
     tokenizer = policy.renderer.tokenizer
     if policy.renderer.render is not None or not getattr(tokenizer, "chat_template", None):
@@ -80,21 +80,21 @@ class TemplateProcess:
     def _answer(self, line: bytes) -> dict[str, Any]:
         """The process's answer to a line; empty if it has ended, or had to be ended."""
         if self.process is None or self.process.poll() is not None:
-            self.process = _started()
+            self.process = _start_child()
             weakref.finalize(self, _end, self.process)
         process = self.process
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            return json.loads(_line(process.stdout, time.monotonic() + PATIENCE))
+            return json.loads(_read_line(process.stdout, time.monotonic() + PATIENCE))
         except (OSError, ValueError):
             _end(process)
             self.process = None
             return {}
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _start_child() -> subprocess.Popen[bytes]:
     """The child, without the variables of this process: a template has no use for them."""
     own = {
         name: os.environ[name]
@@ -111,7 +111,7 @@ def _started() -> subprocess.Popen[bytes]:
     )
 
 
-def _line(file: Any, end: float) -> bytes:
+def _read_line(file: Any, end: float) -> bytes:
     """The next line. Raises: ValueError if the file ends before it, TimeoutError at the time
     `end`."""
     out = b""

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlkit.models.head import trunk_and_head
-from rlkit.models.log_probs import states
+from rlkit.models.head import split_model
+from rlkit.models.log_probs import compute_states
 from rlkit.models.packing import Packed
 from rlkit.system.adapters import base_model
 
@@ -38,7 +38,7 @@ class HeadCritic(nn.Module):
     def __init__(self, policy: nn.Module, *, trunk_gradient: bool):
         super().__init__()
         self.trunk_gradient = trunk_gradient
-        self.head = ValueHead(width(policy))
+        self.head = ValueHead(read_width(policy))
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """Values [K] of the states [K, H] from the policy's trunk."""
@@ -55,17 +55,17 @@ class SeparateCritic(nn.Module):
         self.model = copy.deepcopy(causal).float().requires_grad_(True)
         # its logits are never asked for
         self.model.get_output_embeddings().requires_grad_(self.model.config.tie_word_embeddings)
-        self.head = ValueHead(width(policy))
+        self.head = ValueHead(read_width(policy))
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """Values [K] of the states before the distinct sampled tokens; the policy's own states are
         not read."""
-        return self.head(states(self.model, packed))
+        return self.head(compute_states(self.model, packed))
 
 
-def width(policy: nn.Module) -> int:
+def read_width(policy: nn.Module) -> int:
     """The size of the last hidden states."""
-    _, head = trunk_and_head(policy)
+    _, head = split_model(policy)
     return int(head.weight.shape[1])
 
 

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as nn_functional
 
 from rlkit.errors import EngineError
-from rlkit.models.compiled import library, load_or_reason
-from rlkit.models.head import PLAIN, trunk_and_head
-from rlkit.models.shape import model_shape
+from rlkit.models.compiled import load_library, load_or_reason
+from rlkit.models.head import PLAIN, split_model
+from rlkit.models.shape import read_model_shape
 from rlkit.system.adapters import plain_lora
 
 SOURCE = Path(__file__).with_name("_update.c")
@@ -51,10 +51,10 @@ class UpdateKernel(NamedTuple):
 
 
 @cache
-def operations(dtype: torch.dtype = torch.float32) -> Any:
+def load_operations(dtype: torch.dtype = torch.float32) -> Any:
     """The functions of the C file for numbers of a type. Raises: NoKernel, Undecided
     (rlkit.models.compiled)."""
-    c = library(SOURCE, "gate_backward", (*FLAGS, *TYPES[dtype]))
+    c = load_library(SOURCE, "gate_backward", (*FLAGS, *TYPES[dtype]))
     c.forward.argtypes = (*[ADDRESS] * 7, *[INTEGER] * 3, FLOAT, INTEGER)
     c.backward.argtypes = (*[ADDRESS] * 9, *[INTEGER] * 4)
     c.gate.argtypes = (*[ADDRESS] * 3, *[INTEGER] * 2)
@@ -65,20 +65,20 @@ def operations(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def choose_kernel(model: Any, kernel: Kernel) -> None:
-    """Use this kernel for updates and scoring passes of the model from now on. `kernel_of` gives
-    the reason if "auto" chose eager.
+    """Use this kernel for updates and scoring passes of the model from now on. `get_update_kernel`
+    gives the reason if "auto" chose eager.
 
     Raises: EngineError if "fused" is impossible, or if the load of the moment would decide about
     "auto".
     """
-    trunk = trunk_and_head(model)[0]
+    trunk = split_model(model)[0]
     trunk.update_kernel = UpdateKernel(asked=kernel)
     if kernel == "eager":
         return
     if getattr(trunk, "gradient_checkpointing", False):
         reason = "it keeps the activations that model.gradient_checkpointing recomputes"
     elif serves(trunk):
-        load = partial(operations, trunk.norm.weight.dtype)
+        load = partial(load_operations, trunk.norm.weight.dtype)
         _, reason = load_or_reason(kernel, "model.kernel", load)
     else:
         reason = "it is for Llama, Mistral, Qwen2 and Qwen3 on a CPU, without autocast"
@@ -87,21 +87,21 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
     trunk.update_kernel = UpdateKernel("eager" if reason else "fused", kernel, reason)
 
 
-def kernel_of(trunk: Any) -> UpdateKernel:
+def get_update_kernel(trunk: Any) -> UpdateKernel:
     """The kernel of a trunk's updates; eager if none was chosen."""
     return getattr(trunk, "update_kernel", UpdateKernel())
 
 
 def update_kernel(model: Any) -> Literal["eager", "fused"]:
     """The kernel of a model's updates."""
-    return kernel_of(trunk_and_head(model)[0]).used
+    return get_update_kernel(split_model(model)[0]).used
 
 
 def use_update_kernel(model: Any, kernel: Literal["eager", "fused"], reason: str = "") -> None:
     """Use this kernel for the updates of a model, and of a critic copied from it, from now on."""
     for module in model.modules():
-        if kernel_of(module).asked:
-            module.update_kernel = kernel_of(module)._replace(used=kernel, reason=reason)
+        if get_update_kernel(module).asked:
+            module.update_kernel = get_update_kernel(module)._replace(used=kernel, reason=reason)
 
 
 def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
@@ -109,8 +109,8 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
     sentence."""
     if update_kernel(model) == kernel:
         return ""
-    trunk = trunk_and_head(model)[0]
-    if kernel == "eager" and kernel_of(trunk).automatic:
+    trunk = split_model(model)[0]
+    if kernel == "eager" and get_update_kernel(trunk).automatic:
         use_update_kernel(model, "eager", "as the run did so far")
         return ""
     return (
@@ -122,7 +122,7 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
 def serves(trunk: Any) -> bool:
     """Whether the forward here equals the trunk's current one: a known family, float32 or bfloat16
     on a CPU, and no hooks on its parts."""
-    if not standard(trunk) or trunk.gradient_checkpointing or torch.is_autocast_enabled("cpu"):
+    if not is_standard(trunk) or trunk.gradient_checkpointing or torch.is_autocast_enabled("cpu"):
         return False
     weight = trunk.norm.weight
     parts = [layer.mlp.act_fn for layer in trunk.layers]
@@ -141,10 +141,10 @@ def serves(trunk: Any) -> bool:
     )
 
 
-def standard(trunk: Any) -> bool:
+def is_standard(trunk: Any) -> bool:
     """Whether a trunk's layers are as Hugging Face wrote them for a known family, adapters in their
     projections or not."""
-    family = model_shape(trunk.config).family
+    family = read_model_shape(trunk.config).family
     home = (
         sys.modules.get(f"transformers.models.{family}.modeling_{family}")
         if family in PLAIN
@@ -166,7 +166,7 @@ def standard(trunk: Any) -> bool:
         )
         and all(
             type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm")
-            for norm in norms_of(trunk)
+            for norm in list_norms(trunk)
         )
         # A hook on a module's call would be bypassed, for example one fetching a shard.
         and not any(
@@ -176,22 +176,22 @@ def standard(trunk: Any) -> bool:
     )
 
 
-def head_norms(attn: Any) -> tuple[Any | None, Any | None]:
+def find_head_norms(attn: Any) -> tuple[Any | None, Any | None]:
     """The norms of queries and of keys, as in Qwen3; None if a family has none."""
     parts = dict(attn.named_children())
     return parts.get("q_norm"), parts.get("k_norm")
 
 
-def norms_of(trunk: Any) -> list[Any]:
+def list_norms(trunk: Any) -> list[Any]:
     """The norms of a standard trunk and its layers, including the norms of queries and keys."""
     norms = [trunk.norm]
     for layer in trunk.layers:
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [norm for norm in head_norms(layer.self_attn) if norm is not None]
+        norms += [norm for norm in find_head_norms(layer.self_attn) if norm is not None]
     return norms
 
 
-def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
+def compute_fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
     """The last hidden states [N, H] of packed tokens [N], with gradient. `attend`: module, q, k, v
     [N, heads, D] → [N, Hq, D]."""
     x = trunk.embed_tokens(ids)
@@ -199,36 +199,38 @@ def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Ten
     for layer in trunk.layers:
         attn = layer.self_attn
         mlp = layer.mlp
-        y = normed(x, layer.input_layernorm)
+        y = apply_norm(x, layer.input_layernorm)
         q, k, v = (
-            multiplied(m, y).view(len(ids), -1, attn.head_dim)
+            multiply_projection(m, y).view(len(ids), -1, attn.head_dim)
             for m in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
-        q_norm, k_norm = head_norms(attn)
-        q = normed(q, q_norm, cosine, sine)
-        k = normed(k, k_norm, cosine, sine)
-        x = x + multiplied(attn.o_proj, attend(attn, q, k, v).flatten(1))
-        y = normed(x, layer.post_attention_layernorm)
-        gated = Gate.apply(multiplied(mlp.gate_proj, y), multiplied(mlp.up_proj, y))
-        x = x + multiplied(mlp.down_proj, gated)
-    return normed(x, trunk.norm)
+        q_norm, k_norm = find_head_norms(attn)
+        q = apply_norm(q, q_norm, cosine, sine)
+        k = apply_norm(k, k_norm, cosine, sine)
+        x = x + multiply_projection(attn.o_proj, attend(attn, q, k, v).flatten(1))
+        y = apply_norm(x, layer.post_attention_layernorm)
+        gated = Gate.apply(
+            multiply_projection(mlp.gate_proj, y), multiply_projection(mlp.up_proj, y)
+        )
+        x = x + multiply_projection(mlp.down_proj, gated)
+    return apply_norm(x, trunk.norm)
 
 
-def multiplied(module: Any, x: Tensor) -> Tensor:
+def multiply_projection(module: Any, x: Tensor) -> Tensor:
     """A projection of tokens [N, H], with its adapter."""
     factors = plain_lora(module)
-    if factors is None or hooked(module, factors.base, factors.down, factors.up):
+    if factors is None or has_hooks(module, factors.base, factors.down, factors.up):
         return module(x)
     up, down = factors.up.weight, factors.down.weight
     return Adapted.apply(x, factors.base.weight, factors.base.bias, down, up, factors.scaling)
 
 
-def hooked(*modules: Any) -> bool:
+def has_hooks(*modules: Any) -> bool:
     """Whether something hangs on the call of a module."""
     return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in modules)
 
 
-def normed(
+def apply_norm(
     x: Tensor, norm: Any | None, cosine: Tensor | None = None, sine: Tensor | None = None
 ) -> Tensor:
     """norm(x) over the last dimension, and rotated if angles [N, D] are given: x [N, H], or [N,
@@ -273,7 +275,7 @@ class Norm(torch.autograd.Function):
             torch.empty(-(-rows // BLOCK), n, dtype=torch.float32),
         )
         threads = torch.get_num_threads()
-        operations(x.dtype).forward(*_addresses(*given), *ctx.sizes, eps, threads)
+        load_operations(x.dtype).forward(*_addresses(*given), *ctx.sizes, eps, threads)
         # a rotation needs no x
         ctx.save_for_backward(None if weight is None else x, weight, cosine, sine, scale)
         return y
@@ -289,7 +291,7 @@ class Norm(torch.autograd.Function):
         sums = torch.zeros_like(room) if ctx.needs_input_grad[1] else None
         x = gradient if x is None else x
         given = (gradient, x, weight, cosine, sine, scale, to_x, sums, room)
-        operations(x.dtype).backward(*_addresses(*given), *ctx.sizes, torch.get_num_threads())
+        load_operations(x.dtype).backward(*_addresses(*given), *ctx.sizes, torch.get_num_threads())
         return to_x, None if sums is None else sums.sum(0).to(weight.dtype), None, None, None
 
 
@@ -302,7 +304,7 @@ class Gate(torch.autograd.Function):
         b = b.contiguous()
         ctx.save_for_backward(a, b)
         y = torch.empty_like(a)
-        operations(a.dtype).gate(*_addresses(a, b, y), a.numel(), torch.get_num_threads())
+        load_operations(a.dtype).gate(*_addresses(a, b, y), a.numel(), torch.get_num_threads())
         return y
 
     @staticmethod
@@ -312,7 +314,7 @@ class Gate(torch.autograd.Function):
         gradient = gradient.contiguous()
         to_a = torch.empty_like(a)
         to_b = torch.empty_like(b)
-        operations(a.dtype).gate_backward(
+        load_operations(a.dtype).gate_backward(
             *_addresses(gradient, a, b, to_a, to_b), a.numel(), torch.get_num_threads()
         )
         return to_a, to_b

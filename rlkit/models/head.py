@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
-from rlkit.models.shape import model_shape
+from rlkit.models.shape import read_model_shape
 from rlkit.system.adapters import base_model
 
 # Families whose forward, as Hugging Face wrote it, is only the trunk and the head.
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def trunk_and_head(model: Any) -> tuple[Any, Head]:
+def split_model(model: Any) -> tuple[Any, Head]:
     """Split a Hugging Face causal LM, also under PEFT, into its transformer and a function from
     last hidden states to logits."""
     causal = base_model(model)
@@ -39,7 +39,7 @@ class Head:
     def __init__(self, causal: Any):
         self.causal = causal
         self.module = causal.get_output_embeddings()
-        family = model_shape(causal.config).family
+        family = read_model_shape(causal.config).family
         # a subclass with a forward of its own has another
         written = type(causal).forward.__module__
         plain = (

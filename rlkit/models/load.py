@@ -21,7 +21,7 @@ from rlkit.models.checkpointing import checkpoint_activations
 from rlkit.models.fused import Kernel, choose_kernel
 from rlkit.models.head import Float32Head
 from rlkit.models.packing import allow_packing
-from rlkit.models.shape import model_shape
+from rlkit.models.shape import read_model_shape
 from rlkit.system.adapters import lora_layers
 from rlkit.system.digest import SUMS, find_folder_damage
 from rlkit.system.files import cache_folder
@@ -167,7 +167,7 @@ def pretrained_config(path: str, **hub: Any) -> Any:
     damaged."""
     from transformers import AutoConfig
 
-    base = base_of_adapters(path)
+    base = find_adapters_base(path)
     if base is not None:
         return pretrained_config(base, **hub)
     with _loading(path, weights=False) as place:
@@ -185,13 +185,13 @@ def pretrained_model(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    base = base_of_adapters(path)
+    base = find_adapters_base(path)
     if base is not None:
         model = pretrained_model(base, dtype=dtype, attention=attention, **hub)
         return _with_adapters(model, path)
     logging.disable_progress_bar()
     with _loading(path, weights=True) as place:
-        config = without_dropout(AutoConfig.from_pretrained(**place, **hub))
+        config = remove_dropout(AutoConfig.from_pretrained(**place, **hub))
         model = AutoModelForCausalLM.from_pretrained(
             **place,
             config=config,
@@ -200,15 +200,15 @@ def pretrained_model(
             variant=EMBEDDED.get(path),
             **hub,
         )
-    return _unquantized(model) if "gguf_file" in place else model
+    return _dequantize(model) if "gguf_file" in place else model
 
 
-def base_of_adapters(path: str) -> str | None:
+def find_adapters_base(path: str) -> str | None:
     """The path of the base model, for a folder of adapters; else None.
 
     Raises: ConfigError if the folder names none.
     """
-    folder = Path(_source(path))
+    folder = Path(_find_source(path))
     config = folder / "adapter_config.json"
     if (folder / "config.json").exists() or not config.is_file():
         return None
@@ -235,7 +235,7 @@ def _with_adapters(model: Any, path: str) -> Any:
     return model
 
 
-def _unquantized(model: Any) -> Any:
+def _dequantize(model: Any) -> Any:
     """Turn a model from a GGUF file into an ordinary one: transformers cannot save it in the loaded
     form."""
     config = copy.deepcopy(model.config)
@@ -277,7 +277,7 @@ def check_vocabulary(
     try:
         other = pretrained_tokenizer(teacher, revision=teacher_revision)
         theirs_config = pretrained_config(teacher, revision=teacher_revision)
-        size = model_shape(theirs_config.get_text_config()).vocab
+        size = read_model_shape(theirs_config.get_text_config()).vocab
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=", 1)) from error
     own = tokenizer.get_vocab()
@@ -285,7 +285,7 @@ def check_vocabulary(
     used = (
         own.values() if own == theirs else [theirs[token] for token in own.keys() & theirs.keys()]
     )
-    odd = _odd_token(tokenizer, other) if own != theirs else ""
+    odd = _find_odd_token(tokenizer, other) if own != theirs else ""
     if odd:
         raise ConfigError(
             f"{key}={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens"
@@ -314,7 +314,7 @@ def check_vocabulary(
     return [row for row in found[:cut] if row is not None]
 
 
-def _odd_token(own: Any, other: Any) -> str:
+def _find_odd_token(own: Any, other: Any) -> str:
     """The first token the other tokenizer lacks, or has by other rules; "" if there is none."""
     added = own.get_added_vocab()
     others = other.get_added_vocab()
@@ -379,12 +379,12 @@ def check_weights(model: Any, path: str, key: str = "model.path") -> None:
             )
 
 
-def _source(path: str) -> str:
+def _find_source(path: str) -> str:
     """The folder, file or hub id behind a model's path. Raises ConfigError for a model not fetched
     yet."""
     if path.startswith(FETCHED):
         name = path.removeprefix(FETCHED)
-        folder = fetched_folder(name)
+        folder = find_fetched_folder(name)
         if folder is None or not folder.is_dir():
             raise ConfigError(
                 f"model.path={path}: this model is not on this machine. Fetch it once with"
@@ -396,7 +396,7 @@ def _source(path: str) -> str:
     return str(location.absolute()) if location.exists() else path
 
 
-def fetched_folder(name: str) -> Path | None:
+def find_fetched_folder(name: str) -> Path | None:
     """The folder of `rlkit get NAME` for a model; None for a user without a cache folder, and for
     an invalid name."""
     cache = cache_folder()
@@ -408,7 +408,7 @@ def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
     """Yield the arguments of `from_pretrained` for a model's path. Raises ConfigError if a folder
     written by rlkit has changed since (`weights`: check weight files too), or if the block cannot
     load it."""
-    source = _source(path)
+    source = _find_source(path)
     why = find_folder_damage(Path(source), weights=weights)
     if why:
         again = (
@@ -454,7 +454,7 @@ def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
 
 def _policy(model: Any, renderer: Renderer) -> Policy:
     tokenizer = renderer.tokenizer
-    context = model_shape(model.config).context
+    context = read_model_shape(model.config).context
     context = 1 << 20 if context is None else int(context)
     allow_packing(model)
     end_ids = end_token_ids(model, tokenizer)
@@ -462,7 +462,7 @@ def _policy(model: Any, renderer: Renderer) -> Policy:
     return Policy(model, renderer, end_ids, pad, context)
 
 
-def without_dropout(config: Any) -> Any:
+def remove_dropout(config: Any) -> Any:
     """The config with every dropout 0: sampler and trainer must see the same policy, or ratios are
     not 1 on the first pass."""
     for name, value in vars(config).items():

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.functional import chunked_log_probs
-from rlkit.models.head import Head, trunk_and_head
-from rlkit.models.packing import Packed, trunk_states
+from rlkit.models.head import Head, split_model
+from rlkit.models.packing import Packed, compute_trunk_states
 from rlkit.system.sharding import find_sharded_modules
 from rlkit.types import TokenLogprobs
 
@@ -17,14 +17,14 @@ CHUNK_LOGITS = 1 << 25  # logits held at once on a GPU: 128 MiB in float32
 CHUNK_LOGITS_ON_CPU = 31 << 18
 
 
-def logits_at_once(device: torch.device) -> int:
+def choose_chunk_logits(device: torch.device) -> int:
     """The most logits in a chunk of the head's rows."""
     return CHUNK_LOGITS_ON_CPU if device.type == "cpu" else CHUNK_LOGITS
 
 
-def states(model: nn.Module, packed: Packed) -> Tensor:
+def compute_states(model: nn.Module, packed: Packed) -> Tensor:
     """The last hidden states [K, H] that predict the distinct sampled tokens of packed rows."""
-    return trunk_states(trunk_and_head(model)[0], packed)[packed.parents]
+    return compute_trunk_states(split_model(model)[0], packed)[packed.parents]
 
 
 def forward_logprobs(
@@ -47,12 +47,13 @@ def forward_logprobs(
       temperature: > 0, the sampler's.
       entropy_gradient: lets the entropy carry the gradient.
       critic: of `rlkit.models.critic`; gives `values`.
-      reference: `states` of the reference on the same rows [K, H], taken without gradient, and its
+      reference: `compute_states` of the reference on the same rows [K, H], taken without gradient,
+      and its
         head; gives `full_kl`.
     Returns: everything [B, T] in nats, or in units of reward for values; 0 outside the mask.
     """
-    trunk, head = trunk_and_head(model)
-    hidden = states(model, packed)
+    trunk, head = split_model(model)
+    hidden = compute_states(model, packed)
     sizes = [
         head.weight.shape[0],
         *([reference[1].weight.shape[0]] if reference is not None else []),
@@ -62,7 +63,7 @@ def forward_logprobs(
         head,
         packed.targets,
         temperature=temperature,
-        chunk_size=max(1, logits_at_once(hidden.device) // sum(sizes)),
+        chunk_size=max(1, choose_chunk_logits(hidden.device) // sum(sizes)),
         entropy_gradient=entropy_gradient,
         # a backward pass inside the forward one would gather and free shards out of turn
         frozen_head=not find_sharded_modules(trunk)

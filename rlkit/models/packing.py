@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
-from rlkit.models.fused import fused_states, kernel_of, serves
-from rlkit.models.shape import whole_context
+from rlkit.models.fused import compute_fused_states, get_update_kernel, serves
+from rlkit.models.shape import find_whole_context
 from rlkit.system.adapters import base_model
 from rlkit.system.sharding import find_sharded_modules
 
@@ -61,7 +61,7 @@ KERNELS = {
 }
 
 
-def kernels_of(device: torch.device) -> Kernels:
+def choose_kernels(device: torch.device) -> Kernels:
     """The row of KERNELS for a device."""
     if device.type != "cuda":
         return KERNELS[0, 0]
@@ -121,7 +121,7 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
       it.
     Raises: ValueError if a row begins with a sampled token, because no state comes before it.
     """
-    kernels = kernels or kernels_of(ids.device)
+    kernels = kernels or choose_kernels(ids.device)
     rows = ids.cpu().numpy()
     mask = response_mask.cpu().numpy()
     if mask[:, :1].any():
@@ -260,7 +260,7 @@ def size_class(length: int) -> int:
     return int(2 * np.log2(length))
 
 
-def trunk_states(trunk: Any, packed: Packed) -> Tensor:
+def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
     """The last hidden states [N, H] of all packed tokens.
 
     A trunk reads the paths as rows if it cannot be packed (`allow_packing`), or if some layers do
@@ -273,9 +273,13 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
     longest = max(path.keys.shape[1] for path in packed.paths)
-    if trunk.config._attn_implementation == ATTENTION and longest <= whole_context(trunk.config):
-        if kernel_of(trunk).used == "fused" and serves(trunk):
-            return fused_states(trunk, packed.ids, packed.positions, partial(_attend_all, packed))
+    if trunk.config._attn_implementation == ATTENTION and longest <= find_whole_context(
+        trunk.config
+    ):
+        if get_update_kernel(trunk).used == "fused" and serves(trunk):
+            return compute_fused_states(
+                trunk, packed.ids, packed.positions, partial(_attend_all, packed)
+            )
         # given, to avoid a mask of all pairs
         unused = packed.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
         states = trunk(
@@ -328,7 +332,7 @@ def allow_packing(model: nn.Module) -> None:
     if (
         isinstance(model, PreTrainedModel)
         and model._supports_attention_backend
-        and whole_context(config) > 0
+        and find_whole_context(config) > 0
         and config._attn_implementation == "sdpa"
     ):
         AttentionInterface.register(ATTENTION, attend_packed)

@@ -26,7 +26,7 @@ class ModelShape(NamedTuple):
     encoder: bool  # an encoder stands before the decoder
 
 
-def model_shape(config: Any) -> ModelShape:
+def read_model_shape(config: Any) -> ModelShape:
     """Read a config. Families leave out fields they do not need, so every field may be missing."""
 
     def field(name: str) -> Any:
@@ -50,14 +50,14 @@ def model_shape(config: Any) -> ModelShape:
     )
 
 
-def whole_context(config: Any) -> float:
+def find_whole_context(config: Any) -> float:
     """Tokens of the longest context every layer sees whole: inf without windows; the window of a
     model with sliding layers; 0 if some layers see something else: layers of other kinds, layers
     with shared keys and values, or an encoder.
 
     Up to this length a sliding layer computes the same as a full one.
     """
-    shape = model_shape(config)
+    shape = read_model_shape(config)
     if shape.encoder or shape.shared or shape.layer_types - {"full_attention", "sliding_attention"}:
         return 0
     if shape.layer_types == {"full_attention"}:

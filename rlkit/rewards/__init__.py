@@ -19,8 +19,8 @@ _code_exec.py    the tests passed by a program
 _by_task.py      the reward named by each row
 """
 
-from rlkit.rewards._by_task import by_task, named_rewards
-from rlkit.rewards._code_exec import Judgement, code_exec, extract_code, judgements, tests_of
+from rlkit.rewards._by_task import by_task, list_named_rewards
+from rlkit.rewards._code_exec import Judgement, code_exec, extract_code, judgements, split_tests
 from rlkit.rewards._normalise import Moments, normalise, update_moments
 from rlkit.rewards._numeric import extract_answer, numeric, parse_number
 from rlkit.rewards._score import score, score_spread
@@ -43,8 +43,8 @@ from rlkit.rewards.behaviour import (
 from rlkit.rewards.checks import RewardError
 from rlkit.rewards.declarations import (
     batched,
-    declared,
     no_gold,
+    read_declarations,
     reads_fields,
     reads_truth,
     reads_truths,

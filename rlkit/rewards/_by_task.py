@@ -63,6 +63,6 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
     return values
 
 
-def named_rewards(fn: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+def list_named_rewards(fn: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
     """Return the rewards of a configured `by_task` by name; for any other function, none."""
     return bound(fn).get("rewards", {}) if plain(fn) is by_task else {}

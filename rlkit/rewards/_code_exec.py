@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from rlkit.errors import DataError
 from rlkit.rewards.declarations import batched, reads_fields
-from rlkit.rewards.fences import code_blocks
+from rlkit.rewards.fences import split_code_blocks
 from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.sandbox import (
     Check,
@@ -93,7 +93,7 @@ def judgements(
 ) -> list[Judgement | None]:
     """The judgement of each rollout's program, with its status for a log; None for a task without
     tests. See `code_exec`."""
-    checks = [tests_of(rollout.task) for rollout in rollouts]
+    checks = [split_tests(rollout.task) for rollout in rollouts]
     jobs = [_job(rollout, tests) for rollout, tests in zip(rollouts, checks, strict=True)]
     distinct = list(dict.fromkeys(job for job in jobs if job))
     outcomes = dict(zip(distinct, run_many(distinct, sandbox), strict=True))
@@ -104,7 +104,7 @@ def judgements(
         elif job is None:
             judgements.append(Judgement("unparseable", 0, len(tests), detail="no code"))
         else:
-            judgements.append(_judged(outcomes[job], tests))
+            judgements.append(_judge_outcome(outcomes[job], tests))
     return judgements
 
 
@@ -121,7 +121,7 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
     >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\nThis prints\\n```\\n1\\n```")
     'a = 1'
     """
-    blocks = code_blocks(text)
+    blocks = split_code_blocks(text)
     ranked = [
         block
         for language in ("python", "unmarked", "other")
@@ -138,7 +138,7 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
     return next(itertools.chain(defining, programs), text)
 
 
-def _called(calls: Sequence[str]) -> set[str]:
+def _list_called_names(calls: Sequence[str]) -> set[str]:
     """Names that tests use and Python itself does not define."""
     found = {
         node.id
@@ -149,7 +149,7 @@ def _called(calls: Sequence[str]) -> set[str]:
     return found - set(dir(builtins))
 
 
-def tests_of(task: Task) -> list[Check]:
+def split_tests(task: Task) -> list[Check]:
     """The task's tests, split. Raises: DataError naming the row and the test."""
     checks = []
     for test in task.metadata.get("tests", ()):
@@ -166,13 +166,13 @@ def tests_of(task: Task) -> list[Check]:
 def _job(rollout: Rollout, tests: Sequence[Check]) -> Job | None:
     answer = final_answer(rollout)
     calls = tuple(call for check in tests for call in check.calls)
-    code = extract_code(answer, _called(calls)) if answer is not None else ""
+    code = extract_code(answer, _list_called_names(calls)) if answer is not None else ""
     if not tests or not code.strip():
         return None
     return Job(f"{code}\n{rollout.task.metadata.get('setup', '')}", calls)
 
 
-def _judged(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgement:
+def _judge_outcome(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgement:
     if isinstance(outcome, SandboxError):
         return Judgement("unrun", 0, len(tests), detail=str(outcome))
     given = iter(outcome.results)

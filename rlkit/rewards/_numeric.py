@@ -158,7 +158,7 @@ NOT_NUMBERS = re.compile(
 )  # x2, H2O, m^2
 
 
-def unreadable(task: Task, **keywords: object) -> str:
+def explain_unreadable(task: Task, **keywords: object) -> str:
     """Why `numeric` cannot read a task's truth; "" if it can."""
     if _truth(task.answer) is not None:
         return ""
@@ -170,7 +170,7 @@ def unreadable(task: Task, **keywords: object) -> str:
 
 @gives("binary", correct=1, wrong=0)
 @gives("raw")
-@reads_truth(unreadable)
+@reads_truth(explain_unreadable)
 def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> float | None:
     """Whether the last reply's number equals the number of `task.answer`, as exact fractions.
 
@@ -211,7 +211,11 @@ def parse_number(text: str) -> Fraction | None:
     # a fast path for most truths; the general one takes fifty times as long
     if len(text) <= MAX_DIGITS and text.isascii() and text.removeprefix("-").isdigit():
         return Fraction(int(text))
-    return _whole(_plain(text)) if len(text) <= MAX_SEGMENT and "\n" not in text else None
+    return (
+        _parse_whole(_simplify_text(text))
+        if len(text) <= MAX_SEGMENT and "\n" not in text
+        else None
+    )
 
 
 def extract_answer(text: str) -> Fraction | None:
@@ -230,13 +234,13 @@ def extract_answer(text: str) -> Fraction | None:
     if number is not None:
         return number
     for kind, segment in _segments(text):
-        plain = _plain(segment)
-        number = _whole(plain)
+        plain = _simplify_text(segment)
+        number = _parse_whole(plain)
         if number is not None:
             return number
         if _is_followed_by_number(kind, plain):
-            return _of_delimited(plain) if kind in ("box", "tag") else _first(plain)
-    return _last(text)
+            return _read_delimited(plain) if kind in ("box", "tag") else _find_first(plain)
+    return _find_last(text)
 
 
 def _truth(text: str) -> Fraction | None:
@@ -249,7 +253,7 @@ def _truth(text: str) -> Fraction | None:
         (
             segment
             for kind, segment in _segments(text)
-            if _is_followed_by_number(kind, _plain(segment))
+            if _is_followed_by_number(kind, _simplify_text(segment))
         ),
         "",
     )
@@ -259,7 +263,7 @@ def _truth(text: str) -> Fraction | None:
 # ------------------------------------------------------------------------------------------ numbers
 
 
-def _plain(text: str) -> str:
+def _simplify_text(text: str) -> str:
     """A text with one spelling of signs, spaces, fractions and powers, without currencies and
     LaTeX's typesetting."""
     for pattern, replacement in REWRITES:
@@ -267,7 +271,7 @@ def _plain(text: str) -> str:
     return text.translate(SPELLINGS)
 
 
-def _whole(plain: str) -> Fraction | None:
+def _parse_whole(plain: str) -> Fraction | None:
     """The number in a plain text as a whole, unit and punctuation aside."""
     text = plain.strip(" \t\r\n*_\"'")
     if not text.endswith(".."):
@@ -326,7 +330,7 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
         segment = text[marker.end() : following.start() if following else len(text)].lstrip()
         if len(segment) > MAX_SEGMENT:  # a number at the cut is not read in part
             segment = segment[:MAX_SEGMENT].rpartition(" ")[0]
-        segment = _own(
+        segment = _cut_own_text(
             str(marker.lastgroup),
             segment,
             closed=following is not None and following.lastgroup == "end",
@@ -336,13 +340,13 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
         following = marker
 
 
-def _own(kind: str, text: str, *, closed: bool) -> str:
+def _cut_own_text(kind: str, text: str, *, closed: bool) -> str:
     """The text that belongs to the marker before it: a line, a box, a tag, or the rest of
     the sentence."""
     if kind == "hashes":
         return text.partition("\n")[0]
     if kind == "box":
-        return _in_braces(text) or ""
+        return _read_braces(text) or ""
     if kind == "tag":
         return text if closed else ""
     if kind == "end":
@@ -351,7 +355,7 @@ def _own(kind: str, text: str, *, closed: bool) -> str:
     return text[:lead].replace("\n", " ") + END_OF_SENTENCE.split(text[lead:], maxsplit=1)[0]
 
 
-def _in_braces(text: str) -> str | None:
+def _read_braces(text: str) -> str | None:
     """The text before the closing brace; None without one."""
     depth = 1
     for brace in re.finditer(r"[{}]", text):
@@ -371,16 +375,16 @@ def _is_followed_by_number(kind: str, plain: str) -> bool:
     return kind not in ("hashes", "colon") or "=" in lead or not WORDS.search(lead)
 
 
-def _of_delimited(plain: str) -> Fraction | None:
+def _read_delimited(plain: str) -> Fraction | None:
     """The number in a box or a tag: after an equation's last "=", or the only one among words."""
     left, equals, right = plain.rpartition("=")
     if equals and not CLAUSE.search(left):
-        return _whole(right)
+        return _parse_whole(right)
     alone = sum(bool(HAS_NUMBER.search(found.group())) for found in EXPRESSION.finditer(plain)) == 1
-    return _first(plain) if alone and WORDS.search(plain) else None
+    return _find_first(plain) if alone and WORDS.search(plain) else None
 
 
-def _first(plain: str) -> Fraction | None:
+def _find_first(plain: str) -> Fraction | None:
     """The first expression of a plain text as a number; in an equation, the side after the last
     "=". In "5 and a half" it does not read 5."""
     expression = next(
@@ -400,10 +404,10 @@ def _first(plain: str) -> Fraction | None:
             text = text[:-1].rstrip(" .,:;!?*")
         while text.startswith(opening) and text.count(opening) > text.count(closing):
             text = text[1:].lstrip()
-    return _whole(text)
+    return _parse_whole(text)
 
 
-def _last(text: str) -> Fraction | None:
+def _find_last(text: str) -> Fraction | None:
     """The last number of a text without a marker."""
     end = max((found.end() for found in HAS_NUMBER.finditer(text)), default=0)
     if not end:
@@ -411,10 +415,10 @@ def _last(text: str) -> Fraction | None:
     before = text[max(0, end - MAX_SEGMENT) : end]
     start = max((found.end() for found in END_OF_SENTENCE.finditer(before)), default=0)
     after = END_OF_SENTENCE.split(text[end : end + MAX_SEGMENT], maxsplit=1)[0]
-    plain = NOT_NUMBERS.sub(" ", _plain(before[start:] + after))
+    plain = NOT_NUMBERS.sub(" ", _simplify_text(before[start:] + after))
     _, equals, right = plain.rpartition("=")
     if equals and HAS_NUMBER.search(right):
-        return _first(right)
+        return _find_first(right)
     last = None
     for last in IN_TEXT.finditer(plain):  # noqa: B007
         pass

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from rlkit.distributed import ranks
-from rlkit.errors import ConfigError, written
-from rlkit.rewards.calls import call, call_term, on_copy, spread
+from rlkit.errors import ConfigError, name_function
+from rlkit.rewards.calls import call, call_on_copy, call_term, spread
 from rlkit.rewards.checks import LARGEST, Checked, RewardError, check_value, reward_error
-from rlkit.rewards.declarations import declared
+from rlkit.rewards.declarations import read_declarations
 from rlkit.rewards.terms import Reward, Term, require_terms
 from rlkit.system.shared_state import get_current_watch, guard_state
 from rlkit.system.waiting import waiting
@@ -42,14 +42,14 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
         )
     require_terms(reward)
     with guard_state(*reward.functions):
-        played = [_as_played(rollout) for rollout in rollouts]
-        columns = {name: _column(name, played, reward) for name in reward.terms}
+        played = [_drop_term_rewards(rollout) for rollout in rollouts]
+        columns = {name: _score_column(name, played, reward) for name in reward.terms}
         rows = [{name: column[i] for name, column in columns.items()} for i in range(len(played))]
         scored = [
             _with_scores(rollout, row, reward) for rollout, row in zip(played, rows, strict=True)
         ]
         with waiting("the reward's aggregator", reward.aggregator, count=len(scored)):
-            rewarded = _aggregated(scored, reward)
+            rewarded = _aggregate_rewards(scored, reward)
         _require_bounded(rewarded)
         return [
             rollout._replace(rewards={name: cell.component for name, cell in row.items()})
@@ -64,14 +64,14 @@ def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     """
     if (
         reward.max_error_rate > 0
-        or declared(reward.aggregator).batched
+        or read_declarations(reward.aggregator).batched
         or any(term.takes_all for term in reward.terms.values())
     ):
         return ranks.broadcast(lambda: score(rollouts, reward))
     return ranks.split_work(rollouts, lambda own, _: score(own, reward))
 
 
-def _as_played(rollout: Rollout) -> Rollout:
+def _drop_term_rewards(rollout: Rollout) -> Rollout:
     """The rollout with its environment's payments alone, without the rewards of per-step terms."""
     if not rollout.environment_rewards:
         return rollout
@@ -82,7 +82,7 @@ def _as_played(rollout: Rollout) -> Rollout:
     return rollout._replace(steps=steps, environment_rewards=())
 
 
-def _column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> list[Checked]:
+def _score_column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> list[Checked]:
     """The checked values of one term for all rollouts, in their order. Raises: RewardError if it
     fails on too many."""
     term = reward.terms[name]
@@ -124,7 +124,7 @@ def _with_scores(rollout: Rollout, row: Mapping[str, Checked], reward: Reward) -
     )
 
 
-def _aggregated(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
+def _aggregate_rewards(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     """The rollouts with `reward`, if no term of non-zero weight is None."""
     counted = [name for name, term in reward.terms.items() if term.weight]
     places = [
@@ -140,7 +140,7 @@ def _aggregated(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
         rollout = rollouts[i]
         cell = check_value(value, rollout, term, "aggregator")
         if cell.failure:
-            raise reward_error(f"aggregator ({written(term.fn)})", rollout, cell)
+            raise reward_error(f"aggregator ({name_function(term.fn)})", rollout, cell)
         out[i] = rollout._replace(reward=cell.score, metrics={**rollout.metrics, **cell.metrics})
     return out
 
@@ -171,7 +171,7 @@ def _aggregates(term: Term, rollouts: Sequence[Rollout], reward: Reward) -> Sequ
     if not term.takes_all:
         own = [{name: rollout.rewards[name] for name in weights} for rollout in rollouts]
         return [call(partial(term.fn, scores, dict(weights)), term, watch) for scores in own]
-    whole = call(partial(on_copy, term.fn, rollouts, dict(weights)), term, watch)
+    whole = call(partial(call_on_copy, term.fn, rollouts, dict(weights)), term, watch)
     values, measured = unpacked(whole)
     columns = {
         name: spread(given, count) if isinstance(given, Sequence) else [given] * count

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rlkit.errors import ConfigError
-from rlkit.rewards._numeric import numeric, unreadable
+from rlkit.rewards._numeric import explain_unreadable, numeric
 from rlkit.rewards.declarations import no_gold, reads_truth
 from rlkit.rewards.verdicts import Paid
 from rlkit.types import Rollout, assumes, gives
@@ -29,7 +29,7 @@ def environment(rollout: Rollout) -> float | None:
 
 
 @gives("non_negative", "raw")
-@reads_truth(unreadable)
+@reads_truth(explain_unreadable)
 def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
     """1 for the right number in the first reply, falling linearly to 1 / max_turns in the last; 0
     for a wrong number or none.

@@ -58,9 +58,9 @@ def call_term(term: Term, rollouts: Sequence[Rollout], allowed: int) -> list[Any
         values.append(value)
         timeouts += isinstance(value, DeadlinePassed)
         if timeouts > allowed:
-            return list(map(_closed, values))
+            return list(map(_close_awaitable, values))
     pending = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
-    results = _awaited([values[i] for i in pending], term, allowed)
+    results = _await_all([values[i] for i in pending], term, allowed)
     for i, value in zip(pending, results, strict=True):
         values[i] = value
     return values
@@ -75,17 +75,19 @@ def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
     """
     with waiting("the reward", term.fn, count=len(rollouts)):
         if term.takes_all:
-            values = call(partial(on_copy, term.fn, list(rollouts)), term, get_current_watch())
-            values = _awaited([values], term)[0] if inspect.isawaitable(values) else values
+            values = call(partial(call_on_copy, term.fn, list(rollouts)), term, get_current_watch())
+            values = _await_all([values], term)[0] if inspect.isawaitable(values) else values
             yield from spread(values, len(rollouts))
             return
         here = term.threads == 1
         calls = [
-            partial(call, partial(on_copy, term.fn, rollout), term, get_current_watch(), here=here)
+            partial(
+                call, partial(call_on_copy, term.fn, rollout), term, get_current_watch(), here=here
+            )
             for rollout in rollouts
         ]
         if not here:
-            yield from _in_threads(calls, term.threads)
+            yield from _run_in_threads(calls, term.threads)
             return
         for one in calls:
             yield one()
@@ -112,7 +114,7 @@ def call(function: Callable[[], Any], term: Term, watch: Watch, *, here: bool = 
         return error
 
 
-def on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
+def call_on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
     """Call a function with a copy of its first argument."""
     return function(copy_value(given), *more)
 
@@ -138,7 +140,7 @@ def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
 # ----------------------------------------------------------------------------- threads and awaiting
 
 
-def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
+def _run_in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
     """The values of calls, in order, with `threads` calls under way at a time. Raises the first
     Refusal."""
 
@@ -156,14 +158,14 @@ def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
     return run_in_thread(lambda: run(together()), None)
 
 
-def _closed(value: Any) -> Any:
+def _close_awaitable(value: Any) -> Any:
     """The value itself, or Unawaited for an awaitable, which is closed."""
     if inspect.iscoroutine(value):
         value.close()
     return Unawaited() if inspect.isawaitable(value) else value
 
 
-def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0) -> list[Any]:
+def _await_all(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0) -> list[Any]:
     """Await all calls together and return their results or exceptions. This happens in a thread,
     because a notebook has a running event loop of its own.
 
@@ -187,7 +189,7 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0)
     async def together() -> list[Any]:
         tasks = [asyncio.create_task(one(awaitable)) for awaitable in awaitables]
         await wait_for_tasks(
-            tasks, until=lambda task: has_failed(task) and _too_many(tasks, allowed)
+            tasks, until=lambda task: has_failed(task) and _has_too_many_failures(tasks, allowed)
         )
         for task in tasks:
             if not is_over(task):
@@ -214,7 +216,7 @@ def _outcome(task: asyncio.Task[Any]) -> Any:
         return error
 
 
-def _too_many(tasks: Sequence[asyncio.Task[Any]], allowed: int) -> bool:
+def _has_too_many_failures(tasks: Sequence[asyncio.Task[Any]], allowed: int) -> bool:
     """Whether the step has failed already, whatever the other tasks give."""
     errors = [error for task in tasks if is_over(task) and (error := get_error(task)) is not None]
     return len(errors) > allowed or any(isinstance(error, Refusal) for error in errors)

@@ -51,7 +51,7 @@ def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
     """
     where = f"on task {rollout.task.id!r}:"
     try:
-        return _checked(value, rollout, term, part)
+        return _check_value(value, rollout, term, part)
     except Unawaited:
         return Checked(None, "error")
     except Misshapen as error:
@@ -76,7 +76,7 @@ def reward_error(who: str, rollout: Rollout, failed: Checked, rate: str = "") ->
     return error
 
 
-def _checked(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
+def _check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
     value, measured = unpacked(value)
     for given in (value, *measured.values()):
         if isinstance(given, Exception):

@@ -29,7 +29,7 @@ class Declared(NamedTuple):
     fields: tuple[str, ...] = ()
 
 
-def declared(fn: Callable[..., Any]) -> Declared:
+def read_declarations(fn: Callable[..., Any]) -> Declared:
     """Return the declarations of a function.
 
     A `functools.partial` has the declarations of its function, with its keywords bound to
@@ -44,7 +44,7 @@ def declared(fn: Callable[..., Any]) -> Declared:
 
 
 def _declare(fn: F, **what: Any) -> F:
-    setattr(fn, MARK, declared(fn)._replace(**what))
+    setattr(fn, MARK, read_declarations(fn)._replace(**what))
     return fn
 
 
@@ -86,7 +86,7 @@ def reads_fields(*fields: str) -> Callable[[F], F]:
 def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
     """Why a reward function cannot read the truth of each task; "" if it can, and for unmarked
     functions."""
-    problems = declared(fn).problems
+    problems = read_declarations(fn).problems
     if problems is None or not tasks:
         return [""] * len(tasks)
     return problems(tasks if is_own(problems) else copy_value(list(tasks)))

@@ -38,7 +38,7 @@ class _Open(NamedTuple):
     lines: list[str]
 
 
-def code_blocks(text: str) -> list[Block]:
+def split_code_blocks(text: str) -> list[Block]:
     r"""The fenced blocks of a text, in order, without empty ones.
 
     Well-formed blocks are read as CommonMark reads them: backticks or tildes, three or more, closed
@@ -55,7 +55,7 @@ def code_blocks(text: str) -> list[Block]:
     A fence inside a program's string is recognised by its indentation: a closing fence is at most
     three columns deeper than the opening one. The time is linear in the length of the text.
 
-    >>> code_blocks("1. Add:\n   ~~~{.python}\n   s = 1 + 1~~~\n   Done.")
+    >>> split_code_blocks("1. Add:\n   ~~~{.python}\n   s = 1 + 1~~~\n   Done.")
     [Block(language='python', code='s = 1 + 1')]
     """
     blocks: list[_Open] = []
@@ -83,11 +83,11 @@ def code_blocks(text: str) -> list[Block]:
             current = new
             blocks.append(new)
             continue
-        last = _before_glued_fence(current.fence, content)
+        last = _cut_glued_fence(current.fence, content)
         current.lines.append(content if last is None else last)
         if last is not None:
             current = None
-    read = (Block(_language(block.info), _without_margin(block.lines)) for block in blocks)
+    read = (Block(_language(block.info), _remove_margin(block.lines)) for block in blocks)
     return [block for block in read if block.code.strip()]
 
 
@@ -114,7 +114,7 @@ def _closes(block: _Open, line: str) -> bool:
     )
 
 
-def _before_glued_fence(fence: str, line: str) -> str | None:
+def _cut_glued_fence(fence: str, line: str) -> str | None:
     """The text before a closing fence at the end of a line of code; None without a
     fence."""
     line = line.rstrip(" \t")
@@ -136,7 +136,7 @@ def _columns(line: str) -> int:
     return len(line[: len(line) - len(line.lstrip(" \t"))].expandtabs(4))
 
 
-def _without_margin(lines: list[str]) -> str:
+def _remove_margin(lines: list[str]) -> str:
     """The lines without the indentation of the first line of code, which a program has at column 0.
     Comments do not count as code."""
     margins = [len(line) - len(line.lstrip(" \t")) for line in lines]

@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rlkit.errors import ConfigError, written
+from rlkit.errors import ConfigError, name_function
 from rlkit.rewards.aggregators import weighted_sum
-from rlkit.rewards.declarations import declared
+from rlkit.rewards.declarations import read_declarations
 from rlkit.types import AggregatorFn, safe
 
 
@@ -44,7 +44,7 @@ class Term(NamedTuple):
     @property
     def takes_all(self) -> bool:
         """Whether the function takes the list of all rollouts."""
-        return self.batched or declared(self.fn).batched
+        return self.batched or read_declarations(self.fn).batched
 
 
 @safe("name", "terms")
@@ -96,16 +96,16 @@ def require_terms(reward: Reward) -> None:
                 f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not"
                 f" {term.timeout}"
             )
-        wrong = _uncallable(term.fn)
+        wrong = _explain_uncallable(term.fn)
         if wrong:
             what = "the list of rollouts" if term.takes_all else "a rollout"
             raise ConfigError(
-                f"reward term {name!r}: {written(term.fn)} is called with {what} alone, which it"
-                f" does not fit: {wrong}"
+                f"reward term {name!r}: {name_function(term.fn)} is called with {what} alone,"
+                f" which it does not fit: {wrong}"
             )
 
 
-def _uncallable(fn: Callable[..., Any]) -> str:
+def _explain_uncallable(fn: Callable[..., Any]) -> str:
     """Why a function cannot be called with one argument, with the function's file and line; "" if
     it can, or if it has no signature."""
     try:

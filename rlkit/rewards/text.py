@@ -34,11 +34,11 @@ def exact_match(
     Returns: `correct` or `wrong`; None if `task.answer` is empty or cannot be parsed. A reply that
       cannot be parsed is wrong, with the status unparseable.
     """
-    truth = _parsed(rollout.task.answer, parse, ignore_case)
+    truth = _parse_answer(rollout.task.answer, parse, ignore_case)
     if truth is None:
         return None
     answer = final_answer(rollout)
-    given = None if answer is None else _parsed(answer, parse, ignore_case)
+    given = None if answer is None else _parse_answer(answer, parse, ignore_case)
     if given is None:
         return Verdict(wrong, "unparseable")
     return correct if given == truth else wrong
@@ -59,7 +59,7 @@ def contains(
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; None for an empty `task.answer`.
     """
-    words = _folded(rollout.task.answer, ignore_case).split()
+    words = _fold_case(rollout.task.answer, ignore_case).split()
     if not words:
         return None
     answer = final_answer(rollout)
@@ -68,7 +68,7 @@ def contains(
     before = r"(?<!\w)" + (r"(?<![-\u2212])(?<!\d[.,/])" if words[0][0].isdigit() else "")
     after = r"(?!\w)" + (r"(?![.,/]\d)" if words[-1][-1].isdigit() else "")
     pattern = before + r"\s++".join(map(re.escape, words)) + after
-    return correct if re.search(pattern, _folded(answer, ignore_case)) else wrong
+    return correct if re.search(pattern, _fold_case(answer, ignore_case)) else wrong
 
 
 @reaches(pattern="processor")
@@ -106,12 +106,12 @@ def format_match(
     return correct if found else wrong
 
 
-def _folded(text: str, ignore_case: bool) -> str:
+def _fold_case(text: str, ignore_case: bool) -> str:
     return text.strip().casefold() if ignore_case else text.strip()
 
 
-def _parsed(text: str, parse: Callable[[str], Any] | None, ignore_case: bool) -> Any:
-    folded = _folded(text, ignore_case)
+def _parse_answer(text: str, parse: Callable[[str], Any] | None, ignore_case: bool) -> Any:
+    folded = _fold_case(text, ignore_case)
     if not folded:
         return None
     return folded if parse is None else parse(folded)

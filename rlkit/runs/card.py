@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.runs import folder as runs
-from rlkit.training.schedules.paths import flat
+from rlkit.training.schedules.paths import flatten_numbers
 
 SHOWN: Mapping[str, str] = {  # row of the card → dotted key of the config
     "algorithm": "algorithm.name",
@@ -41,7 +41,7 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
       run: a run folder; missing entries are left out. step: the RL step of the policy.
       adapters: whether the folder holds adapters in PEFT's format instead of all weights.
     """
-    settings = flat(runs.read_config(run))
+    settings = flatten_numbers(runs.read_config(run))
     summary = runs.read_summary(run) or {}
     start = runs.read_start(run)
     base = str(settings.get("model.path", ""))

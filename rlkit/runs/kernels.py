@@ -40,12 +40,12 @@ def decide_kernels(folder: Path) -> dict[str, str]:
 
 def explain_missing_kernels() -> str:
     """Say why this machine has no compiled code; empty if it has."""
-    from rlkit.engines.cached.kernel import compiled
-    from rlkit.models.fused import operations
+    from rlkit.engines.cached.kernel import compile_kernel
+    from rlkit.models.fused import load_operations
 
     try:
-        compiled()
-        operations()
+        compile_kernel()
+        load_operations()
     except NoKernel as error:
         return str(error)
     return ""

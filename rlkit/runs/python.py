@@ -55,7 +55,7 @@ class RLStep(NamedTuple):
     policy: Policy  # as it is after the step
 
     def __repr__(self) -> str:
-        reward = display.figure(self.metrics.get("reward/mean"))
+        reward = display.format_figure(self.metrics.get("reward/mean"))
         return (
             f"RL step {self.step} · reward {reward} · {len(self.rollouts)} rollouts ·"
             f" {len(self.metrics)} metrics"
@@ -115,7 +115,7 @@ def steps(x: Experiment) -> Iterator[RLStep]:
     """
     from rlkit.training.ahead.flight import Flight
     from rlkit.training.ahead.modes import group_source
-    from rlkit.training.ahead.source import next_groups
+    from rlkit.training.ahead.source import get_next_groups
     from rlkit.training.learner import Learner
     from rlkit.training.run import ready
 
@@ -127,7 +127,7 @@ def steps(x: Experiment) -> Iterator[RLStep]:
         while learner.rl_step < x.trainer.steps:
             with autocast(x, device, updates=True):
                 learner.begin()
-                groups, flight, figures = next_groups(
+                groups, flight, figures = get_next_groups(
                     source,
                     flight,
                     learner.experiment,

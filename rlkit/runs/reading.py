@@ -13,7 +13,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.system.redaction import redact_config
 from rlkit.system.rows import read_lines
-from rlkit.training.schedules.paths import flat
+from rlkit.training.schedules.paths import flatten_numbers
 
 SWITCH = "schedule/switch"
 LARGEST = 1e100
@@ -96,7 +96,7 @@ def read_run(folder: Path) -> ReadRun:
     settings: dict[str, Any] = {}
     if runs.is_run(folder):
         try:
-            settings = flat(redact_config(runs.read_config(folder)))
+            settings = flatten_numbers(redact_config(runs.read_config(folder)))
         except (DataError, RecursionError) as error:
             notes.append(
                 f"{error}; the settings are left out"

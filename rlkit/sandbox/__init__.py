@@ -3,7 +3,7 @@
 A child is a fresh interpreter with an empty environment, an empty folder, and limits of time,
 memory, output and files. If the kernel has them, it also gets Landlock (files), seccomp (processes,
 network, signals) and namespaces. It reads the standard library, but no package installed beside it.
-A self-test probes the protection: `probe()` gives the level.
+A self-test probes the protection: `find_level()` gives the level.
 
 Some things are not prevented. A program can ask whether a file exists and how large it is (not read
 it). Without namespaces it can fill the disk with many small files until its time is up. On macOS
@@ -15,6 +15,6 @@ Files in the order of their imports: _child, values, judge, process, asserts, le
 
 from rlkit.sandbox.asserts import Check, Unsplittable, passes, split
 from rlkit.sandbox.interpreter import Interpreter
-from rlkit.sandbox.level import Level, probe, require, run, run_many, seen
+from rlkit.sandbox.level import Level, find_level, get_known_level, require, run, run_many
 from rlkit.sandbox.process import Job, Outcome, Result, Sandbox, Sandboxed, SandboxError
-from rlkit.sandbox.values import Opaque, same
+from rlkit.sandbox.values import Opaque, are_equal

@@ -82,7 +82,7 @@ def split(test: str, setup: str = "") -> Check:
                 functions=s.functions
                 - {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
             )
-        verdict = _outside(node, s, True)
+        verdict = _replace_calls(node, s, True)
         if s.calls:
             return Check(tuple(s.calls), ast.unparse(ast.fix_missing_locations(verdict)))
     except Unsplittable:
@@ -99,14 +99,14 @@ def passes(check: Check, *results: Result) -> bool:
         return False
     values = {f"value_{i}": result.value for i, result in enumerate(results)}
     try:
-        return truth(evaluate(_parsed(check.verdict), values))
+        return truth(evaluate(_parse_verdict(check.verdict), values))
     except Exception:
         # the assert would raise, too: isclose(10**400, 1.0), sorted([1, "a"]), min([]), …
         return False
 
 
 @functools.lru_cache(4096)
-def _parsed(verdict: str) -> ast.expr:
+def _parse_verdict(verdict: str) -> ast.expr:
     return ast.parse(verdict, mode="eval").body
 
 
@@ -134,7 +134,7 @@ def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
 # ------------------------------------------------------------------------------------------ outside
 
 
-def _outside(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
+def _replace_calls(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
     """The expression with the program's calls replaced by the names of their values.
 
     `asked`: its truth is the verdict, so a call in it must not hold the expectation.
@@ -143,7 +143,7 @@ def _outside(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
         return _call(node, s, asked)
 
     def inner(part: ast.expr) -> ast.expr:
-        return _outside(part, s, asked)
+        return _replace_calls(part, s, asked)
 
     match node:
         case ast.Constant():
@@ -164,14 +164,14 @@ def _outside(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
                     "`not` says what a value must not be; it may stand before a call of the program"
                     " only"
                 )
-            return ast.UnaryOp(node.op, _outside(node.operand, s, True))
+            return ast.UnaryOp(node.op, _replace_calls(node.operand, s, True))
         case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
             return ast.UnaryOp(node.op, inner(node.operand))
         # "%d" % x is no arithmetic
         case ast.BinOp() if type(node.op) in ARITHMETIC and not _is_text(node.left):
             return ast.BinOp(inner(node.left), node.op, inner(node.right))
         case ast.BoolOp():
-            return ast.BoolOp(node.op, [_outside(part, s, True) for part in node.values])
+            return ast.BoolOp(node.op, [_replace_calls(part, s, True) for part in node.values])
         case ast.Compare():
             return _comparison(node, s)
         case ast.Call():
@@ -200,7 +200,7 @@ def _comparison(node: ast.Compare, s: _Split) -> ast.expr:
             if not program
         ]
     )
-    left, *others = (_outside(side, s, asked) for side in sides)
+    left, *others = (_replace_calls(side, s, asked) for side in sides)
     return ast.Compare(left, node.ops, others)
 
 
@@ -214,7 +214,7 @@ def _are_truths(value: Any) -> bool:
 def _literal(node: ast.expr, s: _Split) -> Any:
     """The value of an expression without the program. Raises: Unsplittable if it has none."""
     try:
-        return evaluate(_outside(node, s, False), {})
+        return evaluate(_replace_calls(node, s, False), {})
     except Unsplittable:
         raise
     except Exception as error:
@@ -242,19 +242,19 @@ def _function(node: ast.Call, s: _Split, asked: bool) -> ast.expr:
     if name == "isinstance":
         if len(node.args) != 2 or ast.unparse(node.args[1]) not in TYPES:
             raise Unsplittable(f"isinstance takes a value and one of {', '.join(TYPES)}")
-        return ast.Call(node.func, [_outside(node.args[0], s, False), node.args[1]], [])
+        return ast.Call(node.func, [_replace_calls(node.args[0], s, False), node.args[1]], [])
     asked = asked or name in ("all", "any", "bool")
     # The child sends a list of the items of the program's value, so the value may be a generator or
     # a view of a dict.
     form = "[*{}]" if name in ITERATE or (name in ("min", "max") and len(node.args) == 1) else "{}"
     arguments = [
-        _call(part, s, asked, form) if _is_program(part, s) else _outside(part, s, asked)
+        _call(part, s, asked, form) if _is_program(part, s) else _replace_calls(part, s, asked)
         for part in node.args
     ]
     return ast.Call(
         node.func,
         arguments,
-        [ast.keyword(k.arg, _outside(k.value, s, False)) for k in node.keywords],
+        [ast.keyword(k.arg, _replace_calls(k.value, s, False)) for k in node.keywords],
     )
 
 

@@ -24,11 +24,11 @@ from rlkit.sandbox.process import (
     SandboxError,
     Status,
     _job,
-    child_in,
-    folder,
-    heard,
+    make_folder,
+    read_output,
+    start_child,
 )
-from rlkit.sandbox.values import records
+from rlkit.sandbox.values import split_records
 from rlkit.system.deadline import end_when_left
 
 # seconds of processor time of a session: each program has its own time on the parent's clock
@@ -88,13 +88,13 @@ class Interpreter:
 
     def _start(self) -> None:
         features = require(self.sandbox).features
-        path = self.held.enter_context(folder())
+        path = self.held.enter_context(make_folder())
         self.child, self.kill = STARTER.submit(
-            self.held.enter_context, child_in(path, subprocess.PIPE, "session")
+            self.held.enter_context, start_child(path, subprocess.PIPE, "session")
         ).result()
         job = _job(Job("", interactive=True), self.sandbox, features) | {"cpu_s": LIFETIME}
         self._send(marshal.dumps(job), START_LIMIT)
-        said, _ = self._said(START_LIMIT, "RX")
+        said, _ = self._read_answer(START_LIMIT, "RX")
         if not said or said[0][0] != "R":
             why = said[0][1].decode("utf-8", "replace") if said else "the child said nothing"
             raise SandboxError(
@@ -129,7 +129,7 @@ class Interpreter:
             except BrokenPipeError:  # an earlier program's thread has ended the interpreter since
                 return Outcome("died")
             start = monotonic()
-            said, how = self._said(self.sandbox.time_limit, "DE")
+            said, how = self._read_answer(self.sandbox.time_limit, "DE")
         first = {tag: payload.decode("utf-8", "replace") for tag, payload in reversed(said)}
         status: Status
         if how == "said":
@@ -138,10 +138,10 @@ class Interpreter:
             status = "died" if how == "end" else how
         return Outcome(status, (), first.get("P", ""), first.get("E", ""), monotonic() - start)
 
-    def _said(
+    def _read_answer(
         self, seconds: float, last: str
     ) -> tuple[list[tuple[str, bytes]], Ending | Literal["said"]]:
         assert self.child is not None and self.child.stdout is not None
         data = bytearray()
-        how = heard(self.child.stdout.fileno(), data, seconds, self.sandbox, last)
-        return records(bytes(data)), how
+        how = read_output(self.child.stdout.fileno(), data, seconds, self.sandbox, last)
+        return split_records(bytes(data)), how

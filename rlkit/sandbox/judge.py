@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlkit.sandbox.values import Opaque, same
+from rlkit.sandbox.values import Opaque, are_equal
 
 LONGEST = 1_000_000  # items of a range or a repeated sequence, and bits of a power
 NUMBERS = (int, float, complex, bool)
@@ -210,9 +210,9 @@ def _arithmetic(kind: type[ast.operator], a: Any, b: Any) -> Any:
 
 def _compare(kind: type[ast.cmpop], a: Any, b: Any) -> bool:
     if kind in (ast.Eq, ast.Is):
-        return same(a, b)
+        return are_equal(a, b)
     if kind is ast.In:
         if isinstance(b, str):
             return isinstance(a, str) and a in b
-        return any(same(a, item) for item in b)
+        return any(are_equal(a, item) for item in b)
     return bool(ORDER[kind](a, b))

@@ -17,10 +17,10 @@ from rlkit.sandbox.process import (
     Sandbox,
     SandboxError,
     check_settings,
-    folder,
+    count_workers,
+    make_folder,
     remove_leftovers,
     run_with,
-    workers,
 )
 
 LEVELS = ("basic", "kernel", "kernel+ns")  # weakest first
@@ -73,7 +73,7 @@ class Level(NamedTuple):
 
 
 @functools.cache
-def probe() -> Level:
+def find_level() -> Level:
     """The strongest level whose self-test passes here; found once a process. The weakest, `basic`,
     has limits of time and memory only.
 
@@ -105,7 +105,7 @@ def probe() -> Level:
 def self_test(features: Sequence[str]) -> tuple[str, ...]:
     """The successful attacks under these features. Raises: SandboxError if the features cannot be
     set, or the test itself fails."""
-    with folder() as outside:
+    with make_folder() as outside:
         canary = Path(outside, "canary")
         canary.write_text("readable by all")
         code = f"CANARY, PARENT = {str(canary)!r}, {os.getpid()}\n{SELF_TEST}"
@@ -131,7 +131,7 @@ def require(sandbox: Sandbox) -> Level:
         raise ConfigError(
             f"sandbox.min_level is {sandbox.min_level!r}; it must be one of {', '.join(LEVELS)}"
         )
-    level = probe()
+    level = find_level()
     if LEVELS.index(level.name) < LEVELS.index(sandbox.min_level) and not sandbox.allow_weak:
         raise ConfigError(
             f"sandbox.min_level is {sandbox.min_level}, but this machine gives {level.name}"
@@ -142,10 +142,10 @@ def require(sandbox: Sandbox) -> Level:
     return level
 
 
-def seen() -> Level | None:
+def get_known_level() -> Level | None:
     """The level, if a program has run or the level was asked for; None if no sandbox was needed so
     far."""
-    return probe() if probe.cache_info().currsize else None
+    return find_level() if find_level.cache_info().currsize else None
 
 
 def run(job: Job, sandbox: Sandbox | None = None) -> Outcome:
@@ -185,5 +185,5 @@ def run_many(
         except SandboxError as error:
             return error
 
-    with ThreadPoolExecutor(min(workers(sandbox), len(jobs))) as pool:
+    with ThreadPoolExecutor(min(count_workers(sandbox), len(jobs))) as pool:
         return list(pool.map(outcome, jobs))

@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from rlkit.errors import ConfigError, RLKitError
-from rlkit.sandbox.values import Malformed, decode_value, records
+from rlkit.sandbox.values import Malformed, decode_value, split_records
 from rlkit.system.deadline import end_when_left
 from rlkit.system.processors import count_cores
 from rlkit.types import ranges, reaches
@@ -122,7 +122,7 @@ def check_settings(sandbox: Sandbox) -> None:
             raise ConfigError(f"sandbox.{name} is {value}; it must be at least {least}")
 
 
-def workers(sandbox: Sandbox) -> int:
+def count_workers(sandbox: Sandbox) -> int:
     """Programs at once: as asked, or one a core up to 8; never more than fit in half of the
     memory."""
     asked = sandbox.workers or min(count_cores(), 8)
@@ -145,28 +145,28 @@ def run_with(
     """
     check_settings(sandbox)
     try:
-        data, how, seconds = _said(
+        data, how, seconds = _run_child(
             marshal.dumps(_job(job, sandbox, features, landlock_abi)), sandbox
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxError(
             f"no child could be started or read, and the program did not run: {error}"
         ) from error
-    return _outcome(records(data), job, how, seconds)
+    return _outcome(split_records(data), job, how, seconds)
 
 
-def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
+def _run_child(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     """Start the child in a folder of its own, and read its output until its end; see `_read`."""
-    with folder() as path, tempfile.TemporaryFile() as given:
+    with make_folder() as path, tempfile.TemporaryFile() as given:
         given.write(job)
         given.seek(0)
-        with child_in(path, given) as (child, kill), end_when_left(kill):
+        with start_child(path, given) as (child, kill), end_when_left(kill):
             assert child.stdout is not None
             return _read(child.stdout.fileno(), sandbox)
 
 
 @contextlib.contextmanager
-def child_in(
+def start_child(
     path: str, stdin: Any, *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
     """Start a child in a folder, and return it with a function to kill it and all its children. It
@@ -210,7 +210,7 @@ def _job(
         "memory_mb": sandbox.memory_mb,
         "output_kb": sandbox.output_kb,
         "disk_mb": DISK_MB,
-        "readable": list(readable()) if "landlock" in features else [],
+        "readable": list(list_readable()) if "landlock" in features else [],
         "landlock_abi": landlock_abi,
     }
 
@@ -220,10 +220,10 @@ def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     the seconds since it was ready."""
     data = bytearray()
     start = monotonic()
-    how = heard(fd, data, START_LIMIT, sandbox, "RX")
+    how = read_output(fd, data, START_LIMIT, sandbox, "RX")
     if how == "said":  # the first record is ours: the program runs after it
         start = monotonic()
-        how = heard(fd, data, sandbox.time_limit, sandbox)
+        how = read_output(fd, data, sandbox.time_limit, sandbox)
     return (
         bytes(data[: sandbox.output_kb << 10]),
         "end" if how == "said" else how,
@@ -231,7 +231,7 @@ def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     )
 
 
-def heard(
+def read_output(
     fd: int, data: bytearray, seconds: float, sandbox: Sandbox, last: str = ""
 ) -> Ending | Literal["said"]:
     """Append a child's output to `data`, until a record with one of the tags `last` ("said") or
@@ -241,7 +241,7 @@ def heard(
     poller.register(fd, select.POLLIN | select.POLLHUP)
     while True:
         # not the newest alone: more may have come with it
-        if last and any(tag in last for tag, _ in records(bytes(data))):
+        if last and any(tag in last for tag, _ in split_records(bytes(data))):
             return "said"
         if len(data) > sandbox.output_kb << 10:
             return "flood"
@@ -292,7 +292,7 @@ def _result(tag: str, payload: bytes) -> Result:
 
 
 @functools.cache
-def readable() -> tuple[str, ...]:
+def list_readable() -> tuple[str, ...]:
     """The files and folders readable for a program besides its own folder: the standard library and
     the libraries it loads.
 
@@ -321,7 +321,7 @@ def readable() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def folder() -> Iterator[str]:
+def make_folder() -> Iterator[str]:
     """Make an empty folder, and remove it afterwards, whatever a program left in it.
 
     It is locked while its owner lives. The kernel releases the lock however the owner ends, so
@@ -332,7 +332,7 @@ def folder() -> Iterator[str]:
     lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
     path = made
     try:
-        if _locked(lock):  # else it keeps its name and is never swept
+        if _is_locked(lock):  # else it keeps its name and is never swept
             path = os.path.join(
                 os.path.dirname(made), FOLDER + os.path.basename(made)[len(".rlkit-") :]
             )
@@ -353,7 +353,7 @@ def remove_leftovers() -> list[str]:
         except OSError:
             continue
         try:
-            if os.fstat(lock).st_uid == os.geteuid() and _locked(lock):
+            if os.fstat(lock).st_uid == os.geteuid() and _is_locked(lock):
                 _remove(str(entry))
                 swept.append(str(entry))
         finally:
@@ -361,7 +361,7 @@ def remove_leftovers() -> list[str]:
     return swept
 
 
-def _locked(descriptor: int) -> bool:
+def _is_locked(descriptor: int) -> bool:
     """Whether this process now holds the lock; no if another does, or if the file system has
     none."""
     import fcntl  # not on Windows; nothing here runs there

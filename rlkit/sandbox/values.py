@@ -40,7 +40,7 @@ class Malformed(ValueError):
     """Bytes without a value: the program wrote to the channel itself."""
 
 
-def records(data: bytes) -> list[tuple[str, bytes]]:
+def split_records(data: bytes) -> list[tuple[str, bytes]]:
     """The whole records of a child's output: (tag, payload). Reading stops at the first broken
     record."""
     out = []
@@ -100,7 +100,7 @@ def _decode(data: bytes, position: int, depth: int) -> tuple[Any, int]:
     return SCALARS[tag](payload), start + size
 
 
-def same(value: Any, expected: Any) -> bool:
+def are_equal(value: Any, expected: Any) -> bool:
     """Whether a value equals the expected one, types included: True is not 1, (1, 2) is not [1, 2];
     2.0 is 2, as numbers are one kind.
 
@@ -115,10 +115,10 @@ def same(value: Any, expected: Any) -> bool:
     if type(value) is not type(expected):
         return False
     if isinstance(value, list | tuple):
-        return len(value) == len(expected) and all(map(same, value, expected))
+        return len(value) == len(expected) and all(map(are_equal, value, expected))
     if isinstance(value, Mapping):
         own, wanted = ({_key(k): v for k, v in pairs.items()} for pairs in (value, expected))
-        return own.keys() == wanted.keys() and all(same(own[k], wanted[k]) for k in wanted)
+        return own.keys() == wanted.keys() and all(are_equal(own[k], wanted[k]) for k in wanted)
     return bool(value == expected)
 
 

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from rlkit.errors import Hung, Interrupted, raised_at, warn
+from rlkit.errors import Hung, Interrupted, describe_raise, warn
 from rlkit.system import waiting
 from rlkit.system.leaving import raise_exits
 from rlkit.system.loops import leave_behind, was_left
@@ -54,7 +54,7 @@ def contain_block(*passing: type[BaseException]) -> Iterator[None]:
             isinstance(error, KeyboardInterrupt) and _may_be_typed()
         ):
             raise
-        raise ProcessEndAsked(raised_at(error)) from error
+        raise ProcessEndAsked(describe_raise(error)) from error
 
 
 def contain_call(call: Callable[[], T]) -> T:

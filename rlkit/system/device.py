@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from rlkit.errors import ConfigError, distribution
+from rlkit.errors import ConfigError, find_distribution
 from rlkit.system.processors import (
     PARAMETERS_PER_THREAD,
     choose_threads,
@@ -147,7 +147,7 @@ def silence_frameworks() -> None:
 
 def versions() -> dict[str, str]:
     """Versions of the packages behind a run's numbers."""
-    own = distribution()
+    own = find_distribution()
     found = {"python": sys.version.split()[0], "rlkit": own.version if own else "not installed"}
     for package in PACKAGES:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
-from rlkit.errors import defined_at, tell_user
+from rlkit.errors import describe_definition, tell_user
 
 SHOWN = 3  # threads named in the line
 # seconds for threads other than daemons, and for `atexit` handlers of libraries
@@ -95,7 +95,7 @@ def name_threads(threads: list[threading.Thread]) -> str:
         (
             f"the thread {thread.name!r}"
             if target is None
-            else f"the thread {thread.name!r} of {defined_at(target)}"
+            else f"the thread {thread.name!r} of {describe_definition(target)}"
         )
         for thread, target in zip(threads, targets, strict=True)
     )

@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
-from rlkit.errors import RLKitError, defined_at, warn
+from rlkit.errors import RLKitError, describe_definition, warn
 from rlkit.types import plain
 
 # a run and its children rely on these
@@ -305,7 +305,9 @@ class Watch:
     def _name_suspects(self) -> str:
         said = [part for part in self.parts if isinstance(part, str)]
         return (
-            " or ".join(said or map(defined_at, self.ran or find_user_functions(self.parts)))
+            " or ".join(
+                said or map(describe_definition, self.ran or find_user_functions(self.parts))
+            )
             or "a function"
         )
 

@@ -23,7 +23,7 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
-from rlkit.errors import defined_at, tell_user, visible
+from rlkit.errors import describe_definition, show_controls, tell_user
 from rlkit.system.leaving import end_process
 from rlkit.system.redaction import cover
 
@@ -168,7 +168,7 @@ def name_of(function: Any) -> str:
     """The name of a function and the place of its definition; a text as it is. A function made by
     rlkit may carry another name in `shown`."""
     shown = function if isinstance(function, str) else getattr(function, "shown", None)
-    return str(shown or defined_at(function))
+    return str(shown or describe_definition(function))
 
 
 # ---------------------------------------------------------------------------------------- who waits
@@ -356,7 +356,7 @@ def look(now: float) -> None:
         if not reached and age >= WATCHER.named.get(name, NAMED_AFTER):
             # a hanging call is named again and again, ever more rarely
             WATCHER.named[name] = 2 * age
-            line = visible(f"rlkit: {_rank()}{lines[name]}")
+            line = show_controls(f"rlkit: {_rank()}{lines[name]}")
             tell_user(line)
             WATCHER.tell(line)
     if reached:
@@ -380,7 +380,7 @@ def end_at(limit: Limit, lines: list[str]) -> None:
     place = limit.place() or "the run hangs"
     within = f"nothing within {limit.key}={limit.minutes:g} minutes"
     waited = f"; {'; '.join(lines)}" if lines else ""
-    line = cover(visible(f"rlkit: {_rank()}{place}: {within}{waited}"))
+    line = cover(show_controls(f"rlkit: {_rank()}{place}: {within}{waited}"))
     os.write(2, f"\n{line}. Where each thread stands:\n".encode(errors="backslashreplace"))
     with suppress(Exception):
         WATCHER.tell(line)

@@ -11,7 +11,7 @@ _gsm8k, _jsonl, _mbpp.
 from rlkit.tasks._arithmetic import arithmetic
 from rlkit.tasks._conversations import conversations
 from rlkit.tasks._gsm8k import gsm8k
-from rlkit.tasks._jsonl import jsonl, tasks_of_rows
+from rlkit.tasks._jsonl import jsonl, make_tasks
 from rlkit.tasks._mbpp import mbpp
 from rlkit.tasks._mixture import mixture
 from rlkit.tasks.games import episodes, guess_number

@@ -85,7 +85,7 @@ class Problem(NamedTuple):
     @property
     def answer(self) -> int:
         """The value of the expression; always a positive integer."""
-        return value_of(self.start, self.operations)
+        return compute_value(self.start, self.operations)
 
 
 def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:
@@ -101,7 +101,7 @@ def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
-def value_of(start: int, operations: tuple[tuple[str, int], ...]) -> int:
+def compute_value(start: int, operations: tuple[tuple[str, int], ...]) -> int:
     """The value of the operations applied from left to right; division is exact by construction."""
     total = start
     for sign, x in operations:

@@ -12,7 +12,7 @@ from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.thinking import split_thinking
 from rlkit.errors import DataError
 from rlkit.tasks.source import check_message, read_split
-from rlkit.tasks.splits import in_order
+from rlkit.tasks.splits import order_tasks
 from rlkit.types import Message, Task, ranges, reaches, safe
 
 
@@ -89,7 +89,7 @@ def conversations(
                 {"messages": list(messages)},
             )
         )
-    return in_order(tasks, seed=seed, max_samples=max_samples, source=source)
+    return order_tasks(tasks, seed=seed, max_samples=max_samples, source=source)
 
 
 def _first_reply(messages: Sequence[Message]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlkit.errors import DataError
 from rlkit.tasks.source import read_split
-from rlkit.tasks.splits import in_order
+from rlkit.tasks.splits import order_tasks
 from rlkit.types import Task, ranges, reaches, safe
 
 
@@ -47,7 +47,7 @@ def gsm8k(
         path, split=split, content=question, validation=validation, held_out=held_out, name="main"
     )
     tasks = [_task(f"gsm8k/{split}/{i}", where, row, environment) for i, where, row in rows]
-    return in_order(tasks, seed=seed, max_samples=max_samples, source=path)
+    return order_tasks(tasks, seed=seed, max_samples=max_samples, source=path)
 
 
 def _task(id: str, where: str, row: dict[str, Any], environment: str) -> Task:

@@ -10,7 +10,7 @@ from typing import Any
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.source import Row, check_message, read_split
-from rlkit.tasks.splits import in_order
+from rlkit.tasks.splits import order_tasks
 from rlkit.types import Message, Task, ranges, reaches, safe
 
 FIELDS = ("prompt", "answer", "id", "reward", "environment", "metadata")
@@ -91,7 +91,7 @@ def jsonl(
         _task(where, row, named, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt)
         for i, where, row in rows
     ]
-    return in_order(tasks, seed=seed, max_samples=max_samples, source=source)
+    return order_tasks(tasks, seed=seed, max_samples=max_samples, source=source)
 
 
 def _check(fields: Mapping[str, str]) -> None:
@@ -179,7 +179,7 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
     return tuple(prompt)
 
 
-def tasks_of_rows(rows: Any, split: str) -> list[Task]:
+def make_tasks(rows: Any, split: str) -> list[Task]:
     """Make tasks of rows: Tasks, or mappings with the fields of `FIELDS`, such as a
     `datasets.Dataset`. Only `prompt` is required.
 
@@ -187,10 +187,10 @@ def tasks_of_rows(rows: Any, split: str) -> list[Task]:
     """
     if isinstance(rows, str | Task | Mapping) or not isinstance(rows, Iterable):
         raise ConfigError(NO_TASKS.format(rows))
-    return [_as_task(row, f"{split} row {i}", f"{split}/{i}") for i, row in enumerate(rows)]
+    return [_make_task(row, f"{split} row {i}", f"{split}/{i}") for i, row in enumerate(rows)]
 
 
-def _as_task(row: Any, where: str, own_id: str) -> Task:
+def _make_task(row: Any, where: str, own_id: str) -> Task:
     if isinstance(row, Task):
         try:
             json.dumps(dict(row.metadata))

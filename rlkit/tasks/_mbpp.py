@@ -10,7 +10,7 @@ from rlkit.errors import DataError
 from rlkit.sandbox import Unsplittable
 from rlkit.sandbox import split as split_test
 from rlkit.tasks.source import Row, read_split
-from rlkit.tasks.splits import in_order
+from rlkit.tasks.splits import order_tasks
 from rlkit.types import Task, ranges, reaches, safe
 
 INSTRUCTION = (
@@ -70,7 +70,7 @@ def mbpp(
         logging.getLogger(__name__).warning(
             "%d of %d rows have no tests that can be checked: %s", len(dropped), len(rows), names
         )
-    return in_order(tasks, seed=seed, max_samples=max_samples, source=path)
+    return order_tasks(tasks, seed=seed, max_samples=max_samples, source=path)
 
 
 def _problem(_: str, row: Row) -> Any:
@@ -87,7 +87,7 @@ def _task(id: str, where: str, row: Row, environment: str) -> Task:
             " a list; correct the row"
         )
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
-    shown, *hidden = [test for test in tests if _checkable(test, setup)] or [""]
+    shown, *hidden = [test for test in tests if _is_checkable(test, setup)] or [""]
     return Task(
         id=id,
         messages=({"role": "user", "content": f"{text.strip()}\n\n{INSTRUCTION}\n\n{shown}"},),
@@ -104,7 +104,7 @@ def _lines(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
-def _checkable(test: Any, setup: str) -> bool:
+def _is_checkable(test: Any, setup: str) -> bool:
     try:
         split_test(str(test), setup)
     except Unsplittable:

@@ -62,7 +62,7 @@ def mixture(
         )
 
     def tasks(*, split: str) -> list[Task]:
-        rows = {name: [_of_part(task, name) for task in parts[name](split=split)] for name in used}
+        rows = {name: [_set_part(task, name) for task in parts[name](split=split)] for name in used}
         empty = [name for name in rows if not rows[name]]
         if empty:
             raise DataError(
@@ -71,7 +71,7 @@ def mixture(
             )
         drawn = dict.fromkeys(rows, 0)
         mixed: list[Task] = []
-        for name in turns(used):
+        for name in take_turns(used):
             spent = (
                 drawn[name] == len(rows[name])
                 if split != "train"
@@ -86,12 +86,12 @@ def mixture(
     return tasks
 
 
-def _of_part(task: Task, name: str) -> Task:
+def _set_part(task: Task, name: str) -> Task:
     """Set the row's part. In a mixture within a mixture it has both names."""
     return task._replace(part=f"{name}/{task.part}" if task.part else name)
 
 
-def turns(weights: Mapping[str, float]) -> Iterator[str]:
+def take_turns(weights: Mapping[str, float]) -> Iterator[str]:
     """Yield names in turn, without end. After any k turns, each name has had k · weight / Σ weights
     of them, to within one.
 

@@ -32,9 +32,9 @@ def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tup
     Raises: DataError that names the path, line or row, and the remedy: nothing there, no split of
       this name, an unreadable file, a line that is not JSON, a row that is not an object.
     """
-    found = _sources(path, name)
+    found = _find_sources(path, name)
     one_file = path.endswith(SUFFIXES) and not Path(path).expanduser().is_dir()  # for all splits
-    yield from _of(found, "train" if one_file else split, path)
+    yield from _read_split(found, "train" if one_file else split, path)
 
 
 def check_message(where: str, message: Any, field: str, *, empty: bool = False) -> None:
@@ -79,14 +79,14 @@ def read_split(
     source = own.get(split)
     if source:
         try:
-            return source, _numbered(read_rows(source, split=split))
+            return source, _number_rows(read_rows(source, split=split))
         except DataError as error:  # of a reader that knows one key
             said = str(error).replace("task.path=", f"task.{split}_path=")
             raise DataError(said) from error
-    found = _sources(path, name)
+    found = _find_sources(path, name)
     if split != "train" and split in found:
-        return path, _numbered(found[split]())
-    rows = _numbered(_of(found, "train", path))
+        return path, _number_rows(found[split]())
+    rows = _number_rows(_read_split(found, "train", path))
     shares = (
         0.0 if own[key] or key in found else share
         for key, share in (("validation", validation), ("test", held_out))
@@ -97,7 +97,7 @@ def read_split(
     )
 
 
-def _of(found: Readers, split: str, path: str) -> Iterator[tuple[str, Row]]:
+def _read_split(found: Readers, split: str, path: str) -> Iterator[tuple[str, Row]]:
     if split not in found:
         there = f"only {', '.join(found)}" if found else "no split at all"
         raise DataError(
@@ -107,11 +107,11 @@ def _of(found: Readers, split: str, path: str) -> Iterator[tuple[str, Row]]:
     return found[split]()
 
 
-def _numbered(rows: Iterator[tuple[str, Row]]) -> list[Place]:
+def _number_rows(rows: Iterator[tuple[str, Row]]) -> list[Place]:
     return [(i, where, row) for i, (where, row) in enumerate(rows)]
 
 
-def _sources(path: str, name: str | None) -> Readers:
+def _find_sources(path: str, name: str | None) -> Readers:
     """The splits of a source. The rows of a single file are all "train"."""
     local = Path(path).expanduser()
     if not local.exists() and not path.endswith(SUFFIXES) and not path.startswith(("/", ".", "~")):
@@ -144,22 +144,22 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _decoded(f"{file}:{number}", line)
+                    yield _decode_line(f"{file}:{number}", line)
     except OSError as error:
         raise DataError(f"task.path={file} cannot be read: {error}") from error
 
 
-def _decoded(where: str, line: bytes) -> tuple[str, Row]:
+def _decode_line(where: str, line: bytes) -> tuple[str, Row]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise DataError(
             f"{where}: not a line of JSON ({error}); correct the line, or leave it out"
         ) from error
-    return where, _checked(where, row)
+    return where, _check_row(where, row)
 
 
-def _checked(where: str, row: Any) -> Row:
+def _check_row(where: str, row: Any) -> Row:
     if not isinstance(row, dict):
         raise DataError(
             f"{where}: a row must be an object with named fields, not {type(row).__name__};"
@@ -215,4 +215,4 @@ def _hub(path: str, name: str | None) -> Readers:
 
 def _hub_rows(source: str, rows: Any) -> Iterator[tuple[str, Row]]:
     for i, row in enumerate(rows):
-        yield f"{source} row {i}", _checked(f"{source} row {i}", row)
+        yield f"{source} row {i}", _check_row(f"{source} row {i}", row)

@@ -87,7 +87,7 @@ def cut(
     return kept
 
 
-def in_order(
+def order_tasks(
     tasks: Sequence[Task], *, seed: int, max_samples: int | None, source: str
 ) -> list[Task]:
     """Order the tasks by the seed, and cut them to `max_samples` after the shuffle.
@@ -107,14 +107,14 @@ def in_order(
     return shuffled[:max_samples]
 
 
-def overlaps(splits: Splits) -> list[str]:
+def find_overlaps(splits: Splits) -> list[str]:
     """Write sentences on problems in two splits: with the same prompt and answer, or without a
     prompt with the same metadata.
 
     The shares of one source never overlap. A user's own files may, and so may games with few
     instances.
     """
-    keys = [[problem_of(task) for task in tasks] for tasks in splits]
+    keys = [[identify_problem(task) for task in tasks] for tasks in splits]
     out = []
     for (a, first), (b, second) in itertools.combinations(zip(SPLITS, keys, strict=True), 2):
         known = set(first)
@@ -129,7 +129,7 @@ def overlaps(splits: Splits) -> list[str]:
     return out
 
 
-def problem_of(task: Task) -> str:
+def identify_problem(task: Task) -> str:
     """The identity of a task's problem: its prompt and answer, or without a prompt its metadata.
     Rows with the same are one problem."""
     return json.dumps(
@@ -141,7 +141,7 @@ def problem_of(task: Task) -> str:
 
 def count_distinct(tasks: Sequence[Task]) -> int:
     """Count the problems of the rows, each once."""
-    return len({problem_of(task) for task in tasks})
+    return len({identify_problem(task) for task in tasks})
 
 
 def count_in_words(rows: int, distinct: int) -> str:

@@ -17,22 +17,22 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rlkit.distributed import ranks
 from rlkit.engines import Cached
-from rlkit.engines.cached.cache import cache_share, token_bytes
-from rlkit.environments import environment_of
-from rlkit.episodes.episode import opening
+from rlkit.engines.cached.cache import compute_cache_bytes, count_token_bytes
+from rlkit.environments import find_environment
+from rlkit.episodes.episode import read_opening
 from rlkit.models.chat import encode_prompt
 from rlkit.models.checkpointing import can_checkpoint, checkpoint_activations, is_checkpointed
 from rlkit.models.critic import SeparateCritic, make_critic
-from rlkit.models.fused import kernel_of
-from rlkit.models.head import trunk_and_head
-from rlkit.models.log_probs import logits_at_once, states
-from rlkit.models.packing import kernels_of, pack
-from rlkit.models.shape import model_shape
+from rlkit.models.fused import get_update_kernel
+from rlkit.models.head import split_model
+from rlkit.models.log_probs import choose_chunk_logits, compute_states
+from rlkit.models.packing import choose_kernels, pack
+from rlkit.models.shape import read_model_shape
 from rlkit.system import rng
 from rlkit.system.adapters import base_model, has_adapters
 from rlkit.system.device import autocast, precision, total_memory
 from rlkit.training.experiment import Experiment
-from rlkit.training.schedules import phases
+from rlkit.training.schedules import list_phases
 from rlkit.types import Policy, Task, bound
 
 AUTO = "auto"
@@ -117,11 +117,13 @@ def fit_activations(model: nn.Module) -> tuple[float, float, float]:
     The trunk reads one row of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 holds the weights that
     autocast has cast; c is 0 unless attention writes out its scores.
     """
-    context = model_shape(base_model(model).config).context or MEASURED
+    context = read_model_shape(base_model(model).config).context or MEASURED
     n = max(2, min(MEASURED, context) // 4)
     apart = [*model.parameters(), *model.buffers()]
     device = next(model.parameters()).device
-    kernels = kernels_of(device)._replace(steps=False)  # a single row would be padded to thousands
+    kernels = choose_kernels(device)._replace(
+        steps=False
+    )  # a single row would be padded to thousands
     small, middle, large = (
         saved_bytes(partial(_read_row, model, length, device, kernels), apart)
         for length in (n, 2 * n, 4 * n)
@@ -140,7 +142,7 @@ def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any)
     ids = torch.arange(length + 1, device=device)[None] % embedding.num_embeddings
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
-    return states(model, pack(ids, mask, kernels=kernels))
+    return compute_states(model, pack(ids, mask, kernels=kernels))
 
 
 class Lengths(NamedTuple):
@@ -152,8 +154,8 @@ class Lengths(NamedTuple):
 
 def longest_lengths(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> Lengths:
     """How long the first tasks, the environment and the model let a rollout become."""
-    turns = [(environment_of(x.environment, task), task) for task in tasks[:16]]
-    openings = [opening(task, environment) for environment, task in turns]
+    turns = [(find_environment(x.environment, task), task) for task in tasks[:16]]
+    openings = [read_opening(task, environment) for environment, task in turns]
     prompts = [len(encode_prompt(policy.renderer, own.prompt, own.schemas)) for own in openings]
     tokens = x.generation.max_new_tokens
     whole = [p + e.max_steps * tokens for p, (e, _) in zip(prompts, turns, strict=True)]
@@ -172,14 +174,16 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
     halves larger ones before the first step. Scheduled numbers count with their first value.
     """
     with rng.keep_generators(), autocast(x, device, updates=True):
-        width = max(longest_lengths(phase, policy, tasks).width for phase in phases(x).values())
-        rows = max(_rows(phase, width, device) for phase in phases(x).values())
+        width = max(
+            longest_lengths(phase, policy, tasks).width for phase in list_phases(x).values()
+        )
+        rows = max(_rows(phase, width, device) for phase in list_phases(x).values())
         critic = _separate_critic(x, policy.model)
         trunks = [policy.model] if critic is None else [policy.model, critic.model]
         activations = sum(measure_activations(trunk, rows, width) for trunk in trunks)
-    weights, training = _held(x, policy.model, critic, device)
-    _, head = trunk_and_head(policy.model)
-    entries = min(logits_at_once(torch.device(device)), rows * width * head.weight.shape[0])
+    weights, training = _count_held_bytes(x, policy.model, critic, device)
+    _, head = split_model(policy.model)
+    entries = min(choose_chunk_logits(torch.device(device)), rows * width * head.weight.shape[0])
     needs = Needs(weights, training, activations, LOGITS * entries)
     total = total_memory(device)
     cache = _cache(x, policy.model, width, weights, total, device)
@@ -197,7 +201,7 @@ def _rows(x: Experiment, width: int, device: torch.device) -> int:
 
 def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
     """A separate critic like the run's, only for the measurement; None if the run has none."""
-    critics = [phase.algorithm.critic for phase in phases(x).values()]
+    critics = [phase.algorithm.critic for phase in list_phases(x).values()]
     if any(critic.active and critic.model == "separate" for critic in critics):
         made = make_critic(model, model="separate")
         assert isinstance(made, SeparateCritic)
@@ -205,7 +209,7 @@ def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
     return None
 
 
-def _held(
+def _count_held_bytes(
     x: Experiment, model: nn.Module, critic: nn.Module | None, device: torch.device
 ) -> tuple[int, int]:
     """Bytes of weights, and of gradients with two moments in float32, on this device.
@@ -221,7 +225,7 @@ def _held(
         weights += sum(p.nbytes for p in critic.parameters())
     references = {
         id(phase.reference): phase.reference
-        for phase in phases(x).values()
+        for phase in list_phases(x).values()
         if phase.needs_reference and phase.reference.name != "live"
     }
     for reference in references.values():
@@ -255,9 +259,9 @@ def _cache(
     engine = x.generation.engine
     if not isinstance(engine, Cached) or not engine.keep_cache:
         return 0
-    token = token_bytes(base_model(model))
+    token = count_token_bytes(base_model(model))
     tokens = engine.cached_tokens or engine.max_cached_tokens
-    share = tokens * token if tokens else cache_share(weights, total)
+    share = tokens * token if tokens else compute_cache_bytes(weights, total)
     return share if device.type == "cuda" else min(share, engine.max_rows * width * token)
 
 
@@ -277,7 +281,7 @@ def settle_activations(
     if not can_checkpoint(policy.model):
         return "activations: kept (this model cannot recompute them)"
     decision = ranks.broadcast(lambda: decide(x, policy, tasks, device))
-    fused = kernel_of(trunk_and_head(policy.model)[0]).asked == "fused"
+    fused = get_update_kernel(split_model(policy.model)[0]).asked == "fused"
     checkpoint_activations(policy.model, decision.recompute and not fused)
     return activations_line(decision, fused=fused)
 

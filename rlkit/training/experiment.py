@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from rlkit.algorithm import KL, Algorithm, asks
+from rlkit.algorithm import KL, Algorithm, asks_for
 from rlkit.episodes.samplers import TaskSampler
 from rlkit.episodes.stream import UNIFORM
 from rlkit.functional import automatic_correction, no_correction, token_correction
 from rlkit.models import LoRA
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
-from rlkit.tasks import tasks_of_rows
-from rlkit.training.schedules import Schedule, phases
+from rlkit.tasks import make_tasks
+from rlkit.training.schedules import Schedule, list_phases
 from rlkit.training.teachers import Teacher
 from rlkit.types import (
     Controller,
@@ -229,7 +229,7 @@ class TaskSource:
 
         Raises: ConfigError, DataError if `load` gives anything else.
         """
-        return tasks_of_rows(self.load(split=split, **settings), split)
+        return make_tasks(self.load(split=split, **settings), split)
 
 
 @safe("name", "task", "environment", "model")
@@ -335,13 +335,13 @@ class Experiment(NamedTuple):
         it."""
         return any(
             x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths)
-            for x in phases(self).values()
+            for x in list_phases(self).values()
         )
 
     @property
     def needs_teacher(self) -> bool:
         """Whether any phase has a stream in need of the teacher."""
-        return any("teacher" in x.algorithm.streams for x in phases(self).values())
+        return any("teacher" in x.algorithm.streams for x in list_phases(self).values())
 
 
 def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
@@ -355,10 +355,10 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
     """
 
     def settled(algorithm: Algorithm) -> Algorithm:
-        if not _automatic(algorithm):
+        if not _is_automatic(algorithm):
             return algorithm
         return algorithm._replace(
-            correction=_settled(algorithm, exact=exact, staleness=x.staleness)[0]
+            correction=_settle_correction(algorithm, exact=exact, staleness=x.staleness)[0]
         )
 
     later = {
@@ -368,16 +368,19 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
     return x._replace(algorithm=settled(x.algorithm), schedule=x.schedule._replace(phases=later))
 
 
-def correction_in_words(x: Experiment, *, exact: bool) -> str:
+def describe_correction(x: Experiment, *, exact: bool) -> str:
     """A line on how `algorithm/correction=auto` was settled; empty if no phase has it."""
-    automatic = [phase.algorithm for phase in phases(x).values() if _automatic(phase.algorithm)]
+    automatic = [
+        phase.algorithm for phase in list_phases(x).values() if _is_automatic(phase.algorithm)
+    ]
     said = dict.fromkeys(
-        _settled(algorithm, exact=exact, staleness=x.staleness)[1] for algorithm in automatic
+        _settle_correction(algorithm, exact=exact, staleness=x.staleness)[1]
+        for algorithm in automatic
     )
     return f"correction: {'; '.join(said)}" if said else ""
 
 
-def kl_in_words(x: Experiment) -> str:
+def describe_kl(x: Experiment) -> str:
     """The KL at the start of an experiment, such as `k3 × 0.05 in the loss`, or `none`."""
     if not x.needs_reference:
         return "none"
@@ -390,9 +393,9 @@ def kl_in_words(x: Experiment) -> str:
     return f"{x.kl.name} × {coef:g} in {places[x.kl.placement]}"
 
 
-def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any, str]:
+def _settle_correction(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any, str]:
     """The settled `algorithm/correction=auto`, and why."""
-    if algorithm.old == "sampler" or asks(algorithm.policy_loss, "logprobs_sampler"):
+    if algorithm.old == "sampler" or asks_for(algorithm.policy_loss, "logprobs_sampler"):
         return no_correction, "none (auto: the ratio of the loss is to the sampler itself)"
     if staleness:
         return (
@@ -416,5 +419,5 @@ def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any,
     )
 
 
-def _automatic(algorithm: Algorithm) -> bool:
+def _is_automatic(algorithm: Algorithm) -> bool:
     return plain(algorithm.correction) is automatic_correction

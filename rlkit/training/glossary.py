@@ -30,7 +30,7 @@ class Section(NamedTuple):
 
 
 @functools.cache
-def sections() -> tuple[Section, ...]:
+def read_sections() -> tuple[Section, ...]:
     """The whole glossary in the order of its file."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return tuple(
@@ -47,13 +47,13 @@ def _entry(names: str, said: dict[str, str]) -> Entry:
     return Entry(tuple(names.split(", ")), **said)
 
 
-def meaning_of(metric: str) -> Entry | None:
+def find_meaning(metric: str) -> Entry | None:
     """The entry of a metric. An exact name goes before a name with words in capitals.
 
-    >>> meaning_of("reward/format/mean").unit
+    >>> find_meaning("reward/format/mean").unit
     'units of the term'
     """
-    every = [entry for section in sections() for entry in section.entries]
+    every = [entry for section in read_sections() for entry in section.entries]
     exact = (entry for entry in every if metric in entry.names)
     return next(exact, None) or next(
         (entry for entry in every if any(_pattern(name).fullmatch(metric) for name in entry.names)),

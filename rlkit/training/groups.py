@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlkit.algorithm import asks, call
+from rlkit.algorithm import asks_for, call
 from rlkit.distributed import ranks
-from rlkit.episodes import assemble, collect, failures
+from rlkit.episodes import assemble, collect, count_failures
 from rlkit.episodes.samplers import with_outcomes
 from rlkit.episodes.stream import StreamState, take
 from rlkit.functional import mix
@@ -17,7 +17,7 @@ from rlkit.system import rng
 from rlkit.system.copies import copy_value
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
-from rlkit.training.update.micro_batches import named
+from rlkit.training.update.micro_batches import name_remedy
 from rlkit.types import Policy, Rollout, Task
 
 
@@ -57,13 +57,13 @@ def experience(
         drawn, stream = take(tasks, stream, missing, seed=x.seed, sampler=x.sampler)
         drawn = copy_value(drawn)  # a callback may change a rollout's task, but not the run's
         first = len(sampled) // x.batch.group_size
-        rollouts = scored(x, policy, drawn, first=first, **place)
-        if asks(x.algorithm.advantage, "greedy_rewards"):
+        rollouts = score_fresh(x, policy, drawn, first=first, **place)
+        if asks_for(x.algorithm.advantage, "greedy_rewards"):
             greedy = x._replace(
                 batch=x.batch._replace(group_size=1),
                 generation=x.generation._replace(temperature=0.0),
             )
-            own = scored(greedy, policy, drawn, first=first, **place)
+            own = score_fresh(greedy, policy, drawn, first=first, **place)
             rewards = {r.group: r.total_reward for r in own}
             rollouts = [
                 r._replace(greedy_reward=rewards[r.group], greedy_played=True) for r in rollouts
@@ -76,7 +76,7 @@ def experience(
     return sampled, accepted or sampled, stream
 
 
-def scored(
+def score_fresh(
     x: Experiment,
     policy: Policy,
     tasks: Sequence[Task],
@@ -108,12 +108,12 @@ def scored(
         )
 
     with (
-        clock.sampling(x.generation.engine),
-        named("generation", "lower generation.engine.max_cached_tokens or batch.prompts"),
-        ranks.whole_weights(policy.model),
+        clock.measure_sampling(x.generation.engine),
+        name_remedy("generation", "lower generation.engine.max_cached_tokens or batch.prompts"),
+        ranks.gather_weights(policy.model),
     ):
         rollouts = ranks.split_work(tasks, own)
-    failures(rollouts)
+    count_failures(rollouts)
     if x.algorithm.episodes is not None:
         return rollouts
     with clock.part("reward"), rng.seed_block(mix(x.seed, step, first, 1 + ranks.rank())):

@@ -12,8 +12,8 @@ import torch
 
 from rlkit.distributed import ranks
 from rlkit.models.checkpointing import is_checkpointed
-from rlkit.models.fused import go_on_with, kernel_of, update_kernel, use_update_kernel
-from rlkit.models.head import trunk_and_head
+from rlkit.models.fused import get_update_kernel, go_on_with, update_kernel, use_update_kernel
+from rlkit.models.head import split_model
 from rlkit.system.files import report_write_errors, write_atomic
 from rlkit.types import KernelEngine, SharedEngine
 
@@ -22,7 +22,7 @@ SHARDS = "the weights are sharded"
 LARGE = 4_000_000_000  # parameters; from here on a GPU should sample with vLLM
 
 
-def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
+def read_kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
     """`decoding` and `updates` → eager or fused. `decoding` is absent for an engine with kernels of
     its own."""
     updates: dict[str, str] = {"updates": update_kernel(model)}
@@ -46,7 +46,7 @@ def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
     demoted = ranks.any_rank(sharded or decodes == "eager") and decodes == "fused"
     if own and decodes:
         own.settle("eager" if demoted else decodes, why if demoted else own.why_eager)
-    automatic = kernel_of(trunk_and_head(model)[0]).automatic
+    automatic = get_update_kernel(split_model(model)[0]).automatic
     if (
         ranks.any_rank(sharded or update_kernel(model) == "eager")
         and update_kernel(model) == "fused"
@@ -82,10 +82,10 @@ def kernels_line(engine: Any, model: Any) -> str:
     """`kernels: decoding fused, updates eager (there is no C compiler …)`."""
     reasons = {
         "decoding": engine.why_eager if isinstance(engine, KernelEngine) else "",
-        "updates": kernel_of(trunk_and_head(model)[0]).reason,
+        "updates": get_update_kernel(split_model(model)[0]).reason,
     }
     words = []
-    for what, kernel in kernels_in_use(engine, model).items():
+    for what, kernel in read_kernels_in_use(engine, model).items():
         because = f" ({reasons[what]})" if reasons[what] and kernel == "eager" else ""
         words.append(f"{what} {kernel}{because}")
     return f"kernels: {', '.join(words)}"
@@ -96,14 +96,14 @@ def keep_kernels(
 ) -> list[str]:
     """Keep the kernels named by a checkpoint, if the config leaves them open. Return sentences for
     the user."""
-    before = kernels_in_use(engine, model)
+    before = read_kernels_in_use(engine, model)
     said = []
     kernel = state["kernel"]  # None if the engine has kernels of its own
     if kernel and isinstance(engine, KernelEngine):
         said.append(engine.go_on_with(kernel))
         if (
             before.get("decoding") == "fused"
-            and kernels_in_use(engine, model).get("decoding") == "eager"
+            and read_kernels_in_use(engine, model).get("decoding") == "eager"
         ):
             said.append("decoding is eager, as the run did so far (generation.kernel)")
     said.append(go_on_with(model, state["update_kernel"]))
@@ -114,18 +114,18 @@ def keep_kernels(
     return [text for text in said if text]
 
 
-def choices_of(engine: Any, model: Any) -> dict[str, Any]:
+def record_choices(engine: Any, model: Any) -> dict[str, Any]:
     """The settled choices of a run, for run.json and summary.json: its kernels, and whether updates
     recompute their activations."""
     return {
-        "kernels": kernels_in_use(engine, model),
+        "kernels": read_kernels_in_use(engine, model),
         "gradient_checkpointing": is_checkpointed(model),
     }
 
 
 def note_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Add `choices_of` to the entry of run.json for the process that works in the folder. A folder
-    without run.json stays as it is."""
+    """Add `record_choices` to the entry of run.json for the process that works in the folder. A
+    folder without run.json stays as it is."""
     path = folder / "run.json"
     try:
         starts = json.loads(path.read_text())

@@ -18,13 +18,13 @@ from rlkit.training import schedules
 from rlkit.training.experiment import Experiment, settle_correction
 from rlkit.training.metrics import Clock
 from rlkit.training.reference_states import ReferenceStates
-from rlkit.training.resume import computed_with, go_on_as_before, trained_state
+from rlkit.training.resume import describe_arithmetic, go_on_as_before, select_trained_state
 from rlkit.training.update import drift
 from rlkit.training.update.claims import Claims
 from rlkit.training.update.micro_batches import MicroBatches
-from rlkit.training.update.optimizers import Optimizers, critic_of, make_optimizers
+from rlkit.training.update.optimizers import Optimizers, make_first_critic, make_optimizers
 from rlkit.training.update.record import Host, Update
-from rlkit.training.update.step import step_metrics, updated
+from rlkit.training.update.step import step_metrics, update_models
 from rlkit.types import Policy, Rollout, Weighted
 
 
@@ -50,8 +50,8 @@ class Learner:
 
     Its state is explicit: the weights and the optimizers, `rl_step`, `progress` (phase and
     controllers), `moments` (of the rewards), `kept` (references and teachers) and `micro`
-    (micro-batches). After a step `metrics` holds its row, `rollouts` the scored episodes and
-    `trained` the ones in `batch`.
+    (micro-batches). After a step `metrics` holds its row, `rollouts` the scored episodes
+    and `trained` the ones in `batch`.
 
     Args:
       experiment: the whole run. policy: trained in place, in evaluation mode.
@@ -78,8 +78,8 @@ class Learner:
         self.host = host
         self.settle(experiment, exact=exact)
         self.progress = schedules.start(self.experiment)
-        self.x = schedules.at(self.experiment, self.progress)
-        self.critic = critic_of(experiment, self.model) if critic is None else critic
+        self.x = schedules.resolve_schedules(self.experiment, self.progress)
+        self.critic = make_first_critic(experiment, self.model) if critic is None else critic
         of_critic = {} if self.critic is None else {"critic": self.critic}
         self.nets = nn.ModuleDict({"model": self.model} | of_critic)
         self.optimizers = Optimizers(
@@ -110,7 +110,7 @@ class Learner:
         self.exact = exact
         self.experiment = settle_correction(experiment, exact=exact)
         # name of a phase → its whole experiment; "" is the only one if there are no phases
-        self.phases = schedules.phases(self.experiment)
+        self.phases = schedules.list_phases(self.experiment)
 
     def begin(self) -> Experiment:
         """The experiment of the step to come, also for sampling its rollouts. The clock of the
@@ -118,8 +118,8 @@ class Learner:
         if self.begun < self.rl_step:
             self.advance()
             self.begun = self.rl_step
-            self.clock = self.clock.following(evaluated=self.metrics.get("perf/eval_s", 0.0))
-            self.x = schedules.at(self.experiment, self.progress)
+            self.clock = self.clock.make_following(evaluated=self.metrics.get("perf/eval_s", 0.0))
+            self.x = schedules.resolve_schedules(self.experiment, self.progress)
         return self.x
 
     def step(
@@ -141,7 +141,7 @@ class Learner:
         parts = x.algorithm, x.kl, x.reference
         with self.clock.part("update"), rng.seed_block(u.seed), guard_state(*parts):
             claims = self.claims.check(u)
-            done = updated(u, self.optimizers, self.rollouts, self.start)
+            done = update_models(u, self.optimizers, self.rollouts, self.start)
             self.batch, terms, self.start = done.batch, done.terms, done.start
             kl = terms.mean("kl")
             terms.reference = self.kept.move(x.reference, step=self.rl_step + 1, kl=kl)
@@ -150,7 +150,7 @@ class Learner:
         self.rl_step += 1
         self.tokens += int(self.batch.attention_mask.sum())
         metrics = step_metrics(u, done, self.rollouts, self.updates, self.tokens)
-        metrics |= claims | schedules.metrics(self.experiment, self.progress)
+        metrics |= claims | schedules.measure_schedules(self.experiment, self.progress)
         self.metrics = ranks.broadcast(lambda: metrics)  # seconds differ between ranks
         self.clock.end()
         return self.metrics
@@ -178,7 +178,8 @@ class Learner:
         """Apply a step's metrics, once: controllers move, and the next phase begins if it is due.
         Return a line if a phase begins.
 
-        `begin` and `saved` call it. Until then callbacks may add to `metrics`, as evaluations do.
+        `begin` and `saved` call it. Until then callbacks may add to `metrics`, as
+        evaluations do.
         """
         before = self.progress
         if before.step == self.rl_step:
@@ -187,14 +188,16 @@ class Learner:
         self.progress = schedules.advance(self.experiment, before, self.metrics)
         if self.progress.phase == before.phase:
             return ""
-        self.x = schedules.at(self.experiment, self.progress)
-        return schedules.transition(self.experiment, before, self.progress, self.enter_phase())
+        self.x = schedules.resolve_schedules(self.experiment, self.progress)
+        return schedules.describe_transition(
+            self.experiment, before, self.progress, self.enter_phase()
+        )
 
     def enter_phase(self) -> list[str]:
         """Begins the phase named by `progress`: its reference starts from the policy as it is
         now. Returns the reset parts."""
         reset = ["reference"] if self.kept.enter(self.progress, self.x.reference) else []
-        if "optimizer" in schedules.resets(self.experiment, self.progress):
+        if "optimizer" in schedules.find_resets(self.experiment, self.progress):
             self.optimizers.forget()
             reset.append("optimizer moments")
         return reset
@@ -205,7 +208,7 @@ class Learner:
         """Everything with an effect on the steps to come, apart from the prompts and the
         generators, as a checkpoint of `rlkit train` holds it."""
         return {
-            "state_dict": trained_state(self.nets.state_dict(), self.model),
+            "state_dict": select_trained_state(self.nets.state_dict(), self.model),
             "optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers.made],
             "rlkit": self.saved(),
         }
@@ -228,12 +231,12 @@ class Learner:
             "tokens": self.tokens,
             "updates": self.updates,
             "exact": self.exact,
-            "start": drift.as_tensors(self.start),
+            "start": drift.pack_few(self.start),
             "moments": list(self.moments),
             **self.kept.saved(),
             "nonfinite": dict(self.optimizers.nonfinite),
             "halvings": self.micro.halvings,
-            **computed_with(self.experiment, self.model),
+            **describe_arithmetic(self.experiment, self.model),
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -245,10 +248,10 @@ class Learner:
         self.optimizers.nonfinite = dict(state["nonfinite"])
         self.micro.halvings = state["halvings"]
         self.progress = schedules.Progress(**state["progress"])
-        self.start = drift.from_tensors(state["start"])
+        self.start = drift.unpack_few(state["start"])
         self.claims = Claims()  # the weights of earlier versions are gone
         go_on_as_before(self.configured, self.policy, self.critic, checkpoint, exact=self.exact)
         self.settle(self.configured, exact=state["exact"])
-        self.x = schedules.at(self.experiment, self.progress)
+        self.x = schedules.resolve_schedules(self.experiment, self.progress)
         self.enter_phase()
         self.kept.load(state)

@@ -65,10 +65,10 @@ def wandb(
         at once; disabled does nothing.
     Raises: ConfigError if the package is missing.
     """
-    _installed("wandb")
+    _require_package("wandb")
     from lightning.pytorch.loggers import WandbLogger
 
-    known = known_id(run, "wandb.id")
+    known = read_id(run, "wandb.id")
     if known is None:
         known = secrets.token_hex(6)
         keep_id(run, "wandb.id", known)
@@ -101,7 +101,7 @@ def mlflow(
         to be shown by `mlflow ui --backend-store-uri mlruns`.
     Raises: ConfigError if the package is missing.
     """
-    _installed("mlflow")
+    _require_package("mlflow")
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         uri = Path("mlruns").absolute().as_uri()
@@ -109,7 +109,7 @@ def mlflow(
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from lightning.pytorch.loggers import MLFlowLogger
 
-    known = known_id(run, "mlflow.id")
+    known = read_id(run, "mlflow.id")
     logger = MLFlowLogger(
         experiment_name=experiment,
         run_name=f"{run.parent.name}/{run.name}",
@@ -132,7 +132,7 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
         everything on this machine, in $TRACKIO_DIR.
     Raises: ConfigError if the package is missing.
     """
-    _installed("trackio")
+    _require_package("trackio")
     import trackio as package
     from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
@@ -179,7 +179,7 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
     return Trackio()
 
 
-def known_id(run: Path, name: str) -> str | None:
+def read_id(run: Path, name: str) -> str | None:
     """The id of this run at a logger's service, as written by `keep_id`; None if there is none.
 
     A file of another run, or a damaged one, goes to aside/, so that this run does not write into
@@ -210,10 +210,10 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
     for make in loggers.values():
         function = plain(make)
         if function in (wandb, mlflow, trackio):
-            _installed(function.__name__)
+            _require_package(function.__name__)
 
 
-def _installed(package: str) -> None:
+def _require_package(package: str) -> None:
     """Raises ConfigError if an optional package, named as its option, is
     missing."""
     if importlib.util.find_spec(package) is None:
@@ -236,20 +236,20 @@ CALLS = (
 )
 
 
-def tolerant(logger: Any) -> Any:
+def make_tolerant(logger: Any) -> Any:
     """The same logger, but its calls report a failure (a full disk, an absent server, an error of
     the package) instead of raising it."""
     for name in CALLS:
         if hasattr(logger, name):
-            setattr(logger, name, missed(logger)(getattr(logger, name)))
+            setattr(logger, name, report_logger_failure(logger)(getattr(logger, name)))
     if not hasattr(threading.excepthook, "before"):
-        hook = partial(_thread_failed, threading.excepthook)
+        hook = partial(_report_thread_failure, threading.excepthook)
         hook.before = threading.excepthook  # type: ignore[attr-defined]
         threading.excepthook = hook
     return logger
 
 
-def _thread_failed(before: Callable[..., Any], args: Any) -> None:
+def _report_thread_failure(before: Callable[..., Any], args: Any) -> None:
     """Print no traceback if a thread of a logger failed on writing; the logger's next call reports
     the failure."""
     if args.exc_value is None or explain_write_error(args.exc_value) is None:
@@ -257,7 +257,7 @@ def _thread_failed(before: Callable[..., Any], args: Any) -> None:
 
 
 @contextmanager
-def missed(logger: Any) -> Iterator[None]:
+def report_logger_failure(logger: Any) -> Iterator[None]:
     """Run a block with calls of a logger. A failure is reported once for each logger;
     metrics.jsonl holds the numbers."""
     try:
@@ -286,7 +286,7 @@ def _is_tensorboard(logger: Any) -> bool:
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
     """A text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other loggers
     have no place for it."""
-    with missed(logger):
+    with report_logger_failure(logger):
         if _is_tensorboard(logger):
             logger.experiment.add_text(name, text, global_step=step)
         elif hasattr(logger, "log_text"):
@@ -301,7 +301,7 @@ def log_table(
     """Rows of a step as a table to sort and filter: W&B and Trackio. Other loggers have
     no place for it."""
     if hasattr(logger, "log_table"):
-        with missed(logger):
+        with report_logger_failure(logger):
             logger.log_table(name, columns=list(columns), data=list(rows), step=step)
 
 
@@ -310,7 +310,7 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
     Trackio."""
     if not values:
         return
-    with missed(logger):
+    with report_logger_failure(logger):
         if _is_tensorboard(logger):
             import numpy as np
 
@@ -326,7 +326,7 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
 def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
     """The settings of a run, when it starts. TensorBoard gets them with the final figures: its
     table of runs needs both at once."""
-    with missed(logger):
+    with report_logger_failure(logger):
         if not _is_tensorboard(logger):
             logger.log_hyperparams(dict(settings))
 
@@ -337,7 +337,7 @@ def log_final(
     """The run's final figures, to compare the runs of a sweep: TensorBoard's hparams, W&B's
     summary, MLflow metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
-    with missed(logger):
+    with report_logger_failure(logger):
         if _is_tensorboard(logger):
             plain = {
                 k: v if isinstance(v, bool | int | float | str) else str(v)

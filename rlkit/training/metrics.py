@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit.algorithm import number
+from rlkit.algorithm import require_number
 from rlkit.distributed import ranks
 from rlkit.errors import EngineError, PartError
 from rlkit.models.packing import Packed
@@ -194,7 +194,7 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
         "loss/total": terms.loss,
         "loss/policy": terms.mean("policy_loss"),
         "policy/entropy": _entropy(batch, terms),
-        "policy/entropy_coef": number(experiment.algorithm.entropy_coef),
+        "policy/entropy_coef": require_number(experiment.algorithm.entropy_coef),
         **_ratios(batch, terms),
         **_divergences(batch, terms, experiment),
         **_advantages(batch),
@@ -202,10 +202,10 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
         **_critic(batch, terms),
         **_optimizer(terms),
     }
-    return _joined(values, _of_parts(batch, terms), "a part gave a metric")
+    return _join_metrics(values, _measure_parts(batch, terms), "a part gave a metric")
 
 
-def _joined(row: Mapping[str, Any], others: Mapping[str, float], said: str) -> dict[str, Any]:
+def _join_metrics(row: Mapping[str, Any], others: Mapping[str, float], said: str) -> dict[str, Any]:
     taken = row.keys() & others.keys()
     if taken:
         raise PartError(f"{said} {min(taken)}, which rlkit has already; give it another name")
@@ -224,7 +224,7 @@ def counted(value: Tensor, batch: Batch) -> Tensor:
     return value[mask] if value.dim() == 2 else value[batch.rollout_ids[mask.any(1)].unique()]
 
 
-def as_number(name: str, value: Any) -> float:
+def convert_to_number(name: str, value: Any) -> float:
     """A number, or a tensor or array of one entry, as a metric. Raises: PartError naming the
     metric."""
     if isinstance(value, int | float):
@@ -248,14 +248,14 @@ def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> d
         for name, values in own.items():
             every.setdefault(name, []).extend(values)
     plain = {
-        name: v if v is None or isinstance(v, str | int | float) else as_number(name, v)
+        name: v if v is None or isinstance(v, str | int | float) else convert_to_number(name, v)
         for name, v in row.items()
     }
     means = {name: sum(values) / len(values) for name, values in every.items()}
-    return _joined(plain, means, "a callback logged")
+    return _join_metrics(plain, means, "a callback logged")
 
 
-def _of_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
+def _measure_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     # these parts see all sampled rollouts, before any is taken out
     sampled = ("group_filter", "overlong")
     found = {
@@ -322,7 +322,7 @@ def _divergences(batch: Weighted, terms: UpdateTerms, experiment: Experiment) ->
         "kl/nonzero_frac",
     )
     out = dict.fromkeys(names, NAN)
-    out["kl/coef"] = number(experiment.kl.coef)
+    out["kl/coef"] = require_number(experiment.kl.coef)
     out["kl/estimate"] = terms.mean("kl")
     estimates = terms.get("kl")
     if estimates is not None:
@@ -539,7 +539,7 @@ class Clock:
         self.current = outer
 
     @contextmanager
-    def sampling(self, engine: Any) -> Iterator[None]:
+    def measure_sampling(self, engine: Any) -> Iterator[None]:
         """Measure a block that collects episodes: the time in which the engine was busy counts as
         "model", all else (sessions, tools, templates) as "environment"."""
         begun = time.perf_counter()
@@ -556,7 +556,7 @@ class Clock:
         """The step is over."""
         self.ended = time.perf_counter()
 
-    def following(self, *, evaluated: float) -> Clock:
+    def make_following(self, *, evaluated: float) -> Clock:
         """The clock of the next step; `evaluated`: seconds of evaluations since the end of this
         one."""
         return Clock(

@@ -11,17 +11,17 @@ import lightning as L
 import torch
 
 from rlkit.distributed import ranks
-from rlkit.episodes.samplers import sampler_metrics
+from rlkit.episodes.samplers import measure_sampler
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.system.device import precision
 from rlkit.system.sharding import find_sharded_modules
 from rlkit.training.ahead.flight import Flight, StepGroups, pack_rollouts
-from rlkit.training.ahead.source import GroupSource, next_groups
+from rlkit.training.ahead.source import GroupSource, get_next_groups
 from rlkit.training.experiment import Experiment
 from rlkit.training.learner import Learner
-from rlkit.training.metrics import as_number
-from rlkit.training.resume import trained_state
+from rlkit.training.metrics import convert_to_number
+from rlkit.training.resume import select_trained_state
 from rlkit.training.reuse import Group, unpack_kept, with_reused
 from rlkit.training.update.optimizers import make_optimizers
 from rlkit.training.update.probe import probe_memory
@@ -50,7 +50,7 @@ class Steps:
         """Nothing to do: the module restores its count from the checkpoint itself."""
 
 
-def _of_learner(name: str) -> Any:
+def _forward_to_learner(name: str) -> Any:
     """An attribute of the learner, for callbacks."""
     return property(
         lambda self: getattr(self.learner, name),
@@ -70,9 +70,11 @@ class RLModule(L.LightningModule):
     """
 
     rl_step, x, experiment, metrics, rollouts = map(
-        _of_learner, ("rl_step", "x", "experiment", "metrics", "rollouts")
+        _forward_to_learner, ("rl_step", "x", "experiment", "metrics", "rollouts")
     )
-    trained, batch, tokens, clock = map(_of_learner, ("trained", "batch", "tokens", "clock"))
+    trained, batch, tokens, clock = map(
+        _forward_to_learner, ("trained", "batch", "tokens", "clock")
+    )
 
     def __init__(
         self,
@@ -118,10 +120,10 @@ class RLModule(L.LightningModule):
         reused = with_reused(x.reuse, self.kept, groups.trained, step=self.rl_step, seed=x.seed)
         self.kept = reused.kept
         self.learner.step(groups.sampled, reused.trained)
-        self.metrics |= figures | sampler_metrics(groups.after.sampler) | reused.metrics
+        self.metrics |= figures | measure_sampler(groups.after.sampler) | reused.metrics
         self.metrics |= self.constants
         self.trainer.should_stop = ranks.any_rank(
-            self.rl_step >= self.total_steps or self.out_of_time()
+            self.rl_step >= self.total_steps or self.is_out_of_time()
         )
         self.clock.end()
 
@@ -132,7 +134,7 @@ class RLModule(L.LightningModule):
         learner.begin()
         self.before = rng.state()
         self.droppable = True
-        groups, flight, figures = next_groups(
+        groups, flight, figures = get_next_groups(
             self.source,
             self.flight,
             learner.experiment,
@@ -154,7 +156,7 @@ class RLModule(L.LightningModule):
 
         Raises: PartError if the value is no single number.
         """
-        self.logged.setdefault(name, []).append(as_number(name, value))
+        self.logged.setdefault(name, []).append(convert_to_number(name, value))
 
     def drop_step(self) -> None:
         """Undo the step under way: put the generators back. Sampling and scoring move nothing
@@ -175,7 +177,7 @@ class RLModule(L.LightningModule):
         """RL steps of the whole run."""
         return self.experiment.trainer.steps
 
-    def out_of_time(self) -> bool:
+    def is_out_of_time(self) -> bool:
         """Whether trainer.max_time has passed since this process began to train."""
         limit = self.experiment.trainer.max_time
         return limit is not None and time.perf_counter() - self.started > 60 * limit
@@ -203,7 +205,7 @@ class RLModule(L.LightningModule):
 
     def trained_state(self) -> dict[str, Any]:
         """The state dict without a frozen base."""
-        return trained_state(self.state_dict(), self.model)
+        return select_trained_state(self.state_dict(), self.model)
 
     def on_train_start(self) -> None:
         if self.device.type == "cuda" and ranks.size() == 1:
@@ -224,7 +226,7 @@ class RLModule(L.LightningModule):
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
         """Add all state that Lightning does not know to a checkpoint, and remove the frozen base.
         `generators`: one state per rank, in order."""
-        checkpoint["state_dict"] = trained_state(checkpoint["state_dict"], self.model)
+        checkpoint["state_dict"] = select_trained_state(checkpoint["state_dict"], self.model)
         own = {"generators": generators, "kept": [pack_rollouts(group) for group in self.kept]}
         checkpoint["rlkit"] = self.learner.saved() | self.source.state(self.flight) | own
         checkpoint["run"] = self.provenance

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from rlkit.distributed import ranks
-from rlkit.models.fused import kernel_of
-from rlkit.models.head import trunk_and_head
+from rlkit.models.fused import get_update_kernel
+from rlkit.models.head import split_model
 from rlkit.training import schedules
 from rlkit.training.experiment import Experiment
-from rlkit.training.references import is_policy, is_start, moved, shard_state
+from rlkit.training.references import is_policy, is_start, move_reference, shard_state
 from rlkit.training.schedules import Progress
 from rlkit.types import Reference
 
@@ -35,12 +35,12 @@ class ReferenceStates:
         self.experiment = experiment
         self.model = model
         # name of a phase → its whole experiment; "" is the only one if there are no phases
-        self.phases = schedules.phases(experiment)
+        self.phases = schedules.list_phases(experiment)
         self.phase = next(iter(self.phases))
         # shards a model in place; None unless the policy is sharded
         self.lay_out: Callable[[Any], None] | None = None
         self.references: dict[str, Any] = {}
-        if any(x.needs_reference for name, x in self.phases.items() if not self.owner_of(name)):
+        if any(x.needs_reference for name, x in self.phases.items() if not self.find_owner(name)):
             self.references[""] = experiment.reference.init(model, step=0)
         # part of a mixture → its teacher; empty if no phase has one
         self.teacher_functions: Mapping[str, Reference] = (
@@ -50,7 +50,7 @@ class ReferenceStates:
             part: teacher.init(model, step=0) for part, teacher in self.teacher_functions.items()
         }
 
-    def owner_of(self, phase: str) -> str:
+    def find_owner(self, phase: str) -> str:
         """The owner of a phase's reference: itself, or the run ("")."""
         phases = self.experiment.schedule.phases
         return phase if phase in phases and phases[phase].reference is not None else ""
@@ -58,14 +58,14 @@ class ReferenceStates:
     @property
     def owner(self) -> str:
         """The owner of the reference in use."""
-        return self.owner_of(self.phase)
+        return self.find_owner(self.phase)
 
     def measures_drift(self, phase: str, x: Experiment) -> bool:
         """Whether the KL to the reference says how far the policy is from the start of the run, in
         a phase with this experiment."""
-        return x.kl.active and not self.owner_of(phase) and is_start(x.reference)
+        return x.kl.active and not self.find_owner(phase) and is_start(x.reference)
 
-    def functions_of(self, owner: str) -> Reference:
+    def find_functions(self, owner: str) -> Reference:
         """The reference functions of an owner."""
         return self.phases[owner].reference if owner else self.experiment.reference
 
@@ -74,34 +74,36 @@ class ReferenceStates:
         policy. References that no later phase uses are dropped."""
         names = list(self.phases)
         self.phase = names[progress.phase]
-        fresh = bool(self.owner) or "reference" in schedules.resets(self.experiment, progress)
+        fresh = bool(self.owner) or "reference" in schedules.find_resets(self.experiment, progress)
         if fresh and self.phases[self.phase].needs_reference:
             state = reference.init(self.model, step=progress.since)
-            self.references[self.owner] = self._laid_out(state)
-        needed = {self.owner_of(later) for later in names[progress.phase :]}
+            self.references[self.owner] = self._lay_out(state)
+        needed = {self.find_owner(later) for later in names[progress.phase :]}
         self.references = {key: state for key, state in self.references.items() if key in needed}
         return fresh
 
     @contextmanager
     def reference(self, reference: Reference) -> Iterator[Any]:
         """The reference in use, to score with."""
-        with self._as_policy(reference.model(self.references.get(self.owner), self.model)) as model:
+        with self._use_as_policy(
+            reference.model(self.references.get(self.owner), self.model)
+        ) as model:
             yield model
 
     @contextmanager
     def teacher(self, part: str) -> Iterator[Any]:
         """The teacher of a part of the mixture, or of all prompts ("")."""
         functions = self.teacher_functions[part]
-        with self._as_policy(functions.model(self.teachers[part], self.model)) as model:
+        with self._use_as_policy(functions.model(self.teachers[part], self.model)) as model:
             yield model
 
     @contextmanager
-    def _as_policy(self, given: Any) -> Iterator[Any]:
+    def _use_as_policy(self, given: Any) -> Iterator[Any]:
         """A model to score with, using the kernel of the policy's updates, also after a resume."""
         with given as model:
             if isinstance(model, nn.Module):
-                trunk, own = (trunk_and_head(one)[0] for one in (model, self.model))
-                trunk.update_kernel = kernel_of(own)
+                trunk, own = (split_model(one)[0] for one in (model, self.model))
+                trunk.update_kernel = get_update_kernel(own)
             yield model
 
     def is_policy(self, reference: Reference) -> bool:
@@ -118,11 +120,11 @@ class ReferenceStates:
         measured: dict[str, float] = {}
         if self.owner in self.references:
             state = self.references[self.owner]
-            self.references[self.owner], measured = moved(
+            self.references[self.owner], measured = move_reference(
                 reference, state, self.model, step=step, kl=kl
             )
         for part, functions in self.teacher_functions.items():
-            self.teachers[part], _ = moved(
+            self.teachers[part], _ = move_reference(
                 functions, self.teachers[part], self.model, step=step, kl=float("nan")
             )
         return measured
@@ -137,10 +139,10 @@ class ReferenceStates:
         gathered = torch.bfloat16 if mixed else None
         self.lay_out = partial(ranks.shard, mesh=mesh, gathered=gathered)
         self.lay_out(self.model)
-        self.references = {owner: self._laid_out(state) for owner, state in self.references.items()}
-        self.teachers = {part: self._laid_out(state) for part, state in self.teachers.items()}
+        self.references = {owner: self._lay_out(state) for owner, state in self.references.items()}
+        self.teachers = {part: self._lay_out(state) for part, state in self.teachers.items()}
 
-    def _laid_out(self, state: Any) -> Any:
+    def _lay_out(self, state: Any) -> Any:
         """The state, sharded if the policy is."""
         return state if self.lay_out is None else shard_state(state, self.model, self.lay_out)
 
@@ -149,11 +151,11 @@ class ReferenceStates:
         it."""
         return {
             "references": {
-                owner: ranks.full_tensors(self.functions_of(owner).save(state))
+                owner: ranks.gather_tensors(self.find_functions(owner).save(state))
                 for owner, state in self.references.items()
             },
             "teachers": {
-                part: ranks.full_tensors(self.teacher_functions[part].save(state))
+                part: ranks.gather_tensors(self.teacher_functions[part].save(state))
                 for part, state in self.teachers.items()
             },
         }
@@ -161,7 +163,7 @@ class ReferenceStates:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restore what `saved` returned into the states of the entered phase."""
         self.references = {
-            owner: self.functions_of(owner).load(
+            owner: self.find_functions(owner).load(
                 state, self.model, saved["references"].get(owner, {})
             )
             for owner, state in self.references.items()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.distributed import ranks
-from rlkit.errors import PartError, written
+from rlkit.errors import PartError, name_function
 from rlkit.system.adapters import base_model, has_adapters
 from rlkit.system.sharding import find_sharded_modules, is_sharded
 from rlkit.types import Measured, Reference, assumes, reaches, safe
@@ -30,7 +30,7 @@ ADAPTER = "reference"  # name of the second adapter under LoRA
 # ------------------------------------------------------------------------------------------ options
 
 
-def moved(
+def move_reference(
     reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float
 ) -> tuple[Any, dict[str, float]]:
     """A reference's state after an RL step, and the metrics of its update as reference/NAME.
@@ -39,20 +39,20 @@ def moved(
     after, metrics = given if isinstance(given, Measured) else (given, {})
     if after is None and state is not None:
         raise PartError(
-            f"reference.update ({written(reference.update)}): gave None, expected the state; end it"
-            " with `return state`"
+            f"reference.update ({name_function(reference.update)}): gave None, expected the"
+            " state; end it with `return state`"
         )
     return after, {f"reference/{name}": float(value) for name, value in metrics.items()}
 
 
 def none() -> Reference:
     """No reference: nothing is kept, nothing is scored."""
-    return _made_again("none", lambda policy, **_: None, _no_model)
+    return _make_fixed("none", lambda policy, **_: None, _no_model)
 
 
 def live() -> Reference:
     """The policy itself, as it is at every moment."""
-    return _made_again("live", lambda policy, **_: None, _policy_itself)
+    return _make_fixed("live", lambda policy, **_: None, _policy_itself)
 
 
 @reaches(path="path", revision="path")
@@ -77,8 +77,8 @@ def frozen(
     """
     if path is not None:
         init = functools.partial(_load_teacher, path=path, revision=revision, key=key)
-        return _made_again("frozen", init, _model)
-    return Reference("frozen", _freeze, _keep, _model, save=_save_frozen, load=_load_frozen)
+        return _make_fixed("frozen", init, _open_model)
+    return Reference("frozen", _freeze, _keep, _open_model, save=_save_frozen, load=_load_frozen)
 
 
 def is_start(reference: Reference) -> bool:
@@ -99,7 +99,7 @@ def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
 
 
 def _is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
-    if reference.init not in (_freeze, _start) or reference.model is not _model:
+    if reference.init not in (_freeze, _start) or reference.model is not _open_model:
         return False
     dropouts = [module for module in policy.modules() if "Dropout" in type(module).__name__]
     if any(module.training and getattr(module, "p", 0) for module in dropouts):
@@ -109,24 +109,24 @@ def _is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         second = [p for name, p in trained.items() if ".lora_B." in name]
         others = [name for name in trained if ".lora_B." not in name and ".lora_A." not in name]
-        return bool(second) and not others and not any(bool(_local(p).any()) for p in second)
+        return bool(second) and not others and not any(bool(_get_local(p).any()) for p in second)
     if isinstance(state, Moving) and state.model is None:
-        return all(_equal(own, parameters[name]) for name, own in state.scored.items())
+        return all(_are_equal(own, parameters[name]) for name, own in state.scored.items())
     model: Any = state.model if isinstance(state, Moving) else state
     theirs = dict(model.named_parameters()) | dict(model.named_buffers())
     ours = parameters | dict(policy.named_buffers())
     if theirs.keys() != ours.keys():
         return False
-    return all(_equal(own, ours[name]) for name, own in theirs.items())
+    return all(_are_equal(own, ours[name]) for name, own in theirs.items())
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    a = _local(a)
-    b = _local(b)
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    a = _get_local(a)
+    b = _get_local(b)
     return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
 
 
-def _local(tensor: Any) -> Tensor:
+def _get_local(tensor: Any) -> Tensor:
     """This rank's part of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
@@ -153,7 +153,7 @@ def ema(*, decay: float) -> Reference:
             " choose reference=frozen"
         )
 
-    return _moving("ema", functools.partial(follow, decay=decay))
+    return _make_moving("ema", functools.partial(follow, decay=decay))
 
 
 def periodic(*, every: int) -> Reference:
@@ -167,7 +167,7 @@ def periodic(*, every: int) -> Reference:
     if every < 1:
         raise ValueError(f"every={every}: must be at least 1 RL step")
 
-    return _moving("periodic", functools.partial(_copy_each, every=every))
+    return _make_moving("periodic", functools.partial(_copy_each, every=every))
 
 
 def _copy_each(state: Moving, policy: nn.Module, *, every: int, step: int, **_: Any) -> Moving:
@@ -202,7 +202,7 @@ def on_kl(
         raise ValueError(f"measure={measure}: must be accumulated or distance")
     accumulated = measure == "accumulated"
     update = functools.partial(_copy_beyond, threshold=threshold, accumulated=accumulated)
-    return _moving("on_kl", update)
+    return _make_moving("on_kl", update)
 
 
 def _copy_beyond(
@@ -238,7 +238,7 @@ def shard_state(
     the second adapter in an already sharded policy. A sharded state is returned as it is.
     """
     if isinstance(state, Moving) and state.model is None:
-        return _tracked(_twins(policy), {}, None)._replace(kl=state.kl)
+        return _make_tracked(_twins(policy), {}, None)._replace(kl=state.kl)
     model = state.model if isinstance(state, Moving) else state
     if model is None or find_sharded_modules(model):
         return state
@@ -246,24 +246,24 @@ def shard_state(
     return track(model)._replace(kl=state.kl) if isinstance(state, Moving) else state
 
 
-def _moving(name: str, update: Callable[..., Moving]) -> Reference:
-    return Reference(name, _start, update, _model, save=_save_moving, load=_load_moving)
+def _make_moving(name: str, update: Callable[..., Moving]) -> Reference:
+    return Reference(name, _start, update, _open_model, save=_save_moving, load=_load_moving)
 
 
 def _start(policy: nn.Module, **_: Any) -> Moving:
     """The state of a reference that equals the present policy."""
     if has_adapters(policy):
-        return _tracked(_second_adapter(policy), {}, None)
-    return track(ranks.unsharded_copy(policy))
+        return _make_tracked(_add_second_adapter(policy), {}, None)
+    return track(ranks.copy_unsharded(policy))
 
 
 def track(model: nn.Module) -> Moving:
     """The state of a reference whose tensors are those of `model`: `follow` writes into them. Only
     tensors narrower than float32 are copied."""
-    return _tracked(dict(model.named_parameters()), dict(model.named_buffers()), model)
+    return _make_tracked(dict(model.named_parameters()), dict(model.named_buffers()), model)
 
 
-def _tracked(
+def _make_tracked(
     scored: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: nn.Module | None
 ) -> Moving:
     weights = {
@@ -296,7 +296,7 @@ def _show(state: Moving) -> None:
 
 
 @contextmanager
-def _model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
+def _open_model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
     """The reference's own model; under LoRA the policy with the second adapter, or with no adapter
     if the state is None."""
     own = state.model if isinstance(state, Moving) else state
@@ -346,7 +346,7 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
 # --------------------------------------------------------------------------------- adapters of PEFT
 
 
-def _second_adapter(policy: Any) -> dict[str, Tensor]:
+def _add_second_adapter(policy: Any) -> dict[str, Tensor]:
     """Adds the reference's adapter, equal to the active one, and gives its tensors by the names of
     the policy's."""
     from rlkit.models.load import compute_as_base
@@ -354,7 +354,7 @@ def _second_adapter(policy: Any) -> dict[str, Tensor]:
     if ADAPTER not in policy.peft_config:
         on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
         # its random start is overwritten, so its draws must not move the generators
-        with _gradients_kept(policy), torch.random.fork_rng(devices=on):
+        with _keep_gradients(policy), torch.random.fork_rng(devices=on):
             policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[policy.active_adapter]))
             compute_as_base(policy)
     parameters = dict(policy.named_parameters())
@@ -381,12 +381,12 @@ def _twins(policy: Any) -> dict[str, Tensor]:
 def _activate(policy: Any, adapter: str) -> None:
     """Switch adapters. PEFT's own switch also changes which parameters are trained; this one does
     not."""
-    with _gradients_kept(policy):
+    with _keep_gradients(policy):
         policy.set_adapter(adapter)
 
 
 @contextmanager
-def _gradients_kept(policy: nn.Module) -> Iterator[None]:
+def _keep_gradients(policy: nn.Module) -> Iterator[None]:
     before = [(p, p.requires_grad) for p in policy.parameters()]
     yield
     for parameter, wanted in before:
@@ -400,7 +400,7 @@ def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:
     return state
 
 
-def _made_again(name: str, init: Callable[..., Any], model: Callable[..., Any]) -> Reference:
+def _make_fixed(name: str, init: Callable[..., Any], model: Callable[..., Any]) -> Reference:
     """A reference that never moves; on resume `init` makes it again."""
     return Reference(
         name, init, _keep, model, save=lambda state: {}, load=lambda state, policy, saved: state
@@ -410,7 +410,7 @@ def _made_again(name: str, init: Callable[..., Any], model: Callable[..., Any]) 
 def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
     if step > 0:
         return _start(policy)
-    return None if has_adapters(policy) else ranks.unsharded_copy(policy)
+    return None if has_adapters(policy) else ranks.copy_unsharded(policy)
 
 
 @assumes("same_vocabulary")

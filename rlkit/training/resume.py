@@ -12,18 +12,18 @@ from torch import nn
 from rlkit.models.checkpointing import is_checkpointed
 from rlkit.training import schedules
 from rlkit.training.activations import keep_activations
-from rlkit.training.experiment import Experiment, correction_in_words
-from rlkit.training.kernels import keep_kernels, kernels_in_use
+from rlkit.training.experiment import Experiment, describe_correction
+from rlkit.training.kernels import keep_kernels, read_kernels_in_use
 from rlkit.training.schedules import Progress
 from rlkit.types import CachingEngine, Policy
 
 
-def computed_with(x: Experiment, model: nn.Module) -> dict[str, Any]:
+def describe_arithmetic(x: Experiment, model: nn.Module) -> dict[str, Any]:
     """The settings that affect the last bits of a run's numbers: the threads of the CPU, the
     kernels of decoding and updates, the size of the engine's cache, and whether updates recompute
     their activations."""
     engine = x.generation.engine
-    kernels = kernels_in_use(engine, model)
+    kernels = read_kernels_in_use(engine, model)
     on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU's sums do not depend on them
     return {
         "threads": torch.get_num_threads() if on_cpu else None,
@@ -64,15 +64,15 @@ def go_on_as_before(
         engine.keep_cached_tokens(state["cached_tokens"])
     config = checkpoint.get("run", {}).get("config", {})
     steps = config.get("trainer", {}).get("steps", x.trainer.steps)
-    said.append(schedules.lengthened(x, Progress(**state["progress"]), before=steps))
+    said.append(schedules.explain_new_length(x, Progress(**state["progress"]), before=steps))
     if state["exact"] != exact:
-        line = correction_in_words(x, exact=state["exact"])
+        line = describe_correction(x, exact=state["exact"])
         said.append(line and f"{line.partition(' (')[0]}, as when the run began")
     for line in filter(None, said):
         print(f"resume: {line}", flush=True)
 
 
-def trained_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def select_trained_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """A state dict of model and critic without the frozen base, which model.path has: under LoRA
     the trained adapters, and the critic."""
     trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}

@@ -51,7 +51,7 @@ def with_reused(
     for rollout in trained:
         groups.setdefault(rollout.group, []).append(rollout)
     fresh = [tuple(own) for own in groups.values() if score_of(own) > 0]
-    pool = [g for g in kept if age(g, step) <= reuse.staleness]
+    pool = [g for g in kept if compute_age(g, step) <= reuse.staleness]
     ages = list[int]()
     out = list[Rollout]()
     source = random.Random(f"task reuse/{seed}/{step}")
@@ -61,10 +61,10 @@ def with_reused(
         if fitting:
             chosen = source.choices(fitting, [score_of(g) for g in fitting])[0]
             free = [g for g in free if g is not chosen]
-            ages.append(age(chosen, step))
+            ages.append(compute_age(chosen, step))
             own = [r._replace(group=number) for r in chosen]
         out += own
-    later = [g for g in (*fresh, *pool) if age(g, step + 1) <= reuse.staleness]
+    later = [g for g in (*fresh, *pool) if compute_age(g, step + 1) <= reuse.staleness]
     best = tuple(sorted(later, key=score_of, reverse=True)[: reuse.groups])
     staleness = sum(ages) / len(ages) if ages else float("nan")
     return Reused(
@@ -84,7 +84,7 @@ def score_of(group: Sequence[Rollout]) -> float:
     return sum(abs(r - mean) for r in rewards) * pstdev(rewards)
 
 
-def age(group: Sequence[Rollout], step: int) -> int:
+def compute_age(group: Sequence[Rollout], step: int) -> int:
     """RL steps between the oldest sampling weights of the group's tokens and a step. A reply
     without versions has no age."""
     return max(

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlkit.distributed import ranks
-from rlkit.errors import Interrupted, RLKitError, name_error, raised_at
+from rlkit.errors import Interrupted, RLKitError, describe_raise, name_error
 from rlkit.system import owner
 from rlkit.system.contents import PROMPTS
 from rlkit.system.device import autocast, load_on_device, precision, silence_frameworks, versions
@@ -27,7 +27,7 @@ from rlkit.system.processors import count_cores
 from rlkit.system.redaction import redact_config
 from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
 from rlkit.tasks.splits import count_distinct, count_in_words
-from rlkit.training.experiment import Experiment, correction_in_words, kl_in_words
+from rlkit.training.experiment import Experiment, describe_correction, describe_kl
 from rlkit.types import Policy, Split, Splits
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def train_in(
     ):
         policy, device, agreement = prepare(x, tasks)
         # imports Lightning, which takes as long as all else: print the first lines before
-        from rlkit.episodes.record import failed_rollout_kept
+        from rlkit.episodes.record import keep_failed_rollout
         from rlkit.training.callbacks.faults import Watchdog
         from rlkit.training.module import RLModule
 
@@ -101,9 +101,9 @@ def train_in(
         # million objects of the libraries, which takes a tenth of a small step
         gc.freeze()
         try:
-            with note_end(summary, module, trainer), failed_rollout_kept(folder):
+            with note_end(summary, module, trainer), keep_failed_rollout(folder):
                 trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-                summary["ended"], summary["why"] = how_it_ended(module, results)
+                summary["ended"], summary["why"] = describe_end(module, results)
         finally:
             gc.unfreeze()
             if resume is None:  # else the time of the processes before is unknown
@@ -142,7 +142,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
         summary["ended"] = "interrupted"
         # StopOnSignal handles Ctrl-C, so a KeyboardInterrupt is not the user's
         if any(isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks):
-            what = raised_at(error)
+            what = describe_raise(error)
             summary["ended"] = f"failed: {what}"
             raise RLKitError(
                 f"{what} ended the run in step {module.rl_step + 1}; no part of a run may do that"
@@ -165,7 +165,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
 
 def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     """Like `ready`, but return everything that the check found; `exact` holds for all ranks."""
-    print(first_line(x), flush=True)
+    print(format_first_line(x), flush=True)
     import rich.style  # noqa: F401  # imported before seeding: the import draws from Python's generator
 
     from rlkit.system import rng
@@ -173,14 +173,14 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy, check_teacher
     from rlkit.training.update.claims import unchecked_line
-    from rlkit.training.windows import window_line
+    from rlkit.training.windows import describe_windows
 
     silence_frameworks()
     # initial adapters, and the draws of a reward or an environment; sampling has its own randomness
     rng.seed(x.seed)
     check_teacher(x)
     policy, device = load_on_device(x)
-    print(header(x, policy, device, tasks), flush=True)
+    print(format_header(x, policy, device, tasks), flush=True)
     if x.asynchrony.mode == "overlap":
         print(process_in_words(x, device), flush=True)
     activations = settle_activations(x, policy, tasks.train, device)
@@ -194,9 +194,9 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     exact = not ranks.any_rank(not agreement.exact)  # the same answer on all ranks
     lines = [
         unchecked_line(x.generation.engine, policy.model, shards=sharded),
-        window_line(x, policy, tasks.train),
+        describe_windows(x, policy, tasks.train),
         *(f"warning: {line}" for line in agreement.warnings),
-        correction_in_words(x, exact=exact),
+        describe_correction(x, exact=exact),
     ]
     for line in filter(None, lines):
         print(line, flush=True)
@@ -230,9 +230,9 @@ def conclude(
 ) -> None:
     """Adds a run's figures, and its unwritten files, to its summary; writes
     summary.json and metrics.csv."""
-    from rlkit.sandbox import seen
+    from rlkit.sandbox import get_known_level
     from rlkit.system.rows import export_csv
-    from rlkit.training.kernels import choices_of
+    from rlkit.training.kernels import record_choices
     from rlkit.training.metrics import peak_memory
 
     validation = results.get("validation", {})
@@ -249,15 +249,15 @@ def conclude(
         "identity": module.provenance.get("identity"),
         "peak_memory_gb": round(peak_memory(device), 3),
         "device": str(device),
-        **choices_of(module.experiment.generation.engine, module.policy.model),
+        **record_choices(module.experiment.generation.engine, module.policy.model),
         "versions": versions(),
-        "sandbox": str(level) if (level := seen()) else None,
+        "sandbox": str(level) if (level := get_known_level()) else None,
     }
     writes = ranks.rank() == 0 and not owner.explain_loss(folder)
     if writes:
         with report_write_errors("metrics.csv"):
             export_csv(folder / "metrics.jsonl")
-    summary |= missing()
+    summary |= list_missing()
     if summary["unsaved"] and summary["ended"] == "finished":
         summary["ended"] = f"failed: {summary['unsaved']}"
     if writes:
@@ -265,7 +265,7 @@ def conclude(
             write_json(folder / "summary.json", redact_config(summary))
 
 
-def missing() -> dict[str, Any]:
+def list_missing() -> dict[str, Any]:
     """unsaved: a sentence on why the result of the run is incomplete, or None. lost: other files
     that could not be written, each with the reason."""
     from rlkit.training.callbacks.checkpoints import RESULT
@@ -275,7 +275,7 @@ def missing() -> dict[str, Any]:
     return {"unsaved": "; ".join(unsaved) or None, "lost": lost}
 
 
-def how_it_ended(
+def describe_end(
     module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]
 ) -> tuple[str, str]:
     """How the run ended, and why: finished (all steps done, or the target reached), out of time (it
@@ -288,7 +288,7 @@ def how_it_ended(
         return "finished", f"validation accuracy {reached}"
     if module.rl_step >= module.total_steps:
         return "finished", ""
-    if module.out_of_time():
+    if module.is_out_of_time():
         return "out of time", f"trainer.max_time={x.trainer.max_time:g} minutes are over"
     return "interrupted", ""
 
@@ -306,21 +306,21 @@ def make_trainer(
     """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
     import lightning as L
 
-    from rlkit.distributed.strategies import cluster, make_strategy
+    from rlkit.distributed.strategies import list_cluster_plugins, make_strategy
     from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
-    from rlkit.training.loggers import tolerant
+    from rlkit.training.loggers import make_tolerant
 
     path = None
     step = 0
     if resume is not None:
         with refuse_unwritable(folder):
             identity = module.provenance.get("identity", "")
-            path, step = ranks.broadcast(lambda: taken_up(resume, folder, identity))
+            path, step = ranks.broadcast(lambda: take_up(resume, folder, identity))
         begins = f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {f'{path}, after step {step}' if path else begins}", flush=True)
     with refuse_unwritable(folder):
         makers = x.logger.values() if ranks.rank() == 0 else ()
-        loggers = [tolerant(make(folder, step)) for make in makers]
+        loggers = [make_tolerant(make(folder, step)) for make in makers]
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=x.trainer.devices,
@@ -332,8 +332,8 @@ def make_trainer(
         default_root_dir=folder,  # else it would be the present working directory
         log_every_n_steps=1,
         logger=loggers or False,
-        callbacks=callbacks_of(x, tasks, folder, results),
-        plugins=[AtomicCheckpointIO(), *cluster()],
+        callbacks=list_callbacks(x, tasks, folder, results),
+        plugins=[AtomicCheckpointIO(), *list_cluster_plugins()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -343,7 +343,7 @@ def make_trainer(
     return trainer, path
 
 
-def callbacks_of(
+def list_callbacks(
     x: Experiment, tasks: Splits, folder: Path, results: dict[Split, Any]
 ) -> list[Any]:
     """rlkit's own callbacks and the experiment's, in their order."""
@@ -363,7 +363,7 @@ def callbacks_of(
     return callbacks
 
 
-def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int]:
+def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int]:
     """The checkpoint to continue a run from, and its RL step; everything after it, or of another
     run, is set aside.
 
@@ -377,7 +377,7 @@ def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, in
     from rlkit.system.rows import cut_back
     from rlkit.training.callbacks.checkpoints import (
         SUFFIX,
-        checkpoints,
+        list_checkpoints,
         load_checkpoint,
         refuse_foreign,
         set_foreign_aside,
@@ -387,7 +387,9 @@ def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, in
     path = None
     step = -1
     rows = None
-    if resume.suffix == SUFFIX or checkpoints(resume):  # else killed before its first checkpoint
+    if resume.suffix == SUFFIX or list_checkpoints(
+        resume
+    ):  # else killed before its first checkpoint
         path, state = load_checkpoint(resume)
         refuse_foreign(path, state, folder, identity)
         step = state["rlkit"]["rl_step"]
@@ -402,25 +404,25 @@ def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, in
     return path, max(step, 0)
 
 
-def first_line(x: Experiment) -> str:
+def format_first_line(x: Experiment) -> str:
     """The experiment in a line, known before a model is loaded."""
-    from rlkit.training.schedules import phases
+    from rlkit.training.schedules import list_phases
 
-    x = next(iter(phases(x).values()))  # what the run begins with
+    x = next(iter(list_phases(x).values()))  # what the run begins with
     return (
-        f"rlkit: {x.algorithm.name}, kl {kl_in_words(x)}, reward {x.reward.name}, "
+        f"rlkit: {x.algorithm.name}, kl {describe_kl(x)}, reward {x.reward.name}, "
         f"reference {x.reference.name if x.needs_reference else 'none'}, seed {x.seed}"
     )
 
 
-def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
+def format_header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     """Lines on the model, the device, the data and the arithmetic of the batch."""
     import torch
 
-    from rlkit.sandbox import seen
-    from rlkit.training.schedules import phases
+    from rlkit.sandbox import get_known_level
+    from rlkit.training.schedules import list_phases
 
-    named = phases(x)
+    named = list_phases(x)
     x = next(iter(named.values()))  # what the run begins with
     path = x.model.path or "a function"
     total = sum(p.numel() for p in policy.model.parameters())
@@ -454,4 +456,6 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     if len(named) > 1:
         in_order = (f"{name} ({phase.algorithm.name})" for name, phase in named.items())
         lines.append(f"phases: {' → '.join(in_order)}")
-    return "\n".join([*lines, str(seen() or "sandbox: no reward and no tool asks for one")])
+    return "\n".join(
+        [*lines, str(get_known_level() or "sandbox: no reward and no tool asks for one")]
+    )

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.engines.transformers import sampling_mode
-from rlkit.environments import environment_of, tools_in_words
-from rlkit.episodes import assemble, collect, failures
-from rlkit.episodes.episode import opening
-from rlkit.errors import DataError, SelfCheckError, visible
+from rlkit.engines.transformers import use_sampling_mode
+from rlkit.environments import find_environment, name_tools
+from rlkit.episodes import assemble, collect, count_failures
+from rlkit.episodes.episode import read_opening
+from rlkit.errors import DataError, SelfCheckError, show_controls
 from rlkit.functional import token_log_probs
 from rlkit.models import (
     check_template,
@@ -28,7 +28,7 @@ from rlkit.models import (
 )
 from rlkit.system.adapters import base_model
 from rlkit.training.experiment import Experiment
-from rlkit.training.schedules import phases
+from rlkit.training.schedules import list_phases
 from rlkit.types import Environment, Policy, Task, Tool, bound, declarations
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
@@ -54,7 +54,7 @@ def check_teacher(x: Experiment) -> None:
     if path is None:
         return
     hub = x.model.hub
-    asked = [phase.reference for phase in phases(x).values() if phase.needs_reference]
+    asked = [phase.reference for phase in list_phases(x).values() if phase.needs_reference]
     asked += x.teacher.models.values() if x.needs_teacher else ()
     for reference in asked:
         if reference.check is not None:
@@ -67,7 +67,7 @@ def check_teacher(x: Experiment) -> None:
             )
 
 
-def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
+def select_first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
     """The first n tasks of every part of a mixture, and of every environment named by its
     rows."""
     seen: Counter[tuple[str, str]] = Counter()
@@ -93,8 +93,8 @@ def check_contexts(
     tools: dict[str, Tool] = {}
     read: dict[tuple[str, str], str] = {}
     by_length = sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages))
-    for task in first_rows(by_length, LONGEST):
-        own = opening(task, environment_of(environment, task))
+    for task in select_first_rows(by_length, LONGEST):
+        own = read_opening(task, find_environment(environment, task))
         check_template(policy.renderer, own.schemas)
         tools |= own.tools
         ids = encode_prompt(policy.renderer, own.prompt, own.schemas)
@@ -104,11 +104,11 @@ def check_contexts(
                 f" {policy.context_length}; take the row out, or choose a model with a longer"
                 " context (model.path)"
             )
-        text = visible(decode(policy.renderer, ids), kept="\n")
+        text = show_controls(decode(policy.renderer, ids), kept="\n")
         read[task.part, task.environment] = f"=== row {task.id}\n{text}\n"
     prompted = has_tool_prompt(policy.renderer.tokenizer)
     form = "rlkit's (model.tools=prompt)" if prompted else "the template's (model.tools=template)"
-    lines = f"tools: {tools_in_words(tools)}\ntool prompt: {form}\n" if tools else ""
+    lines = f"tools: {name_tools(tools)}\ntool prompt: {form}\n" if tools else ""
     return lines, "".join(read.values())
 
 
@@ -134,7 +134,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed if the environment
     failed in every episode.
     """
-    few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
+    few = [*tasks[:2], *select_first_rows(tasks, 1)[2:]]
     tools, prompts = check_contexts(policy, tasks, x.environment)
     temperature = x.generation.temperature or 1.0
     short = min(x.generation.max_new_tokens, 32)
@@ -149,7 +149,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     )
     if not any(rollout.steps for rollout in rollouts):
         raise DataError(
-            failures(rollouts)
+            count_failures(rollouts)
             or f"row {few[0].id}: its episode ended before the policy was asked anything"
         )
     device = next(policy.model.parameters()).device
@@ -164,7 +164,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     with torch.no_grad():
         packed = pack(batch.ids, mask)
         logprobs = forward_logprobs(policy.model, packed, temperature=temperature).logprobs
-        own = own_log_probs(policy.model, ids, marks, temperature)
+        own = compute_own_log_probs(policy.model, ids, marks, temperature)
         half = torch.is_autocast_enabled(device.type) or any(
             p.dtype == torch.bfloat16 for p in policy.model.parameters()
         )
@@ -187,7 +187,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     return Agreement(warnings, not half, tools, prompts, rounding and rounding.bound)
 
 
-def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+def compute_own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
     """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own
     forward, row by row, without padding.
 
@@ -206,7 +206,9 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
     return torch.cat(parts)
 
 
-def log_probs_by_token(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor | None:
+def compute_log_probs_by_token(
+    model: Any, ids: Tensor, mask: Tensor, temperature: float
+) -> Tensor | None:
     """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own forward
     with its own cache. It reads the tokens before a row's first marked token at once, and the
     others one by one.
@@ -219,7 +221,7 @@ def log_probs_by_token(model: Any, ids: Tensor, mask: Tensor, temperature: float
         return None
     settings = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in options else {})
     parts = []
-    with sampling_mode(causal):  # with checkpointed activations, training mode gives no cache
+    with use_sampling_mode(causal):  # with checkpointed activations, training mode gives no cache
         for row, marks in zip(ids, mask, strict=True):
             positions = marks.nonzero()[:, 0].tolist()
             out = model(input_ids=row[None, : positions[0]], **settings)
@@ -267,11 +269,11 @@ def measure_rounding(
     FORWARD_TOKENS positions a row.
 
     Args:
-      own: [M], from `own_log_probs` for the same rows and mask.
+      own: [M], from `compute_own_log_probs` for the same rows and mask.
     """
     first = mask.int().argmax(1, keepdim=True)
     few = mask & (torch.arange(mask.shape[1], device=mask.device) < first + FORWARD_TOKENS)
-    by_token = log_probs_by_token(model, ids, few, temperature)
+    by_token = compute_log_probs_by_token(model, ids, few, temperature)
     if by_token is None:
         return Rounding(0.0, 0)
     return Rounding(float((own[few[mask]] - by_token).abs().mean()), len(by_token))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rlkit.environments import environment_of
-from rlkit.episodes.episode import opening
+from rlkit.environments import find_environment
+from rlkit.episodes.episode import read_opening
 from rlkit.models.chat import encode_prompt
 from rlkit.system.copies import copy_value
 from rlkit.training.references import ema, frozen, live
@@ -140,7 +140,7 @@ def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
     return "\n\n".join([*told, "Correctly solve the original question."]) if told else None
 
 
-def shown_prompts(
+def build_shown_prompts(
     policy: Policy, rollouts: Sequence[Rollout], show: Show, environment: object
 ) -> dict[int, tuple[int, list[int]]]:
     """Position of a rollout → (number of tokens in its own first prompt, ids of the teacher's
@@ -158,8 +158,8 @@ def shown_prompts(
         if said is None:
             continue
         if rollout.group not in schemas:
-            played: Any = environment_of(environment, rollout.task)  # type: ignore[arg-type]
-            schemas[rollout.group] = opening(rollout.task, played).schemas
+            played: Any = find_environment(environment, rollout.task)  # type: ignore[arg-type]
+            schemas[rollout.group] = read_opening(rollout.task, played).schemas
         first = rollout.steps[0]
         out[i] = (
             len(first.prompt_ids),

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlkit.engines import Cached
-from rlkit.engines.cached.attention import cached_context
+from rlkit.engines.cached.attention import find_longest_context
 from rlkit.system.adapters import base_model
 from rlkit.training.activations import longest_lengths
 from rlkit.training.experiment import Experiment
-from rlkit.training.schedules import phases
+from rlkit.training.schedules import list_phases
 from rlkit.types import Policy, Task
 
 
-def window_line(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> str:
+def describe_windows(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> str:
     """`window: …`: up to which length contexts take the fast paths of engine and update, and how
     long contexts may become. Empty if every layer sees all of every context, or if the line
     `kernels:` already rules the fast paths out.
     """
-    window = cached_context(base_model(policy.model).config)
+    window = find_longest_context(base_model(policy.model).config)
     if not 0 < window < policy.context_length:
         return ""
-    longest = max(longest_lengths(phase, policy, tasks).width for phase in phases(x).values())
+    longest = max(longest_lengths(phase, policy, tasks).width for phase in list_phases(x).values())
     known = f"window: some layers see {window:,} tokens, and the first rows' contexts may have"
     if longest <= window:
         known = f"{known} {longest:,}; longer ones would be"

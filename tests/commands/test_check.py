@@ -121,7 +121,7 @@ def test_what_fails_is_a_finding(monkeypatch, capsys):
     """A machine that lacks something is what the command is for."""
     requires = ["torch>=99", "no-such-package>=1", "hydra-core>=1", "gone>=1; extra == 'gym'"]
     own = SimpleNamespace(name="ours", version="1", requires=requires, metadata=Message())
-    monkeypatch.setattr("rlkit.errors.distribution", lambda: own)
+    monkeypatch.setattr("rlkit.errors.find_distribution", lambda: own)
     monkeypatch.setattr(doctor, "devices", lambda: 1 / 0)
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()

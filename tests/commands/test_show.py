@@ -14,7 +14,7 @@ from rlkit.config.compose import compose, conf_dir, read_unresolved
 from rlkit.config.origins import COMMAND_LINE, SILENT, explain, find_extras
 from rlkit.errors import ConfigError
 from rlkit.system.identity import identity_line
-from rlkit.training.schedules.paths import flat
+from rlkit.training.schedules.paths import flatten_numbers
 
 OPTIONS = [
     "algorithm=dapo",
@@ -58,7 +58,7 @@ def chosen_from(table):
 
 
 def settings(*overrides):
-    return flat(compose(overrides).config)
+    return flatten_numbers(compose(overrides).config)
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_each_key_has_the_origin_that_it_has(options, keys):
         full = compose(overrides)
     except ConfigError:  # these do not go together
         assume(False)
-    now = flat(full.config)
+    now = flatten_numbers(full.config)
     rows = {value.key: value for value in explain(overrides).values}
     for key in keys:
         assert (rows[key].origin, rows[key].value) == (COMMAND_LINE, VALUES[key])
@@ -88,15 +88,20 @@ def test_each_key_has_the_origin_that_it_has(options, keys):
         group, _, option = row.origin.partition("=")
         if row.origin.startswith(("phase ", "suggested by ", "follows ", "model.suggests.lr")):
             assert (
-                isinstance(flat(read_unresolved(full.full))[key], str) or row.origin[:6] == "phase "
+                isinstance(flatten_numbers(read_unresolved(full.full))[key], str)
+                or row.origin[:6] == "phase "
             )
         elif not row.changed:
             assert row.origin == "default"
         else:
-            written = flat(yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text()))
+            written = flatten_numbers(
+                yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text())
+            )
             assert any(key == name or key.endswith(f".{name}") for name in written), row
     references = [
-        key for key, value in flat(read_unresolved(full.full)).items() if "${" in str(value)
+        key
+        for key, value in flatten_numbers(read_unresolved(full.full)).items()
+        if "${" in str(value)
     ]
     missing = [key for key in now if key not in rows]
     assert all(any(key.startswith(f"{name}.") for name in references) for key in missing)

@@ -16,15 +16,15 @@ from omegaconf import OmegaConf
 
 import parametrise
 from parametrise import cases, combinations, presets
-from rlkit.algorithm import inputs
+from rlkit.algorithm import list_inputs
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.problems.doubts import list_warnings
 from rlkit.config.schema import build, check
 from rlkit.errors import ConfigError
 from rlkit.functional import forward, k2, k3
-from rlkit.training.experiment import kl_in_words
-from rlkit.training.run import first_line
-from rlkit.training.schedules import Progress, at, phases, start, values
+from rlkit.training.experiment import describe_kl
+from rlkit.training.run import format_first_line
+from rlkit.training.schedules import Progress, list_phases, list_values, resolve_schedules, start
 from rlkit.types import Controller
 
 GROUPS = sorted(
@@ -134,7 +134,7 @@ PAPER_NUMBERS = {  # what the papers give, so that no default of ours takes its 
     "name, numbers", cases(PAPER_NUMBERS.items(), 1, unpack=True), ids=PAPER_NUMBERS
 )
 def test_recipes_hold_the_numbers_of_their_papers(name, numbers):
-    from rlkit.training.schedules.paths import flat as flatten
+    from rlkit.training.schedules.paths import flatten_numbers as flatten
 
     config = flatten(compose([f"experiment=recipe/{name}"]).config)
     assert {key: config[key] for key in numbers} == numbers
@@ -500,7 +500,7 @@ def test_a_sum_over_a_reply_is_divided_by_the_longest_reply(name):
 @pytest.mark.parametrize("name", cases(["k1", "forward", "reverse"], 1))
 def test_these_estimators_carry_the_ratio_in_the_loss(name):
     """Without it k1 in the loss has no gradient in expectation, and says nothing about it."""
-    assert "logprobs_old" in inputs(experiment(compose([f"kl={name}"])).kl.estimator)
+    assert "logprobs_old" in list_inputs(experiment(compose([f"kl={name}"])).kl.estimator)
 
 
 @pytest.fixture
@@ -530,7 +530,7 @@ def test_overrides_reach_into_a_phase(two_phases):
         "reference=periodic",
     ]
     x = experiment(compose(overrides, config_dir=two_phases))
-    first, second = phases(x).values()
+    first, second = list_phases(x).values()
     assert x.schedule.phases["first"].until == 3 and list(x.schedule.phases) == ["first", "second"]
     assert (
         first.algorithm.policy_loss.keywords["clip_high"] == 0.5
@@ -579,14 +579,14 @@ def test_an_override_of_a_group_that_some_phase_shares_stands(two_phases):
             config_dir=two_phases,
         )
     )
-    assert [p.reference.update.keywords["decay"] for p in phases(x).values()] == [0.99, 0.5]
+    assert [p.reference.update.keywords["decay"] for p in list_phases(x).values()] == [0.99, 0.5]
 
 
 def test_a_reference_is_needed_where_any_phase_needs_one(two_phases):
     x = experiment(
         compose(["schedule=two", "kl@schedule.phases.first.kl=none"], config_dir=two_phases)
     )
-    assert [p.needs_reference for p in phases(x).values()] == [False, True]
+    assert [p.needs_reference for p in list_phases(x).values()] == [False, True]
     assert x._replace(
         kl=x.schedule.phases["first"].kl
     ).needs_reference  # whatever stands at the top, where no phase reads it
@@ -596,9 +596,9 @@ def test_phases_keep_the_decay_of_the_learning_rate():
     """It counts over the whole run."""
     x = experiment(compose(["schedule=on_reward"]))
     lr = x.optimizer.keywords["lr"]
-    assert at(x, Progress(10, phase=1, since=5)).optimizer.keywords["lr"] == pytest.approx(
-        0.55 * lr
-    )
+    assert resolve_schedules(x, Progress(10, phase=1, since=5)).optimizer.keywords[
+        "lr"
+    ] == pytest.approx(0.55 * lr)
 
 
 def test_an_end_beyond_the_run_is_a_warning():
@@ -678,7 +678,7 @@ def test_every_kl_takes_an_adaptive_coefficient(option):
         x = experiment(compose([*chosen, "kl.coef.target=0.02"]))
         assert (
             x.kl.name == {"kl=by_algorithm": "k3"}.get(option, option.removeprefix("kl="))
-            and at(x, start(x)).kl.coef == 0.05
+            and resolve_schedules(x, start(x)).kl.coef == 0.05
             and x.kl.coef.update.keywords["target"] == 0.02
         )
 
@@ -703,7 +703,7 @@ def test_every_kl_takes_an_adaptive_coefficient(option):
 def test_a_controller_may_be_written_in_place_of_a_number(override):
     x = experiment(compose([override]))
     path = override.partition("=")[0].removeprefix("schedule.numbers.")
-    assert values(x, start(x))[path] == 0.1
+    assert list_values(x, start(x))[path] == 0.1
 
 
 @pytest.mark.parametrize("value", ["reward/mean > 0.8 for 3", "'reward/mean > 0.8 for 3'"])
@@ -758,14 +758,14 @@ def test_an_algorithm_alone_has_the_kl_of_its_paper(algorithm):
     name, placement, coef, _ = KL_OF_THE_PAPER[algorithm]
     assert x.kl.coef == coef and x.kl.active == x.needs_reference == (coef > 0)
     if name == "none":
-        assert not x.kl.active and kl_in_words(x) == "none"
+        assert not x.kl.active and describe_kl(x) == "none"
         return
     assert x.kl.name == name and x.kl.estimator.func is {"k1": forward, "k2": k2, "k3": k3}[name]
     assert (x.kl.placement, x.kl.in_baseline) == (
         placement.partition(",")[0],
         "before the baseline" in placement,
     )
-    assert kl_in_words(x) == f"{name} × {coef:g} in the {placement.partition(',')[0]}"
+    assert describe_kl(x) == f"{name} × {coef:g} in the {placement.partition(',')[0]}"
 
 
 @pytest.mark.parametrize("algorithm", cases(["gspo", "rloo", "ppo", "grpo"], 2))
@@ -788,7 +788,7 @@ def test_only_a_reference_that_somebody_chose_is_warned_of():
     ]
     with pytest.raises(ConfigError, match="reference=ema: it would be updated and never used"):
         experiment(compose(["algorithm=gspo", "reference=ema"]))
-    assert "kl none, reward by_task, reference none" in first_line(
+    assert "kl none, reward by_task, reference none" in format_first_line(
         experiment(compose(["algorithm=gspo"]))
     )
 

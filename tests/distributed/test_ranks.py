@@ -115,10 +115,10 @@ def test_ranks_are_started_once():
     torchrun = dict.fromkeys(
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "1"
     )
-    assert launch.started_outside(torchrun, 2, 1)
-    assert launch.started_outside({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, 2, 1)
-    assert not launch.started_outside({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 2, 1)
-    assert not launch.started_outside({}, 2, 1)
+    assert launch.is_started_outside(torchrun, 2, 1)
+    assert launch.is_started_outside({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, 2, 1)
+    assert not launch.is_started_outside({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 2, 1)
+    assert not launch.is_started_outside({}, 2, 1)
 
 
 def test_a_run_where_a_cluster_is_entered_is_not_told_to_use_srun(tmp_path, monkeypatch):
@@ -132,11 +132,11 @@ def test_a_run_where_a_cluster_is_entered_is_not_told_to_use_srun(tmp_path, monk
 
 
 def test_a_sweep_runs_jobs_of_several_devices_on_one_machine_and_refuses_the_rest(monkeypatch):
-    assert launch.sweep_problem(2, 1) is None
-    assert "hydra/launcher=slurm" in (launch.sweep_problem(2, 2) or "")
+    assert launch.explain_sweep_problem(2, 1) is None
+    assert "hydra/launcher=slurm" in (launch.explain_sweep_problem(2, 2) or "")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun" in (launch.sweep_problem(2, 1) or "")
+    assert "torchrun" in (launch.explain_sweep_problem(2, 1) or "")
 
 
 END = "import os, signal, sys, threading; rank = int(os.environ['RANK'])\n"

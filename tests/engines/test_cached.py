@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parametrise import cases, combinations
 from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached import graphs
-from rlkit.engines.cached.attention import SIDE_BY_SIDE, parts_of
+from rlkit.engines.cached.attention import SIDE_BY_SIDE, cut_slots
 from rlkit.engines.cached.passes import Passes
 from rlkit.engines.cached.sampler import STATE, Sampler
-from rlkit.engines.cached.scheduler import Scheduler, bucket
+from rlkit.engines.cached.scheduler import Scheduler, round_to_bucket
 from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import collect
 from rlkit.functional import mix
@@ -355,13 +355,13 @@ def test_parts_cover_all_slots_and_read_less():
     rng = random.Random(0)
     for n in (1, 7, 8, 9, 64):
         reach = [rng.randrange(1, 5000) for _ in range(n)]
-        parts = parts_of(reach)
+        parts = cut_slots(reach)
         assert [start for start, _, _ in parts] == [0, *(stop for _, stop, _ in parts)][
             :-1
         ] and parts[-1][1] == n
         assert all(max(reach[start:stop]) == length for start, stop, length in parts)
-    assert parts_of([300] * 64) == [(0, 64, 300)]
-    assert parts_of([100] * 31 + [5000]) == [
+    assert cut_slots([300] * 64) == [(0, 64, 300)]
+    assert cut_slots([100] * 31 + [5000]) == [
         (0, 32 - SIDE_BY_SIDE, 100),
         (32 - SIDE_BY_SIDE, 32, 5000),
     ]
@@ -655,7 +655,7 @@ def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(
         monkeypatch.setattr(graphs, "capture", fail)
     else:
         attention = Passes.attention
-        monkeypatch.setattr(graphs, "host_looks_refused", watch)
+        monkeypatch.setattr(graphs, "refuse_host_waits", watch)
         monkeypatch.setattr(
             Passes,
             "attention",
@@ -673,7 +673,7 @@ def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(
 
 
 def test_shapes_are_few_and_never_too_small():
-    shapes = [bucket(n) for n in range(1, 257)]
+    shapes = [round_to_bucket(n) for n in range(1, 257)]
     assert all(n <= shape <= 1.5 * n for n, shape in enumerate(shapes, 1)) and shapes == sorted(
         shapes
     )

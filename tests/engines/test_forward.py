@@ -17,7 +17,7 @@ from transformers import (
 
 from parametrise import each
 from rlkit.engines import Cached
-from rlkit.engines.cached.forward import FORWARDS, forward_of
+from rlkit.engines.cached.forward import FORWARDS, make_forward
 from rlkit.functional import mix
 
 CONTEXTS = [(5, 9, 2, 7), (5, 9, 2, 7), (11, 3), (4, 4, 8, 1, 30, 2)]
@@ -81,7 +81,7 @@ def test_a_step_draws_what_the_reference_engine_draws(
     model = model_of(family, **VARIANTS[variant])
     model = adapted(model) if adapter else model
     policy = tiny._replace(model=model, eos_token_ids=(63,), pad_token_id=62, context_length=64)
-    assert forward_of(model.get_base_model().base_model if adapter else model.base_model)
+    assert make_forward(model.get_base_model().base_model if adapter else model.base_model)
     seeds = [mix(1, i) for i in range(len(CONTEXTS))]
     ours = complete(Cached(), policy, CONTEXTS, seeds, max_new_tokens=24)
     theirs = reference(policy, CONTEXTS, seeds, max_new_tokens=24)
@@ -94,18 +94,18 @@ def test_a_step_draws_what_the_reference_engine_draws(
 
 
 def test_a_step_is_left_to_layers_that_are_not_known(tiny):
-    assert forward_of(tiny.model.base_model)
-    assert not forward_of(
+    assert make_forward(tiny.model.base_model)
+    assert not make_forward(
         GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=8)).base_model
     )
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
-    assert forward_of(model.base_model)
+    assert make_forward(model.base_model)
 
     class Mine(type(model.base_model.layers[1].mlp)):  # type: ignore[misc]
         """A part that a user has changed."""
 
     model.base_model.layers[1].mlp.__class__ = Mine
-    assert not forward_of(model.base_model)
+    assert not make_forward(model.base_model)
 
 
 def test_what_hangs_on_the_call_of_a_layer_is_not_passed_by(tiny, complete):

@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from parametrise import each
 from rlkit.engines import Cached
 from rlkit.engines.cached import kernel
-from rlkit.engines.cached.forward import FORWARDS, forward_of
+from rlkit.engines.cached.forward import FORWARDS, make_forward
 from rlkit.engines.cached.sampler import STATE
 from rlkit.errors import EngineError
 from rlkit.functional import mix
 from rlkit.models import LoRA, add_lora, compiled
-from rlkit.models.head import trunk_and_head
+from rlkit.models.head import split_model
 from rlkit.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -263,12 +263,12 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(tiny, complete):
         (wide, "bias"),
         (adapted, "adapter"),
     ):
-        trunk, head = trunk_and_head(model)
-        forward = forward_of(trunk)
-        made, reason = kernel.kernel_of("auto", forward, head)
+        trunk, head = split_model(model)
+        forward = make_forward(trunk)
+        made, reason = kernel.choose_kernel("auto", forward, head)
         assert made is None and re.search(words, reason)
         with pytest.raises(EngineError, match=f"generation.kernel=fused: .*{words}"):
-            kernel.kernel_of("fused", forward, head)
+            kernel.choose_kernel("fused", forward, head)
 
 
 def test_a_cut_distribution_and_a_thinking_budget_are_drawn_by_torch(tiny, complete):
@@ -286,22 +286,22 @@ def test_nothing_needs_a_compiler(tiny, monkeypatch, tmp_path):
     """Without one `auto` decodes by calls of torch, and says why."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "FLAGS", ("-O0", "-march=native", "-shared", "-fPIC"))
-    kernel.compiled.cache_clear()
+    kernel.compile_kernel.cache_clear()
     try:
-        assert kernel.compiled() and list((tmp_path / "rlkit" / "kernels").iterdir())
+        assert kernel.compile_kernel() and list((tmp_path / "rlkit" / "kernels").iterdir())
         monkeypatch.setenv("PATH", "")
         monkeypatch.delenv("CC", raising=False)
-        kernel.compiled.cache_clear()
-        trunk, head = trunk_and_head(tiny.model)
-        made, reason = kernel.kernel_of("auto", forward_of(trunk), head)
+        kernel.compile_kernel.cache_clear()
+        trunk, head = split_model(tiny.model)
+        made, reason = kernel.choose_kernel("auto", make_forward(trunk), head)
         assert made is None and "no C compiler" in reason
         with pytest.raises(EngineError, match="no C compiler"):
-            kernel.kernel_of("fused", forward_of(trunk), head)
+            kernel.choose_kernel("fused", make_forward(trunk), head)
         assert "were fused and are eager" in Cached().go_on_with(
             "fused"
         ) and not Cached().go_on_with("eager")
     finally:
-        kernel.compiled.cache_clear()
+        kernel.compile_kernel.cache_clear()
 
 
 def test_a_continued_run_keeps_its_kernel_or_says_so():

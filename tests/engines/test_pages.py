@@ -188,7 +188,7 @@ def test_the_cache_is_made_once_and_no_row_is_read_twice(small, complete, monkey
 
     monkeypatch.setattr(Passes, "read", watched)
     monkeypatch.setattr(
-        cache, "zeros", lambda shape, like: (made.append(shape), torch.zeros(shape))[1]
+        cache, "allocate_zeros", lambda shape, like: (made.append(shape), torch.zeros(shape))[1]
     )
     engine = Cached()
     for call in range(1, 11):
@@ -208,25 +208,25 @@ def test_the_size_is_a_share_of_the_total_memory_beside_the_weights(tiny, monkey
     config = tiny.model.config
     size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     monkeypatch.setattr(cache, "total_memory", lambda device: weights + 1000 * size)
-    assert cache.token_bytes(tiny.model) == size
-    assert cache.default_tokens(tiny.model, CPU) == 350
+    assert cache.count_token_bytes(tiny.model) == size
+    assert cache.choose_cache_tokens(tiny.model, CPU) == 350
     monkeypatch.setattr(cache, "total_memory", lambda device: 1)
-    assert cache.default_tokens(tiny.model, CPU) == 1
+    assert cache.choose_cache_tokens(tiny.model, CPU) == 1
 
 
 def test_the_caches_of_ranks_on_one_machine_fit_its_memory(tiny, monkeypatch):
     """Four ranks in one small container: each took its share of the whole, 1.4 times what is
     there."""
     weights = sum(p.nbytes for p in tiny.model.parameters())
-    size = cache.token_bytes(tiny.model)
+    size = cache.count_token_bytes(tiny.model)
     monkeypatch.setattr(device, "machine_memory", lambda: 4 * (weights + 1000 * size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cache.default_tokens(tiny.model, CPU) == 350
+    assert cache.choose_cache_tokens(tiny.model, CPU) == 350
 
 
 def test_a_size_is_settled_once_and_kept(tiny, monkeypatch):
     """The first weights decide; a resumed run, or a process that samples for another, is told."""
-    monkeypatch.setattr(engine, "default_tokens", lambda causal, device: 500)
+    monkeypatch.setattr(engine, "choose_cache_tokens", lambda causal, device: 500)
     own, told, named = Cached(), Cached(), Cached(max_cached_tokens=700)
     told.keep_cached_tokens(300)
     named.keep_cached_tokens(300)
@@ -238,7 +238,7 @@ def test_a_size_is_settled_once_and_kept(tiny, monkeypatch):
 
 def test_memory_of_a_cache_on_a_cpu_is_taken_as_it_is_used():
     """A cache of a gigabyte is nothing until it is written to."""
-    found = cache.zeros((1 << 14, 1 << 14), torch.zeros(0))
+    found = cache.allocate_zeros((1 << 14, 1 << 14), torch.zeros(0))
     assert found.shape == (1 << 14, 1 << 14) and not found[-1].any()
 
 

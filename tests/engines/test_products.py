@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engines.test_forward import ALL, CONTEXTS, SIZES, SOME, adapted, model_of
 from pretend_gpu import PretendGPU, is_view
 from rlkit.engines import Cached
-from rlkit.engines.cached.forward import FORWARDS, forward_of, logits_of
-from rlkit.engines.cached.products import plain_part, projection
+from rlkit.engines.cached.forward import FORWARDS, make_forward, make_logits_function
+from rlkit.engines.cached.products import find_plain_part, make_projection
 from rlkit.functional import mix
-from rlkit.models.head import trunk_and_head
+from rlkit.models.head import split_model
 from rlkit.models.load import compute_as_base
 from rlkit.system.adapters import lora_layers
 
@@ -52,15 +52,15 @@ def causal(query, key, value, layer):
 
 def logits_by(model, ids, half=None):
     """Last hidden states, and the logits of them, by the engine's own forward."""
-    trunk, head = trunk_and_head(model)
-    forward = forward_of(trunk, half)
+    trunk, head = split_model(model)
+    forward = make_forward(trunk, half)
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     states = forward(ids, positions, causal)
-    return states, logits_of(head, forward)(states)
+    return states, make_logits_function(head, forward)(states)
 
 
 def by_its_modules(model, ids):
-    trunk, head = trunk_and_head(model)
+    trunk, head = split_model(model)
     states = trunk(ids, use_cache=False).last_hidden_state
     return states, head(states)
 
@@ -87,9 +87,9 @@ def on(request):
 @torch.no_grad()
 def count(model, ids, half=None):
     """What one pass computes, what is made of weights before it aside."""
-    trunk, head = trunk_and_head(model)
-    forward = forward_of(trunk, half)
-    logits = logits_of(head, forward)
+    trunk, head = split_model(model)
+    forward = make_forward(trunk, half)
+    logits = make_logits_function(head, forward)
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     with Counter([*model.parameters(), *(made for made, _ in forward.derived)]) as counter:
         logits(forward(ids, positions, causal))
@@ -116,7 +116,7 @@ def test_adapters_add_eight_kernels_a_layer(on, half):
 def assert_products_are_those_of_the_modules(model):
     """In float64, where a wrong term shows and another order of a sum does not."""
     model = model.double()
-    layer = trunk_and_head(model)[0].layers[1]
+    layer = split_model(model)[0].layers[1]
     attn = layer.self_attn
     mlp = layer.mlp
     groups = [
@@ -129,7 +129,7 @@ def assert_products_are_those_of_the_modules(model):
         x = torch.randn(2, 3, modules[0].in_features, dtype=torch.float64)
         scaled = x if norm is None else x * norm.weight
         torch.testing.assert_close(
-            projection(lambda make: make(), norm, *modules)(x),
+            make_projection(lambda make: make(), norm, *modules)(x),
             torch.cat([module(scaled) for module in modules], -1),
             rtol=1e-12,
             atol=1e-12,
@@ -155,8 +155,8 @@ def test_float32_adapters_over_a_bfloat16_base_are_computed_in_bfloat16():
             parameter.data = parameter.data.bfloat16()
     truth = by_its_modules(deepcopy(model).float(), IDS)
     compute_as_base(model)
-    trunk = trunk_and_head(model)[0]
-    assert plain_part(trunk.layers[0].self_attn.q_proj).factors
+    trunk = split_model(model)[0]
+    assert find_plain_part(trunk.layers[0].self_attn.q_proj).factors
     found = logits_by(model, IDS)
     assert {x.dtype for x in found} == {torch.bfloat16}
     assert as_near(found, by_its_modules(model, IDS), truth)
@@ -175,7 +175,7 @@ def as_near(ours, theirs, truth) -> bool:
 def test_what_adapters_become_is_seen_by_refresh():
     """An optimizer's step in place, on factors that may lie anywhere."""
     model = adapted(model_of("qwen3"), ALL)
-    forward = forward_of(trunk_and_head(model)[0])
+    forward = make_forward(split_model(model)[0])
     places = [tensor.data_ptr() for tensor, _ in forward.derived]
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -230,7 +230,7 @@ def test_adapters_that_are_changed_between_calls_are_seen(tiny, complete, refere
 def test_adapters_of_other_kinds_are_called(kind):
     """Of the three, rank-stabilised ones are plain: their scaling differs."""
     model = adapted(model_of("qwen3"), ALL, **{kind: True})
-    plain = plain_part(trunk_and_head(model)[0].layers[0].mlp.up_proj)
+    plain = find_plain_part(split_model(model)[0].layers[0].mlp.up_proj)
     assert (plain is not None) == (kind == "use_rslora")
     assert_products_are_those_of_the_modules(model)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkit.engines import Cached
-from rlkit.engines.cached.attention import attending_by
+from rlkit.engines.cached.attention import use_attention
 from rlkit.functional import mix
 from rlkit.models import LoRA, add_lora, forward_logprobs, load_policy, pack
 from rlkit.system.adapters import base_model
@@ -57,7 +57,7 @@ def words(plain):
 def forward_of_transformers(policy: Policy, row: Sequence[int], first: int) -> Tensor:
     """Log-probs of the tokens from the first one on, the row alone and whole."""
     ids = torch.tensor([row])
-    with torch.no_grad(), attending_by(base_model(policy.model).config, "sdpa"):
+    with torch.no_grad(), use_attention(base_model(policy.model).config, "sdpa"):
         out = policy.model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=len(row) - first)
     scores = out.logits[0].double().log_softmax(-1)
     return scores.gather(1, ids[0, first:, None])[:, 0]

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlkit.engines import Cached
-from rlkit.engines.cached.attention import cached_context
+from rlkit.engines.cached.attention import find_longest_context
 from rlkit.engines.cached.windows import Windowed
 from rlkit.functional import mix
-from rlkit.models.shape import whole_context
+from rlkit.models.shape import find_whole_context
 
 WINDOW = 24
 FAMILIES = {  # of some layers, or of all
@@ -154,6 +154,6 @@ def test_the_decoder_stays_while_the_weights_and_the_context_do(policy, complete
 def test_families_that_are_left_to_the_reference_engine_whatever_the_length():
     """The cache's attention knows no sinks, and its pages no layers that share keys."""
     sinks = AutoConfig.for_model("gpt_oss", attn_implementation="eager")
-    assert whole_context(sinks) == 128 and cached_context(sinks) == 0
+    assert find_whole_context(sinks) == 128 and find_longest_context(sinks) == 0
     for family in ("gemma3n_text", "llama4_text", "qwen3_next"):
-        assert whole_context(AutoConfig.for_model(family)) == 0
+        assert find_whole_context(AutoConfig.for_model(family)) == 0

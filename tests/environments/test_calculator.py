@@ -9,7 +9,7 @@ import pytest
 
 from parametrise import each
 from rlkit.environments import calculator
-from rlkit.environments._calculator import _power
+from rlkit.environments._calculator import _raise_to_power
 
 TIMES, DIVISION, MINUS = "\u00d7\u00f7\u2212"
 
@@ -129,4 +129,4 @@ def test_an_error_says_what_to_mend(expression, words):
 
 def test_a_power_is_refused_before_it_is_computed():
     with pytest.raises(ValueError, match="too large"):
-        _power(Fraction(10**1000), Fraction(1000))
+        _raise_to_power(Fraction(10**1000), Fraction(1000))

@@ -8,14 +8,14 @@ import pytest
 from rlkit.environments import (
     by_task,
     calculator,
-    environment_of,
+    find_environment,
     hermes,
     none,
     single_turn,
     tool_use,
     xml,
 )
-from rlkit.episodes.episode import opening
+from rlkit.episodes.episode import read_opening
 from rlkit.errors import ConfigError
 from rlkit.system.loops import run
 from rlkit.types import Task, ToolCall
@@ -28,14 +28,14 @@ def test_single_turn_is_one_reply_without_tools():
     environment = single_turn()
     assert environment.first_prompt(TASK) == TASK.messages
     assert (environment.max_steps, environment.tools, environment.parse_calls) == (1, None, none)
-    assert opening(TASK, environment)[:2] == (list(TASK.messages), {})
+    assert read_opening(TASK, environment)[:2] == (list(TASK.messages), {})
 
 
 def test_tool_use_gives_its_tools_and_ends_with_a_reply_without_calls():
     environment = tool_use(tools=TOOLS, max_turns=3, max_calls=2)
     assert environment.tools(TASK) == TOOLS and environment.parse_calls is hermes
     assert (environment.max_steps, environment.max_calls) == (3, 2)
-    assert opening(TASK, environment)[:2] == (list(TASK.messages), TOOLS)
+    assert read_opening(TASK, environment)[:2] == (list(TASK.messages), TOOLS)
 
 
 def test_tool_use_hands_its_tools_to_a_parser_that_asks_and_its_limits_to_every_call():
@@ -80,9 +80,9 @@ def test_tool_use_refuses_settings_that_cannot_work(settings, key):
 def test_by_task_gives_each_row_its_own_environment():
     tools, plain = tool_use(tools=TOOLS), single_turn()
     lookup = by_task(environments={"tools": tools, "plain": plain})
-    assert environment_of(lookup, TASK) is tools
-    assert environment_of(lookup, TASK._replace(environment="plain")) is plain
-    assert environment_of(plain, TASK) is plain  # one environment for all rows
+    assert find_environment(lookup, TASK) is tools
+    assert find_environment(lookup, TASK._replace(environment="plain")) is plain
+    assert find_environment(plain, TASK) is plain  # one environment for all rows
 
 
 def test_by_task_names_the_row_and_the_known_environments():

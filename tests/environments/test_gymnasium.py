@@ -11,8 +11,8 @@ import pytest
 from rlkit.config.problems.rows import check_verifier
 from rlkit.engines import Batched
 from rlkit.environments import gymnasium, single_turn
-from rlkit.episodes import collect, failures, summarize
-from rlkit.episodes.episode import opening
+from rlkit.episodes import collect, count_failures, summarize
+from rlkit.episodes.episode import read_opening
 from rlkit.episodes.evaluation import greedy_accuracy, is_correct
 from rlkit.errors import ConfigError, EnvironmentFailed
 from rlkit.models import decode
@@ -255,10 +255,10 @@ def test_an_environment_that_raises_is_named_with_file_and_line(tiny):
         group_size=2,
     )
     failed = sum(r.truncation == "error" for r in rollouts)
-    said = failures(rollouts)
+    said = count_failures(rollouts)
     assert 0 < failed < 8 and said.startswith(f"the environment failed in {failed} of 8 episodes")
     assert said.endswith(f"step('1') raised KeyError: 'nothing' at {__file__}:{LINE}")
-    assert failures([r for r in rollouts if r.truncation != "error"]) == ""
+    assert count_failures([r for r in rollouts if r.truncation != "error"]) == ""
 
 
 def test_one_that_always_raises_ends_what_is_played(tiny):
@@ -308,4 +308,4 @@ def test_a_reset_that_gives_no_pair_is_refused(given):
             return given
 
     with pytest.raises(ConfigError, match=r"it must give \(observation, info\), and it gave"):
-        opening(Task("t/0", ()), gymnasium(make=Text))
+        read_opening(Task("t/0", ()), gymnasium(make=Text))

@@ -14,7 +14,7 @@ import pytest
 from parametrise import each
 from rlkit.engines import Batched
 from rlkit.environments import answer_calls, dialogue, hermes, tool_use, xml
-from rlkit.environments.session import opened
+from rlkit.environments.session import open_session
 from rlkit.episodes import collect
 from rlkit.episodes.episode import play
 from rlkit.errors import ConfigError, EnvironmentFailed, Interrupted
@@ -372,7 +372,7 @@ def test_the_methods_of_a_class_are_read_by_a_parser_and_named_in_the_schema():
     assert (call.name, call.arguments) == ("put", {"text": "word"})
 
     async def names():
-        async with opened(environment, TASK) as session:
+        async with open_session(environment, TASK) as session:
             from rlkit.environments import tool_schema
 
             return {
@@ -489,7 +489,7 @@ def test_an_answer_without_anything_outside_never_suspends():
         bounded = independent = True
 
     async def answer():
-        async with opened(tool_use(tools={"shelf": Quick}, deadline=9.0), TASK) as session:
+        async with open_session(tool_use(tools={"shelf": Quick}, deadline=9.0), TASK) as session:
             rollout = Rollout(TASK, (reply("", "put:a", "get", "nothing", "put"),))
             with pytest.raises(
                 StopIteration

@@ -17,9 +17,9 @@ from rlkit.environments import (
     calculator,
     execute,
     get_weather,
+    name_tools,
     python_tool,
     tool_schema,
-    tools_in_words,
     with_schema,
 )
 from rlkit.errors import ConfigError, Interrupted
@@ -179,11 +179,11 @@ def test_tools_are_named_with_the_place_of_those_that_are_not_rlkits():
     shop = Shop()
     own = {"calculator": calculator, "python": python_tool()}
     given = {"search": shop.search, "weather": functools.partial(weather, unit="F")}
-    assert tools_in_words({**own, **given, "buy": shop.buy}) == (
+    assert name_tools({**own, **given, "buy": shop.buy}) == (
         f"calculator, python; search, buy ({__name__}.Shop); weather ({__name__})"
     )
-    assert tools_in_words({"python": PythonSession().python}) == "python"
-    assert tools_in_words({"ask": Asked()}) == f"ask ({__name__})"
+    assert name_tools({"python": PythonSession().python}) == "python"
+    assert name_tools({"ask": Asked()}) == f"ask ({__name__})"
 
 
 def test_a_function_without_docstring_is_refused_in_one_line_with_its_place():

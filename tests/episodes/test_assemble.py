@@ -12,8 +12,8 @@ import torch
 from rlkit.engines import Batched
 from rlkit.environments import calculator, tool_use
 from rlkit.episodes import assemble, collect
-from rlkit.episodes._assemble import rows
-from rlkit.episodes.episode import opening
+from rlkit.episodes._assemble import split_into_rows
+from rlkit.episodes.episode import read_opening
 from rlkit.models import encode_prompt, forward_logprobs, pack
 from rlkit.models.chat import encode_scaffold
 from rlkit.types import Batch, Generation, Rollout, Step, Task
@@ -61,7 +61,7 @@ def test_by_hand():
 
 
 def test_one_row_for_histories_that_append_and_one_a_step_for_those_rewritten():
-    assert [len(rows(r)) for r in (APPENDED, REWRITTEN)] == [1, 3]
+    assert [len(split_into_rows(r)) for r in (APPENDED, REWRITTEN)] == [1, 3]
 
 
 def test_rewards_stand_at_the_last_token_that_earned_them():
@@ -97,11 +97,13 @@ def test_a_context_that_drops_one_token_starts_a_row():
     """A prefix test that only compared lengths would put tokens into a history that never held
     them."""
     assert (
-        len(rows(rollout(([1, 2], [3, 4]), ([1, 2, 3], [5])))) == 2
+        len(split_into_rows(rollout(([1, 2], [3, 4]), ([1, 2, 3], [5])))) == 2
     )  # shorter than what came before
-    assert len(rows(rollout(([1, 2], [3, 4]), ([1, 2, 3, 9, 6], [5])))) == 2  # another last token
     assert (
-        len(rows(rollout(([1, 2], [3, 4]), ([1, 2, 3, 4], [5])))) == 1
+        len(split_into_rows(rollout(([1, 2], [3, 4]), ([1, 2, 3, 9, 6], [5])))) == 2
+    )  # another last token
+    assert (
+        len(split_into_rows(rollout(([1, 2], [3, 4]), ([1, 2, 3, 4], [5])))) == 1
     )  # nothing new is said between
 
 
@@ -298,7 +300,7 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(
         history=history, next_prompt=lambda r, i: "more " * rng.randint(1, 5) if i < 6 else None
     )
     tasks = [TASK._replace(id=str(i)) for i in range(12)]
-    start = opening(TASK, environment)
+    start = read_opening(TASK, environment)
     first = len(encode_prompt(tiny.renderer, start.prompt, start.schemas))
     rollouts = collect(
         tiny._replace(context_length=first + 130),
@@ -328,7 +330,7 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(
     ]
     assert sorted(trained) == want
     if history == "keep_thinking":  # a row for each context that was cut, and no more
-        assert [len(rows(r)) for r in rollouts] == [
+        assert [len(split_into_rows(r)) for r in rollouts] == [
             len({s.dropped for s in r.steps}) for r in rollouts
         ]
 
@@ -403,7 +405,7 @@ def test_where_contexts_are_rewritten_only_the_last_turn_of_a_row_is_trained(tin
     batch = assemble(rollouts, pad_token_id=0)
     assert (
         len(batch.ids)
-        == sum(len(rows(r)) for r in rollouts)
+        == sum(len(split_into_rows(r)) for r in rollouts)
         == sum(len(r.steps) for r in rollouts)
         == 6
     )

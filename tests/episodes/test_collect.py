@@ -13,9 +13,9 @@ import pytest
 from rlkit.engines import Batched, Transformers
 from rlkit.environments import by_task, calculator, hermes, single_turn, tool_schema, tool_use
 from rlkit.episodes import collect
-from rlkit.episodes._assemble import rows
-from rlkit.episodes.demonstrate import demonstrated
-from rlkit.episodes.record import to_row
+from rlkit.episodes._assemble import split_into_rows
+from rlkit.episodes.demonstrate import make_demonstration
+from rlkit.episodes.record import make_row
 from rlkit.functional import mix
 from rlkit.models import decode, encode_text, make_renderer
 from rlkit.models.chat import encode_scaffold
@@ -160,7 +160,7 @@ def test_the_tool_prompt_appends_and_reads_back_as_it_was_played(tiny, toolless)
     )
     assert decode(policy.renderer, rollout.context(2)) == whole
     assert all(f'"name": "{name}"' in whole for name in TOOLS)
-    learned = demonstrated(policy, rollout.conversation, schemas)
+    learned = make_demonstration(policy, rollout.conversation, schemas)
     assert [(s.kept, s.prompt_ids, s.response_ids) for s in learned] == [
         (s.kept, s.prompt_ids, s.response_ids) for s in rollout.steps
     ]
@@ -580,7 +580,7 @@ def test_qwen3s_own_template_strips_what_is_stripped_here(tiny, shared):
         text = tokenizer.apply_chat_template(whole, add_generation_prompt=True, tokenize=False)
         assert decode(policy.renderer, rollout.context(n)) == text
         assert decode(policy.renderer, kept.context(n)).count("secret") == min(n, 2)
-    assert [len(rows(r)) for r in (rollout, kept)] == [4, 1]
+    assert [len(split_into_rows(r)) for r in (rollout, kept)] == [4, 1]
 
 
 def test_a_quoted_tag_is_content(tiny):
@@ -735,7 +735,7 @@ def test_an_episode_stores_what_is_said_once(tiny, history):
             context for context, *_ in engine.seen
         ]
         return sum(len(s.prompt_ids) + len(s.response_ids) for s in rollout.steps), len(
-            json.dumps(to_row(rollout))
+            json.dumps(make_row(rollout))
         )
 
     five, twenty, fifty = (stored(turns) for turns in (5, 20, 50))

@@ -11,9 +11,9 @@ import torch
 
 from rlkit.episodes.completions import (
     COLUMNS,
-    completion_row,
-    completions_table,
     cut_completions,
+    make_completion_row,
+    make_completions_table,
     write_completions,
 )
 from rlkit.episodes.record import save_rollouts
@@ -43,11 +43,11 @@ def rollout(sample=0, *, reward=1.0, text="4"):
 
 
 def rows(steps):
-    return [completion_row(rollout(i), step, 0.5) for step in steps for i in range(2)]
+    return [make_completion_row(rollout(i), step, 0.5) for step in steps for i in range(2)]
 
 
 def test_a_row_says_what_was_asked_said_and_scored():
-    row = completion_row(rollout(), 5, -0.25)
+    row = make_completion_row(rollout(), 5, -0.25)
     assert (
         row["prompt"] == "2 + 2?"
         and row["completion"] == "4"
@@ -77,7 +77,7 @@ def test_turns_are_told_apart_in_a_completion():
     last = Step(
         ({"role": "tool", "content": "4"},), (1, 2, 3), (4,), (-1.0,), "stop", content="It is 4."
     )
-    row = completion_row(Rollout(Task("t", ()), (first, last)), 1)
+    row = make_completion_row(Rollout(Task("t", ()), (first, last)), 1)
     assert (
         row["completion"]
         == 'assistant: <think>\nso\n</think>\n\n\n→ add({"a": 2})\n\ntool: 4\n\nassistant: It is 4.'
@@ -86,7 +86,7 @@ def test_turns_are_told_apart_in_a_completion():
 
 
 def test_half_a_surrogate_pair_and_an_empty_table_are_no_problem(tmp_path):
-    table = completions_table([completion_row(rollout(text="\ud800"), 1)])
+    table = make_completions_table([make_completion_row(rollout(text="\ud800"), 1)])
     assert table["completion"].to_pylist() == ["\\ud800"]
     write_completions(tmp_path / "completions", [])
     assert not (tmp_path / "completions").exists()

@@ -14,7 +14,7 @@ from rlkit.commands.cli import main
 from rlkit.engines import Cached
 from rlkit.environments import single_turn
 from rlkit.episodes import assemble, demonstrations
-from rlkit.episodes.demonstrate import demonstrated
+from rlkit.episodes.demonstrate import make_demonstration
 from rlkit.errors import DataError
 from rlkit.models.chat import decode, make_renderer
 from rlkit.tasks import arithmetic, conversations
@@ -94,7 +94,7 @@ def test_only_the_assistants_tokens_are_learned(policy, tmp_path):
         {"role": "user", "content": "Thanks"},
     ]
     task, *_ = loaded(rows(tmp_path / "a.jsonl", messages, messages[:3]), environment="single_turn")
-    steps = demonstrated(policy, messages_of(tmp_path))
+    steps = make_demonstration(policy, messages_of(tmp_path))
     call, answer = (decode(policy.renderer, s.response_ids) for s in steps)
     assert '"calculator"' in call and "1 + 1" in call and call.endswith("<|im_end|>")
     assert "<think>\neasy\n</think>" in answer and answer.endswith(f"It is 2. {HOSTILE}<|im_end|>")

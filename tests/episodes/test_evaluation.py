@@ -10,11 +10,11 @@ import pytest
 from rlkit.engines import Batched
 from rlkit.environments import single_turn
 from rlkit.episodes.evaluation import (
-    accuracy,
-    curves,
     greedy_accuracy,
     is_correct,
     sampled_accuracy,
+    summarise_accuracy,
+    summarise_curves,
 )
 from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
@@ -85,7 +85,7 @@ def test_greedy_counts_full_marks_over_all_tasks(tiny):
 
 def test_graded_rewards_have_the_interval_of_a_mean():
     rewards = (0.0, 0.5, 0.5, 2.0)
-    result = accuracy(
+    result = summarise_accuracy(
         [
             Rollout(task, (), reward=r, rewards={"task": r})
             for task, r in zip(TASKS, rewards, strict=True)
@@ -109,20 +109,22 @@ def test_rows_that_repeat_a_problem_are_no_new_evidence():
         Rollout(task, (), reward=float(i % 42 < 21), rewards={"task": 1.0})
         for i, task in enumerate(tasks)
     ]
-    result = accuracy(rollouts)
+    result = summarise_accuracy(rollouts)
     assert (result["n"], result["distinct"], result["accuracy"]) == (294, 42, 0.5)
     assert result["interval"] == pytest.approx(wilson(21, 42)) == result["reward_interval"]
-    once, often = (curves(own, samples=1, k=[1])["pass@1"] for own in (rollouts[:42], rollouts))
+    once, often = (
+        summarise_curves(own, samples=1, k=[1])["pass@1"] for own in (rollouts[:42], rollouts)
+    )
     assert often["value"] == once["value"] and often["interval"] == pytest.approx(once["interval"])
     solved = [
         Rollout(TASKS[i], (), reward=1.0)
         for i, times in enumerate((3, 7, 11, 2))
         for _ in range(times)
     ]
-    assert accuracy(solved)["interval"][1] == 1.0, (
+    assert summarise_accuracy(solved)["interval"][1] == 1.0, (
         "all right: no rounding beyond the number of problems"
     )
-    skewed = accuracy([*rollouts[:42], *[rollouts[0]] * 252])
+    skewed = summarise_accuracy([*rollouts[:42], *[rollouts[0]] * 252])
     assert skewed["interval"][0] < 0.25 and skewed["distinct"] == 42, (
         "one question in 253 of 294 rows is nearly all there is"
     )

@@ -27,7 +27,7 @@ from rlkit.environments import (
     xml,
 )
 from rlkit.episodes import collect
-from rlkit.episodes.record import transcript, visible
+from rlkit.episodes.record import show_controls, write_transcript
 from rlkit.rewards import (
     Reward,
     Term,
@@ -228,7 +228,9 @@ def read_and_scored(texts, parsers=tuple(PARSERS)) -> dict[str, Counter]:
             assert rollout.reward is not None
             for name, status in rollout.statuses.items():
                 counts.setdefault(name, Counter())[status] += 1
-            shown = transcript(rollout) + "".join(visible(text) for _, text in parts(rollout))
+            shown = write_transcript(rollout) + "".join(
+                show_controls(text) for _, text in parts(rollout)
+            )
             assert not set("\x00\x1b\x7f\r\u202e\ud800") & set(shown)
     return counts
 

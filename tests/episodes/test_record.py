@@ -14,8 +14,14 @@ from typing import Any
 
 import pytest
 
-from rlkit.episodes import append_rollouts, load_rollouts, rollout_schema, save_rollouts, transcript
-from rlkit.episodes.record import COLUMNS, FAILED, FORMATS, failed_rollout_kept, from_row, to_row
+from rlkit.episodes import (
+    append_rollouts,
+    load_rollouts,
+    rollout_schema,
+    save_rollouts,
+    write_transcript,
+)
+from rlkit.episodes.record import COLUMNS, FAILED, FORMATS, keep_failed_rollout, make_row, read_row
 from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import RewardError
 from rlkit.tasks import arithmetic
@@ -284,7 +290,7 @@ def found(path: Path) -> tuple[list[Rollout], list[str]]:
 def test_a_damaged_line_is_named_and_the_rest_is_kept(tmp_path, ending, damage):
     path, pack = tmp_path / f"r{ending}", gzip.compress if ending == ".jsonl.gz" else bytes
     kept = [rollout("a"), rollout("c")]
-    first, last = (json.dumps(to_row(r)) for r in kept)
+    first, last = (json.dumps(make_row(r)) for r in kept)
     path.write_bytes(
         pack(
             "\n".join([first, last[:-9] if damage == "cut" else damage, "", last]).encode("latin-1")
@@ -373,13 +379,13 @@ def test_a_file_without_any_rollout_is_refused(tmp_path, ending, data):
 
 
 def test_the_rollout_on_which_a_reward_fails_is_kept(tmp_path):
-    with pytest.raises(RewardError) as caught, failed_rollout_kept(tmp_path):
+    with pytest.raises(RewardError) as caught, keep_failed_rollout(tmp_path):
         raise RewardError("broken", rollout("a"))
     assert (
         load_rollouts(tmp_path / FAILED) == [rollout("a")]
         and str(tmp_path / FAILED) in caught.value.__notes__[0]
     )
-    with pytest.raises(RewardError), failed_rollout_kept(tmp_path / "none"):
+    with pytest.raises(RewardError), keep_failed_rollout(tmp_path / "none"):
         raise RewardError("no rollout is to blame")
     assert not (tmp_path / "none").exists()
 
@@ -389,7 +395,7 @@ def test_the_rollout_on_which_a_reward_fails_is_kept(tmp_path):
 
 def test_the_columns_are_those_of_the_contracts():
     """A field that is added to a contract and not to the schema would be missing in `datasets`."""
-    schema, row = rollout_schema(), to_row(rollout())
+    schema, row = rollout_schema(), make_row(rollout())
     steps = schema.field("steps").type.value_type
     assert tuple(schema.names) == (*COLUMNS, *Rollout._fields) == tuple(row)
     found = [
@@ -447,7 +453,7 @@ def test_files_open_in_datasets(tmp_path, ending):
     file, bare, odd = (tmp_path / f"{name}{ending}" for name in ("varied", "bare", "odd"))
     save_rollouts(file, [*varied, plain])
     rows = load([file])
-    assert [from_row(row) for row in rows] == [*varied, plain]
+    assert [read_row(row) for row in rows] == [*varied, plain]
     assert [
         row["task_id"]
         for row in rows.filter(lambda row: row["num_steps"] == 1 and row["reward"] is not None)
@@ -456,7 +462,7 @@ def test_files_open_in_datasets(tmp_path, ending):
     assert "naïve 数字 🙂" in load([odd])[0]["task"]["answer"]
     save_rollouts(bare, [plain])  # nothing in the first file tells what a tool call or a reward is
     features = datasets.Features.from_arrow_schema(rollout_schema())
-    assert [from_row(row) for row in load([bare, file], features=features)] == [
+    assert [read_row(row) for row in load([bare, file], features=features)] == [
         plain,
         *varied,
         plain,
@@ -468,7 +474,7 @@ def test_files_open_in_datasets(tmp_path, ending):
         split="train",
         cache_dir=str(tmp_path / "cache"),
     )
-    assert again.features == features and [from_row(row) for row in again] == [
+    assert again.features == features and [read_row(row) for row in again] == [
         plain,
         *varied,
         plain,
@@ -479,7 +485,7 @@ def test_files_open_in_datasets(tmp_path, ending):
 
 
 def test_transcript_reads_as_the_conversation():
-    text = transcript(rollout("seven", 0.5))
+    text = write_transcript(rollout("seven", 0.5))
     assert text.splitlines()[0] == "### row/0 · sample 1 · reward 0.5 · truncated by length"
     wanted = [
         "**user**",
@@ -497,7 +503,7 @@ def test_transcript_reads_as_the_conversation():
 
 def test_what_the_model_wrote_is_never_markup():
     """Each of its lines is indented by four, so Markdown shows it as it is."""
-    text = transcript(rollout("# heading\n\n**bold**\n```")._replace(task=TASK))
+    text = write_transcript(rollout("# heading\n\n**bold**\n```")._replace(task=TASK))
     assert "    # heading" in text and "\n# heading" not in text and "\n```" not in text
 
 
@@ -508,13 +514,15 @@ def unprintable(text: str) -> list[str]:
 def test_control_characters_are_shown_not_obeyed():
     """A terminal escape in a reply must not reach the terminal of whoever reads samples/ with
     less."""
-    text = transcript(rollout()._replace(task=TASK))
+    text = write_transcript(rollout()._replace(task=TASK))
     assert "\\x1b[31m" in text and "\\x00" in text and "\\u202e" in text and "\\ud800" in text
     assert unprintable(text) == []
 
 
 def test_control_characters_of_the_row_are_shown_too():
     """The row's id and expected answer come from a data file: from outside, like the reply."""
-    text = transcript(Rollout(Task("row\x1b[2J", (), answer="7\x1b[31m \ud800\n# heading"), ()))
+    text = write_transcript(
+        Rollout(Task("row\x1b[2J", (), answer="7\x1b[31m \ud800\n# heading"), ())
+    )
     assert unprintable(text) == []
     assert "\n# heading" not in text

@@ -15,10 +15,10 @@ from rlkit.episodes.samplers import (
     LAST,
     SUCCESSES,
     TaskSampler,
-    chances,
+    compute_chances,
+    measure_sampler,
     pool_sampler,
     prioritised_sampler,
-    sampler_metrics,
     uniform_sampler,
     unsolved_sampler,
     variance_sampler,
@@ -85,7 +85,9 @@ def test_every_problem_has_a_positive_probability_whatever_was_scored(sampler):
     generator = torch.Generator().manual_seed(0)
     for n in (1, 2, 50):
         counts = torch.randint(0, 40, (n, 2), generator=generator).tolist()
-        found = chances(sampler, rows(*((a, b, a / (a + b) if a + b else 0.0) for a, b in counts)))
+        found = compute_chances(
+            sampler, rows(*((a, b, a / (a + b) if a + b else 0.0) for a, b in counts))
+        )
         assert float(found.sum()) == pytest.approx(1) and bool((found > 0).all())
         assert bool((found >= sampler.explore / n - 1e-12).all())
 
@@ -117,7 +119,7 @@ def test_problems_with_signal_are_asked_more_often_and_a_solved_one_no_more():
     )
     assert (
         all(counts[task.id] == 1 for task in TASKS if task.id != "t/3")
-        and sampler_metrics(state.sampler)["sampler/seen"] == 1.0
+        and measure_sampler(state.sampler)["sampler/seen"] == 1.0
     )
 
 

@@ -10,7 +10,7 @@ from parametrise import cases
 from rlkit.algorithm import call
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.functional import token_ratio
-from rlkit.training.update.loss import clipped_tokens
+from rlkit.training.update.loss import find_clipped_tokens
 
 OPTIONS = sorted(
     {file.stem for file in (conf_dir() / "algorithm" / "policy_loss").glob("*.yaml")} - {"vespo"}
@@ -55,7 +55,7 @@ def test_what_a_loss_says_it_holds_is_what_has_no_gradient(option):
         quantities = given(seed)
         (gradient,) = torch.autograd.grad(call(loss, quantities).sum(), quantities["logprobs"])
         live = quantities["response_mask"] & (quantities["advantages"] != 0)
-        found = clipped_tokens(loss, quantities)
+        found = find_clipped_tokens(loss, quantities)
         assert (
             torch.equal(found["clip_held"] & live, (gradient == 0) & live)
             and not (found["clip_held"] & ~live).any()
@@ -70,4 +70,4 @@ def test_what_a_loss_says_it_holds_is_what_has_no_gradient(option):
 
 
 def test_a_loss_without_a_rule_has_no_figures():
-    assert clipped_tokens(lambda ratio, advantages: -ratio * advantages, given(0)) == {}
+    assert find_clipped_tokens(lambda ratio, advantages: -ratio * advantages, given(0)) == {}

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rlkit.statistics import Z95, independent, mean_interval, pass_at_k, wilson
+from rlkit.statistics import Z95, count_independent, mean_interval, pass_at_k, wilson
 
 
 # Newcombe 1998, Statistics in Medicine 17, table I, method 3 (score interval without continuity
@@ -100,7 +100,7 @@ def test_rows_of_one_value_weigh_as_one():
     leaves little evidence."""
     values = [0.2, 0.9, 0.4, 1.0]
     assert mean_interval(values, [7] * 4) == pytest.approx(mean_interval(values))
-    assert independent([7] * 42) == 42 and independent([250] + [1] * 41) < 1.5
+    assert count_independent([7] * 42) == 42 and count_independent([250] + [1] * 41) < 1.5
     assert mean_interval([1.0, 0.0, 0.5], [200, 1, 1])[1] < 0.2
 
 

@@ -190,7 +190,7 @@ def test_a_capture_that_breaks_off_leaves_cuda_in_order(
     norm = type(policy.model.model.norm)
     forward, expected = norm.forward, reference(policy, CONTEXTS, SEEDS, max_new_tokens=16)
     stream = torch.cuda.current_stream()
-    monkeypatch.setattr(graphs, "host_looks_refused", lambda device: nullcontext())
+    monkeypatch.setattr(graphs, "refuse_host_waits", lambda device: nullcontext())
     monkeypatch.setattr(
         norm, "forward", lambda self, x: forward(self, x) if x.sum().item() != float("inf") else x
     )
@@ -204,10 +204,10 @@ def test_a_capture_that_breaks_off_leaves_cuda_in_order(
 def test_pages_read_in_place_give_the_replies_of_pages_that_are_gathered(policy, complete):
     """`generation.cache=varlen` in bfloat16: greedy replies agree in nearly all tokens, since the
     two kernels round sums differently."""
-    from rlkit.engines.cached.attention import reads_in_place
+    from rlkit.engines.cached.attention import explain_no_reading_in_place
 
-    if reads_in_place():
-        pytest.skip(reads_in_place())
+    if explain_no_reading_in_place():
+        pytest.skip(explain_no_reading_in_place())
     policy.model.to(torch.bfloat16)
     settings = {"max_new_tokens": 16, "temperature": 0.0}
     gathered, in_place = (

@@ -29,11 +29,11 @@ from rlkit.config.compose import experiment as built
 from rlkit.config.problems import find_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
-from rlkit.training.schedules import at, start
+from rlkit.training.schedules import resolve_schedules, start
 from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
 from rlkit.training.update.sampled import filter_rollouts
-from rlkit.training.update.scored import old_share
-from rlkit.training.update.split import PER_ROLLOUT, micro_batches, select
+from rlkit.training.update.scored import compute_old_share
+from rlkit.training.update.split import PER_ROLLOUT, select, split_into_micro_batches
 from rlkit.training.update.weighted import weigh
 from rlkit.types import Minibatch, Scored, TokenLogprobs
 
@@ -90,7 +90,7 @@ def composed(overrides: tuple[str, ...]):
         x = built(compose([*needs, *overrides]))
     except ConfigError:
         return None
-    return at(x, start(x))
+    return resolve_schedules(x, start(x))
 
 
 def experiment(overrides):
@@ -162,7 +162,7 @@ def make_policy(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 def prepared(x, batch: Scored) -> Minibatch:
     """As the module prepares an update."""
     batch = filter_rollouts(batch, x.algorithm)
-    batch = replace(batch, old_share=old_share(batch, x.algorithm, step=3))
+    batch = replace(batch, old_share=compute_old_share(batch, x.algorithm, step=3))
     return loss_weights(weigh(batch, x.algorithm, x.kl), x.algorithm)
 
 
@@ -240,7 +240,7 @@ def test_no_split_into_micro_batches_changes_the_gradient(overrides):
         loss, whole = gradient_of(x, batch, policy)
         assert whole.isfinite().all() and whole.norm() > 0
         for budget in (1, 45):
-            got, gradient = gradient_of(x, batch, policy, micro_batches(batch, budget))
+            got, gradient = gradient_of(x, batch, policy, split_into_micro_batches(batch, budget))
             assert close(gradient, whole, tolerance)
             torch.testing.assert_close(got, loss, rtol=tolerance, atol=tolerance)
 

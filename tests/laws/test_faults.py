@@ -31,7 +31,7 @@ from rlkit.training.callbacks.checkpoints import (
     CHECKPOINT,
     AtomicCheckpointIO,
     RLCheckpoint,
-    checkpoints,
+    list_checkpoints,
     load_checkpoint,
     supersede,
 )
@@ -106,7 +106,7 @@ def saving(tmp_path):
     def step(callback, number, **metrics):
         module.rl_step, module.metrics = number, metrics
         callback.on_train_batch_end(trainer, module)
-        return [p.name for p in checkpoints(tmp_path / "checkpoints")]
+        return [p.name for p in list_checkpoints(tmp_path / "checkpoints")]
 
     return step
 
@@ -172,7 +172,7 @@ def test_checkpoints_of_another_past_are_set_aside(tmp_path, saving):
 def test_checkpoints_are_ordered_by_number(tmp_path):
     for step in (999999, 1000000, 2):
         (tmp_path / f"step_{step:06d}.ckpt").touch()
-    assert [p.name for p in checkpoints(tmp_path)] == [
+    assert [p.name for p in list_checkpoints(tmp_path)] == [
         "step_000002.ckpt",
         "step_999999.ckpt",
         "step_1000000.ckpt",
@@ -295,7 +295,7 @@ def eight_rows():
 
 def test_micro_batches_are_halved_until_they_fit(capsys):
     module, terms = Portions(room=16), UpdateTerms()
-    assert module.retried(eight_rows(), lambda: module.work(terms), terms) == 16
+    assert module.retry_halved(eight_rows(), lambda: module.work(terms), terms) == 16
     assert terms.loss == 1 and len(terms.tokens["kl"]) == 1
     assert "trainer.micro_batch_tokens=16" in capsys.readouterr().out
 
@@ -303,14 +303,14 @@ def test_micro_batches_are_halved_until_they_fit(capsys):
 def test_memory_that_a_single_rollout_exceeds_names_the_keys(capsys):
     module, terms = Portions(room=1), UpdateTerms()
     with pytest.raises(OutOfMemory, match=r"generation.max_new_tokens.*Tried to allocate"):
-        module.retried(eight_rows(), lambda: module.work(terms), terms)
+        module.retry_halved(eight_rows(), lambda: module.work(terms), terms)
 
 
 def test_several_ranks_do_not_halve(monkeypatch):
     monkeypatch.setattr(ranks, "size", lambda: 2)
     module, terms = Portions(room=16), UpdateTerms()
     with pytest.raises(OutOfMemory, match=r"lower trainer\.micro_batch_tokens"):
-        module.retried(eight_rows(), lambda: module.work(terms), terms)
+        module.retry_halved(eight_rows(), lambda: module.work(terms), terms)
 
 
 def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment, monkeypatch):
@@ -446,7 +446,7 @@ def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(
     assert wait(forked([*words, f"hydra.run.dir={folder}"], log, stop)) == status, log.read_text()
     assert json.loads((folder / "summary.json").read_text())["ended"] == "interrupted"
     done = 1 if "episodes" in place else 2
-    assert [p.name for p in checkpoints(folder / "checkpoints")] == [f"step_{done:06d}.ckpt"]
+    assert [p.name for p in list_checkpoints(folder / "checkpoints")] == [f"step_{done:06d}.ckpt"]
     assert wait(forked(["train", f"resume={folder}"], log)) == 0, log.read_text()
     a, b = (
         torch.load(f / "checkpoints" / "step_000003.ckpt", weights_only=True)["state_dict"]
@@ -556,7 +556,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, forked):
         wait(forked(words, log, lambda: at("rlkit.training.update.minibatch.surrogate", twice)))
         == 143
     )
-    assert not (folder / "summary.json").exists() and checkpoints(folder / "checkpoints") == []
+    assert not (folder / "summary.json").exists() and list_checkpoints(folder / "checkpoints") == []
 
 
 @pytest.mark.slow

@@ -29,14 +29,14 @@ from rlkit.system.files import (
     refuse_unwritable,
     report_write_errors,
 )
-from rlkit.training.callbacks.checkpoints import checkpoints, load_checkpoint
+from rlkit.training.callbacks.checkpoints import list_checkpoints, load_checkpoint
 from rlkit.training.loggers import (
     log_final,
     log_histogram,
     log_settings,
     log_text,
+    make_tolerant,
     tensorboard,
-    tolerant,
 )
 
 EVERYTHING = [
@@ -301,7 +301,7 @@ def test_a_logger_that_fails_ends_no_run_and_goes_on_when_there_is_room(
     later, innocent call."""
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     LOST.clear()
-    logger = tolerant(tensorboard(tmp_path, 0))
+    logger = make_tolerant(tensorboard(tmp_path, 0))
     room(0)
     for step in (1, 2, 3):
         logger.log_metrics({"a": 1.0}, step=step)
@@ -355,7 +355,7 @@ def test_a_disk_of_its_own_that_refuses_ends_no_run(tmp_path, forked, kind):
         before = (lambda: at(MOMENTS["step"], read_only, 2)) if kind == "read-only" else None
         assert wait(forked(words, log, before)) == 1, log.read_text()
         assert "Traceback" not in log.read_text() and "not written" in log.read_text()
-        assert checkpoints(disk / "run" / "checkpoints") or kind == "without inodes"
+        assert list_checkpoints(disk / "run" / "checkpoints") or kind == "without inodes"
         if kind == "read-only":
             assert wait(forked(["train", f"resume={disk / 'run'}"], log)) == 2
             assert "cannot be written (Read-only file system)" in log.read_text()

@@ -16,14 +16,14 @@ import rlkit
 from rlkit.algorithm import PARTS
 from rlkit.commands.cli import main
 from rlkit.config.schema import resolve
-from rlkit.training.glossary import meaning_of, sections
+from rlkit.training.glossary import find_meaning, read_sections
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = (
     "no entry in rlkit/training/glossary.yaml; add meaning, unit, healthy range and what to do,"
     " then run python docs/generate.py"
 )
-ENTRIES = [entry for section in sections() for entry in section.entries]
+ENTRIES = [entry for section in read_sections() for entry in section.entries]
 PREFIXES = {name.partition("/")[0] for entry in ENTRIES for name in entry.names if "/" in name}
 NO_METRIC = {
     "held_out",
@@ -36,7 +36,7 @@ NO_METRIC = {
 def known(metric: str) -> bool:
     """Whether it has an entry of its own: the one for what a user's reward measures would take any
     name below its term."""
-    return meaning_of(metric) not in (None, meaning_of("reward/task/of_its_own"))
+    return find_meaning(metric) not in (None, find_meaning("reward/task/of_its_own"))
 
 
 def written() -> set[str]:
@@ -120,7 +120,7 @@ def test_pages_that_start_from_metrics_name_ones_that_exist(page):
 def test_no_entry_outlives_its_metric():
     """Its section's functions stand in files that have its last word; a part's own metrics have the
     names of the parts."""
-    for section in sections():
+    for section in read_sections():
         source = "\n".join(
             inspect.getsource(importlib.import_module(resolve(name).__module__))
             for name in section.computed

@@ -20,7 +20,7 @@ import pytest
 from parametrise import cases, cover
 from rlkit.engines import Batched
 from rlkit.environments import gymnasium, tool_use
-from rlkit.environments.session import opened
+from rlkit.environments.session import open_session
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, EnvironmentFailed, Hung
 from rlkit.models.chat import encode_scaffold
@@ -722,7 +722,7 @@ def test_the_close_of_a_session_that_hangs_leaves_no_task_behind_in_the_first_er
 
     async def main():
         with pytest.raises(ConfigError, match="mine") as caught:
-            async with opened(session("close")(waits), TASK):
+            async with open_session(session("close")(waits), TASK):
                 raise ConfigError("mine")
         assert "the close of" in caught.value.__notes__[0]
 

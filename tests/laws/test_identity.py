@@ -30,7 +30,7 @@ from rlkit.system.identity import read_identity
 from rlkit.system.rows import read_rows
 from rlkit.training import loggers
 from rlkit.training.callbacks.checkpoints import read_checkpoint
-from rlkit.training.run import taken_up
+from rlkit.training.run import take_up
 
 WORDS = [
     *(
@@ -457,13 +457,13 @@ def mine(pair, tmp_path):
     return Path(shutil.copytree(pair[0], tmp_path / "mine", symlinks=True))
 
 
-def take_up(folder: Path) -> None:
+def take_up_in_child(folder: Path) -> None:
     """What `rlkit train resume=FOLDER` does before it trains."""
     clear_places(folder)
     identity = run_folders.require_identity(folder)
     run_folders.require_overrides(folder)
     own_summary(folder)
-    taken_up(folder / "checkpoints", folder, identity)
+    take_up(folder / "checkpoints", folder, identity)
 
 
 SHARD, PARQUET = "steps_000001-000100.jsonl.gz", "steps_000002-000002.parquet"
@@ -568,12 +568,12 @@ def test_a_resume_goes_on_and_says_which_file_is_not_its_own(
 ):
     theirs = (pair[1] / name).read_bytes()
     damage(mine / name, pair[1] / name)
-    take_up(mine)
+    take_up_in_child(mine)
     said = capsys.readouterr().out
     assert sentence in said
     if damage is swapped:
         assert (mine / "aside" / name).read_bytes() == theirs
-    take_up(mine)
+    take_up_in_child(mine)
     assert "aside" not in capsys.readouterr().out
 
 
@@ -582,7 +582,7 @@ def test_a_resume_is_refused_where_it_would_mix_two_runs(pair, mine, name, damag
     damage(mine / name, pair[1] / name)
     before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
     with pytest.raises(RLKitError, match=sentence):
-        take_up(mine)
+        take_up_in_child(mine)
     assert before == {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
 
 
@@ -666,9 +666,9 @@ def test_the_id_of_a_logger_belongs_to_one_run(tmp_path, capsys):
     for seed, name in enumerate(("mine", "theirs")):
         run_folders.write_config(tmp_path / name, {"seed": seed})
         loggers.keep_id(tmp_path / name, "wandb.id", name)
-    assert loggers.known_id(tmp_path / "mine", "wandb.id") == "mine"
+    assert loggers.read_id(tmp_path / "mine", "wandb.id") == "mine"
     swapped(tmp_path / "mine" / "wandb.id", tmp_path / "theirs" / "wandb.id")
-    assert loggers.known_id(tmp_path / "mine", "wandb.id") is None
+    assert loggers.read_id(tmp_path / "mine", "wandb.id") is None
     assert (
         "wandb.id is not what this run wrote, and is kept as aside/wandb.id"
         in capsys.readouterr().out

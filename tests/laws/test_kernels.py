@@ -23,8 +23,8 @@ from rlkit.runs.kernels import NAME, decide_kernels
 from rlkit.training.kernels import (
     engine_line,
     keep_kernels,
-    kernels_in_use,
     note_choices,
+    read_kernels_in_use,
     settle_kernels,
 )
 
@@ -51,8 +51,8 @@ def without_compiler(tmp_path, monkeypatch):
     """A function after which compilers fail, and one after which they work."""
 
     def forget() -> None:
-        kernel.compiled.cache_clear()
-        fused.operations.cache_clear()
+        kernel.compile_kernel.cache_clear()
+        fused.load_operations.cache_clear()
 
     def away() -> None:
         file = tmp_path / "bin" / "cc"
@@ -241,7 +241,7 @@ def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(
     handle = hooked.model.model.register_forward_hook(lambda *_: None)
     engine.decoder = None
     load(engine, hooked, complete)
-    assert kernels_in_use(engine, hooked.model)["decoding"] == "eager"
+    assert read_kernels_in_use(engine, hooked.model)["decoding"] == "eager"
     handle.remove()
     away()
     engine.decoder = None
@@ -263,7 +263,7 @@ def test_ranks_have_the_same_kernels(tiny, complete, monkeypatch):
             " process of the run)"
         )
         load(engine, tiny, complete)
-        assert engine.decodes == "eager" and kernels_in_use(engine, tiny.model) == EAGER
+        assert engine.decodes == "eager" and read_kernels_in_use(engine, tiny.model) == EAGER
     finally:
         fused.choose_kernel(tiny.model, "auto")
 
@@ -276,7 +276,7 @@ def test_the_critic_goes_on_as_the_policy(tiny):
     try:
         said = keep_kernels(OWN, tiny.model, {"kernel": None, "update_kernel": "eager"}, critic)
         assert said == ["updates are eager, as the run did so far (model.kernel)"]
-        assert {fused.kernel_of(module).used for module in critic.modules()} == {"eager"}
+        assert {fused.get_update_kernel(module).used for module in critic.modules()} == {"eager"}
     finally:
         fused.choose_kernel(tiny.model, "auto")
 
@@ -309,7 +309,7 @@ def test_jobs_of_a_sweep_are_decided_together(without_compiler, tmp_path, capsys
     decided = decide_kernels(tmp_path)
     assert decided == {JOBS: "eager"} and "as those so far" in capsys.readouterr().out
     monkeypatch.setenv(JOBS, decided[JOBS])  # as a job has it
-    assert kernel.kernel_of("auto", *_parts())[1] == "so that all jobs are computed alike"
+    assert kernel.choose_kernel("auto", *_parts())[1] == "so that all jobs are computed alike"
     (tmp_path / NAME).write_text('{"auto": "fused"}')
     away()
     with pytest.raises(
@@ -319,12 +319,12 @@ def test_jobs_of_a_sweep_are_decided_together(without_compiler, tmp_path, capsys
 
 
 def _parts():
-    from rlkit.engines.cached.forward import forward_of
-    from rlkit.models.head import trunk_and_head
+    from rlkit.engines.cached.forward import make_forward
+    from rlkit.models.head import split_model
     from rlkit.models.load import load_policy
 
-    trunk, head = trunk_and_head(load_policy(path="tiny").model)
-    return forward_of(trunk), head
+    trunk, head = split_model(load_policy(path="tiny").model)
+    return make_forward(trunk), head
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def uneven(r):
 """
 MOMENTS = {  # kind of moment → functions that are in the middle of it
     "generate": ["rlkit.episodes.replies.read_reply"],
-    "reward": ["rlkit.rewards.checks._checked"],
+    "reward": ["rlkit.rewards.checks._check_value"],
     "update": [
         "rlkit.training.update.minibatch.surrogate",
         "rlkit.training.update.optimizers.Optimizers.step",

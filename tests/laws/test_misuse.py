@@ -9,7 +9,7 @@ import pytest
 
 import rlkit
 from rlkit.config.parts import lift_part
-from rlkit.environments import environment_of
+from rlkit.environments import find_environment
 
 TASK = rlkit.Task("t/0", ({"role": "user", "content": "What is 1 + 1?"},), answer="2")
 ROLLOUT = rlkit.Rollout(TASK, ())
@@ -121,8 +121,10 @@ MISUSES = {
     "load_policy with a rank": lambda: rlkit.load_policy(path="tiny", lora=8),
     "task that takes no split": of(task=lambda: [TASK]),
     "model that takes no device": of(model=lambda: None),
-    "environment that is not called": lambda: environment_of(rlkit.environments.single_turn, TASK),
-    "lookup of no environment": lambda: environment_of(lambda task: None, TASK),
+    "environment that is not called": lambda: find_environment(
+        rlkit.environments.single_turn, TASK
+    ),
+    "lookup of no environment": lambda: find_environment(lambda task: None, TASK),
     "load_policy on a card that is not there": lambda: rlkit.load_policy(
         path="tiny", device="cuda"
     ),

@@ -15,11 +15,11 @@ from rlkit.commands.train import closing_lines
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import check_reward, load_tasks
 from rlkit.episodes import assemble, summarize
-from rlkit.episodes.evaluation import _with_parts, accuracy, curves
+from rlkit.episodes.evaluation import _with_parts, summarise_accuracy, summarise_curves
 from rlkit.errors import ConfigError
 from rlkit.functional import no_correction
 from rlkit.rewards import Reward, Term, by_task, few_turns, numeric, score
-from rlkit.training.callbacks.evaluation import result_row
+from rlkit.training.callbacks.evaluation import flatten_result
 from rlkit.training.run import train_in
 from rlkit.training.update.sampled import filter_rollouts
 from rlkit.training.update.weighted import weigh
@@ -177,7 +177,7 @@ def test_an_advantage_within_groups_is_that_of_each_part_alone(part, experiment)
 def test_results_of_parts_are_those_of_their_rollouts_alone():
     whole = scored(mixed())
     sums = [r for r in whole if r.task.part == "sums"]
-    assert _with_parts(whole, accuracy)["parts"]["sums"] == accuracy(sums)
+    assert _with_parts(whole, summarise_accuracy)["parts"]["sums"] == summarise_accuracy(sums)
     metrics = summarize(whole)
     mine = {
         k.removeprefix("part/sums/"): v for k, v in metrics.items() if k.startswith("part/sums/")
@@ -194,18 +194,18 @@ def test_results_of_parts_are_those_of_their_rollouts_alone():
         "split": "test",
         "n": 3,
         "distinct": 2,
-        "greedy": _with_parts(whole, accuracy),
+        "greedy": _with_parts(whole, summarise_accuracy),
         "sampled": {},
         "wall_seconds": 0.0,
     }
-    result["sampled"] = curves(whole, samples=2, k=[1]) | {
-        "parts": {p: curves(sums, samples=2, k=[1]) for p in ("sums", "games")}
+    result["sampled"] = summarise_curves(whole, samples=2, k=[1]) | {
+        "parts": {p: summarise_curves(sums, samples=2, k=[1]) for p in ("sums", "games")}
     }
     lines = accuracy_table(result, Path("out")).splitlines()
     assert any(line.startswith("sums: greedy accuracy") for line in lines) and any(
         line.startswith("games: pass@1") for line in lines
     )
-    assert result_row(result["greedy"], "eval/")["eval/part/games/n"] == 2
+    assert flatten_result(result["greedy"], "eval/")["eval/part/games/n"] == 2
 
 
 def test_a_reward_that_can_score_no_row_of_a_part_is_refused():

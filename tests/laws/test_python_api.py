@@ -16,7 +16,7 @@ import rlkit
 from parametrise import cases, count_threads
 from rlkit.commands.cli import main
 from rlkit.config.experiment import override
-from rlkit.display import LINES, rollout_html, rollout_text
+from rlkit.display import LINES, format_rollout, render_rollout
 from rlkit.functional import group_mean
 from rlkit.system import extras
 from rlkit.types import Step
@@ -390,7 +390,7 @@ def test_a_rollout_reads_as_a_conversation_of_at_most_a_screen():
         TASK.messages, (), (1, 2), (0.0, 0.0), "tool", "hm", "x\n" * 50, True, (call,), (result,)
     )
     rollout = rlkit.Rollout(TASK, (step,) * 9, reward=0.5, rewards={"numeric": 0.5})
-    text = rollout_text(rollout)
+    text = format_rollout(rollout)
     assert (
         repr(rollout) == text
         and len(text.splitlines()) <= LINES
@@ -402,7 +402,7 @@ def test_a_rollout_reads_as_a_conversation_of_at_most_a_screen():
         and "expected  2" in text
     )
     assert "\x1b" not in text and "thinking" in text
-    page = rollout_html(rollout)
+    page = render_rollout(rollout)
     assert (
         rollout._repr_html_() == page
         and "&lt;b&gt;" in page

@@ -15,7 +15,7 @@ import pytest
 
 from rlkit.errors import EngineError
 from rlkit.models import compiled
-from rlkit.models.compiled import JOBS, NoKernel, Undecided, library, load_or_reason
+from rlkit.models.compiled import JOBS, NoKernel, Undecided, load_library, load_or_reason
 
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 pytestmark = pytest.mark.skipif(COMPILER is None or os.name != "posix", reason="needs a C compiler")
@@ -67,7 +67,7 @@ def child(code: str, *words: str | Path) -> subprocess.Popen:
 
 
 def folders() -> list[Path]:
-    return [path for path in compiled.folder_paths() if path.is_dir()]
+    return [path for path in compiled.list_library_folders() if path.is_dir()]
 
 
 # -------------------------------------------------------------------------------- several processes
@@ -84,7 +84,7 @@ def test_of_several_processes_at_once_one_compiles_and_all_have_it(
 
 
 def test_a_lock_of_a_dead_process_is_free(source, tmp_path):
-    library(source, "step")
+    load_library(source, "step")
     (folder,) = folders()
     (lock,) = folder.glob("*.lock")
     for entry in folder.iterdir():
@@ -98,18 +98,18 @@ def test_a_lock_of_a_dead_process_is_free(source, tmp_path):
     holder.communicate()
     assert holder.returncode == -9
     began = time.monotonic()
-    assert library(source, "step").step() == 7 and time.monotonic() - began < compiled.PATIENCE
+    assert load_library(source, "step").step() == 7 and time.monotonic() - began < compiled.PATIENCE
 
 
 @pytest.mark.slow
 def test_who_waits_too_long_for_another_compiles_for_itself(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compiled, "LIMIT", 0.5)
     monkeypatch.setattr(compiled, "PATIENCE", 0.1)
-    name = compiled.recipe_of(source, "step", compiled.FLAGS).name
-    with compiled.opened_folders() as opened, compiled.locked(opened, name):
-        monkeypatch.setattr(compiled, "ended", lambda *arguments: ended(*arguments))
+    name = compiled.find_recipe(source, "step", compiled.FLAGS).name
+    with compiled.open_folders() as opened, compiled.lock_library(opened, name):
+        monkeypatch.setattr(compiled, "run_to_end", lambda *arguments: ended(*arguments))
         ended = lambda command, folder, what: "" if subprocess.run(command, check=True) else what  # noqa: E731  without a limit
-        assert library(source, "step").step() == 7
+        assert load_library(source, "step").step() == 7
     assert capsys.readouterr().out == "waiting for another process that compiles the kernel\n"
 
 
@@ -172,13 +172,13 @@ sys.path.insert(0, sys.argv[2])
 from test_compiled import DAMAGES
 import shutil
 compiled.FLAGS = ("-O0", "-shared", "-fPIC")
-(folder, *_) = [path for path in compiled.folder_paths() if path.is_dir()]
+(folder, *_) = [path for path in compiled.list_library_folders() if path.is_dir()]
 whole = folder.with_name("whole")
 shutil.copytree(folder, whole)
 for name in sys.argv[3].split(","):
     damage = DAMAGES[name]
     for pattern in ("*[0-9a-f]", "*.lock"):
-        for path in compiled.folder_paths():
+        for path in compiled.list_library_folders():
             shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(whole, folder)
         (path,) = [path for path in folder.glob(pattern) if not path.name.endswith(".part")]
@@ -201,7 +201,7 @@ def test_no_damage_to_any_file_of_the_folder_ends_a_process_or_changes_what_it_h
     names, source, monkeypatch
 ):
     monkeypatch.setattr(compiled, "FLAGS", ("-O0", "-shared", "-fPIC"))
-    library(source, "step")
+    load_library(source, "step")
     tests = Path(__file__).resolve().parent
     process = child(MEETS, source, tests, ",".join(names))
     said = process.communicate(timeout=280)[0].splitlines()
@@ -211,33 +211,33 @@ def test_no_damage_to_any_file_of_the_folder_ends_a_process_or_changes_what_it_h
 
 def test_a_damaged_library_is_compiled_again_and_kept(source, tmp_path, monkeypatch):
     compiler(tmp_path, monkeypatch, f'echo x >> {tmp_path}/count; exec $CC "$@"')
-    library(source, "step")
+    load_library(source, "step")
     (kept,) = (path for path in folders()[0].iterdir() if not path.name.endswith(".lock"))
     whole = kept.read_bytes()
     kept.write_bytes(whole[:-7])
     assert (
-        library(source, "step").step() == 7
+        load_library(source, "step").step() == 7
         and kept.read_bytes()[:32] != b""
         and (tmp_path / "count").read_text() == "x\nx\n"
     )
-    assert library(source, "step").step() == 7 and (tmp_path / "count").read_text() == "x\nx\n"
+    assert load_library(source, "step").step() == 7 and (tmp_path / "count").read_text() == "x\nx\n"
     assert not list(folders()[0].glob("*.part"))
 
 
 def test_two_libraries_of_one_process_are_two(source, tmp_path):
     other = tmp_path / "other.c"
     other.write_text(SOURCE.replace("7", "8"))
-    assert [library(file, "step").step() for file in (source, other, source)] == [7, 8, 7]
+    assert [load_library(file, "step").step() for file in (source, other, source)] == [7, 8, 7]
 
 
 def test_another_source_flag_or_compiler_has_a_library_of_its_own(source, tmp_path, monkeypatch):
-    names = {compiled.recipe_of(source, "step", flags).name for flags in (("-O1",), ("-O2",))}
+    names = {compiled.find_recipe(source, "step", flags).name for flags in (("-O1",), ("-O2",))}
     compiler(tmp_path, monkeypatch, 'exec $CC "$@"')
-    names.add(compiled.recipe_of(source, "step", ("-O1",)).name)
+    names.add(compiled.find_recipe(source, "step", ("-O1",)).name)
     compiler(tmp_path, monkeypatch, ': newer; exec $CC "$@"')
-    names.add(compiled.recipe_of(source, "step", ("-O1",)).name)
+    names.add(compiled.find_recipe(source, "step", ("-O1",)).name)
     source.write_text(SOURCE + "\n")
-    names.add(compiled.recipe_of(source, "step", ("-O1",)).name)
+    names.add(compiled.find_recipe(source, "step", ("-O1",)).name)
     assert len(names) == 5
 
 
@@ -251,7 +251,7 @@ def no_entry(*_):
 def test_neither_a_home_nor_a_passwd_entry_is_needed(source, tmp_path, monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
-    assert library(source, "step").step() == 7
+    assert load_library(source, "step").step() == 7
     assert [path.parent for path in folders()] == [tmp_path / "tmp"] and folders()[
         0
     ].stat().st_mode & 0o777 == 0o700
@@ -260,7 +260,7 @@ def test_neither_a_home_nor_a_passwd_entry_is_needed(source, tmp_path, monkeypat
 @pytest.mark.parametrize("home", ["", "nowhere/relative", "/proc/nothing", "/dev/null"])
 def test_a_home_that_is_none_is_passed_over(home, source, monkeypatch):
     monkeypatch.setenv("HOME", home)
-    assert library(source, "step").step() == 7
+    assert load_library(source, "step").step() == 7
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_folder_that_is_not_the_users_alone_is_not_used(what, source, tmp_path
             "fstat",
             lambda d: _with_owner(real(d)) if os.path.samestat(real(d), place.stat()) else real(d),
         )
-    assert library(source, "step").step() == 7
+    assert load_library(source, "step").step() == 7
     assert not place.is_dir() or not list(place.iterdir())
     assert list((tmp_path / "tmp").glob("rlkit-kernels-*/test_step-*"))
 
@@ -303,7 +303,7 @@ def _with_owner(found: os.stat_result) -> os.stat_result:
 def test_without_any_folder_it_is_compiled_each_time(source, tmp_path, monkeypatch):
     compiler(tmp_path, monkeypatch, f'echo x >> {tmp_path}/count; exec $CC "$@"')
     monkeypatch.setattr(compiled, "open_own_folder", lambda path, make: None)
-    assert [library(source, "step").step() for _ in range(2)] == [7, 7]
+    assert [load_library(source, "step").step() for _ in range(2)] == [7, 7]
     assert (tmp_path / "count").read_text() == "x\nx\n"
 
 
@@ -318,7 +318,7 @@ def test_a_full_disk_or_a_folder_that_takes_nothing_costs_the_kept_library_alone
         return opened(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", full)
-    assert library(source, "step").step() == 7
+    assert load_library(source, "step").step() == 7
 
 
 # ---------------------------------------------------------------------------------------- compilers
@@ -342,14 +342,14 @@ def test_a_compiler_that_fails_is_a_reason_for_auto_and_refuses_fused(
 ):
     compiler(tmp_path, monkeypatch, script)
     with pytest.raises(NoKernel, match=FAILS[script]) as raised:
-        library(source, "step")
+        load_library(source, "step")
     assert "\n" not in str(raised.value)
-    assert load_or_reason("auto", "model.kernel", lambda: library(source, "step")) == (
+    assert load_or_reason("auto", "model.kernel", lambda: load_library(source, "step")) == (
         None,
         str(raised.value),
     )
     with pytest.raises(EngineError, match=r"model\.kernel=fused: .*; use auto or eager"):
-        load_or_reason("fused", "model.kernel", lambda: library(source, "step"))
+        load_or_reason("fused", "model.kernel", lambda: load_library(source, "step"))
     assert not list((tmp_path / "tmp").glob("rlkit-kernel-*"))
 
 
@@ -371,7 +371,7 @@ def test_the_load_of_the_moment_decides_nothing(script, source, tmp_path, monkey
         with pytest.raises(
             Undecided, match=r"model\.kernel: .*(did not end|kept from).*model\.kernel=eager"
         ):
-            load_or_reason(kernel, "model.kernel", lambda: library(source, "step"))
+            load_or_reason(kernel, "model.kernel", lambda: load_library(source, "step"))
     assert time.monotonic() - began < 30
 
 
@@ -379,7 +379,7 @@ def test_the_load_of_the_moment_decides_nothing(script, source, tmp_path, monkey
 def test_a_slow_compiler_is_waited_for_and_named(source, tmp_path, monkeypatch, capsys):
     compiler(tmp_path, monkeypatch, 'sleep 0.5; exec $CC "$@"')
     monkeypatch.setattr(compiled, "PATIENCE", 0.1)
-    assert library(source, "step").step() == 7
+    assert load_library(source, "step").step() == 7
     assert "waiting for " in capsys.readouterr().out
 
 
@@ -389,7 +389,7 @@ def test_a_compiler_that_knows_less_compiles_too(source, tmp_path, monkeypatch):
         monkeypatch,
         'case "$*" in *native*) echo "unknown argument" >&2; exit 1;; esac; exec $CC "$@"',
     )
-    assert library(source, "step").step() == 7
+    assert load_library(source, "step").step() == 7
 
 
 def test_all_jobs_of_a_sweep_have_one_meaning_of_auto(monkeypatch):

@@ -14,7 +14,7 @@ from rlkit.errors import TemplateError
 from rlkit.models import confined as limits
 from rlkit.models import load_policy
 from rlkit.models.chat import check_template, continuation, encode_prompt, encode_reply
-from rlkit.models.confined import TemplateProcess, confined
+from rlkit.models.confined import TemplateProcess, confine_template
 
 ASKED = [{"role": "user", "content": "Who are you?"}]
 TOOLS = [
@@ -31,7 +31,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def policy():
-    return confined(partial(load_policy, path="tiny"))(device="cpu")
+    return confine_template(partial(load_policy, path="tiny"))(device="cpu")
 
 
 @pytest.fixture
@@ -63,11 +63,11 @@ def test_it_renders_the_same(policy, tiny):
     )
     check_template(policy.renderer, TOOLS)
     load = partial(load_policy, path="tiny", tools="prompt")
-    ours, theirs = confined(load)(device="cpu"), load()
+    ours, theirs = confine_template(load)(device="cpu"), load()
     assert encode_prompt(ours.renderer, dialogue, TOOLS) == encode_prompt(
         theirs.renderer, dialogue, TOOLS
     )
-    assert confined(partial(load_policy, path="tiny")).keywords == {"path": "tiny"}
+    assert confine_template(partial(load_policy, path="tiny")).keywords == {"path": "tiny"}
 
 
 HOSTILE = {
@@ -119,7 +119,7 @@ def test_what_a_template_raises_is_said(text, said, template):
 def test_a_process_that_says_nothing_is_ended(policy, monkeypatch):
     monkeypatch.setattr(limits, "PATIENCE", 0.2)
     asked = TemplateProcess(policy.renderer.tokenizer, {})
-    asked.process = limits._started()
+    asked.process = limits._start_child()
     os.kill(asked.process.pid, signal.SIGSTOP)
     process = asked.process
     with pytest.raises(TemplateError, match="was stopped"):

@@ -15,7 +15,7 @@ from parametrise import each
 from rlkit.errors import EngineError
 from rlkit.models import LoRA, add_lora, forward_logprobs, fused, pack
 from rlkit.models import compiled as machinery
-from rlkit.models.head import PLAIN, trunk_and_head
+from rlkit.models.head import PLAIN, split_model
 from rlkit.models.packing import allow_packing
 
 pytestmark = pytest.mark.skipif(
@@ -172,7 +172,7 @@ def test_a_pass_has_the_loss_and_the_gradients_of_hugging_face(family, adapters,
     loss, expected = trained(model, packed)
     fused.choose_kernel(model, "fused")
     with monkeypatch.context() as patch:
-        patch.setattr(type(trunk_and_head(model)[0]), "forward", None)  # which is not called
+        patch.setattr(type(split_model(model)[0]), "forward", None)  # which is not called
         found, grads = trained(model, packed)
     assert found == pytest.approx(loss, rel=1e-6)
     for name, grad in expected.items():
@@ -223,17 +223,17 @@ def test_nothing_needs_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    fused.operations.cache_clear()
+    fused.load_operations.cache_clear()
     try:
         fused.choose_kernel(model, "auto")
         assert fused.update_kernel(model) == "eager"
         with pytest.raises(EngineError, match=r"model\.kernel=fused: there is no C compiler"):
             fused.choose_kernel(model, "fused")
     finally:
-        fused.operations.cache_clear()
+        fused.load_operations.cache_clear()
     monkeypatch.undo()
     monkeypatch.setattr(machinery, "FLAGS", ("-O0", "-shared", "-fPIC"))
-    assert fused.operations()
+    assert fused.load_operations()
 
 
 def test_a_continued_run_keeps_its_kernel_or_says_so():

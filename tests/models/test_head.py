@@ -13,8 +13,8 @@ import torch
 from rlkit.engines import Cached, Transformers
 from rlkit.functional import mix
 from rlkit.models import LoRA, add_lora, forward_logprobs, make_policy, pack
-from rlkit.models.head import PLAIN, Head, trunk_and_head
-from rlkit.models.log_probs import states
+from rlkit.models.head import PLAIN, Head, split_model
+from rlkit.models.log_probs import compute_states
 from rlkit.tasks import arithmetic
 from rlkit.training import references as reference
 from rlkit.training.selfcheck import check_policy
@@ -140,7 +140,7 @@ def test_the_exact_divergence_and_the_entropy_are_those_of_the_models_own_forwar
     with torch.no_grad():
         p, ref = naive(model, ids), naive(other, ids)
         got = forward_logprobs(
-            model, packed, reference=(states(other, packed), trunk_and_head(other)[1])
+            model, packed, reference=(compute_states(other, packed), split_model(other)[1])
         )
     torch.testing.assert_close(
         got.full_kl[mask], (p.exp() * (p - ref)).sum(-1)[mask[:, 1:]], **CLOSE

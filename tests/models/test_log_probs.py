@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rlkit.models import forward_logprobs, pack
-from rlkit.models.head import trunk_and_head
+from rlkit.models.head import split_model
 from rlkit.models.load import LoRA, add_lora
-from rlkit.models.log_probs import states
+from rlkit.models.log_probs import compute_states
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_exact_divergence_equals_the_naive_form(double, rows):
                 0.05
                 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2), dtype=p.dtype)
             )
-        reference = (states(other, pack(ids, mask)), trunk_and_head(other)[1])
+        reference = (compute_states(other, pack(ids, mask)), split_model(other)[1])
         p, ref = ((model(ids).logits[:, :-1] / 0.7).log_softmax(-1) for model in (double, other))
     expected = torch.zeros(ids.shape, dtype=torch.float64)
     expected[:, 1:] = (p.exp() * (p - ref)).sum(-1)

@@ -16,7 +16,7 @@ from rlkit.environments import single_turn
 from rlkit.episodes import assemble, collect
 from rlkit.errors import ConfigError
 from rlkit.models import forward_logprobs, load_policy, pack
-from rlkit.models.head import trunk_and_head
+from rlkit.models.head import split_model
 from rlkit.models.load import LoRA
 from rlkit.tasks import arithmetic
 from rlkit.training.references import ema
@@ -119,7 +119,7 @@ def test_logits_in_float32_where_the_model_asks_for_them(autocast):
     for asked in (None, "float32"):
         model = load_policy(path="tiny", head_precision=asked).model.requires_grad_(False)
         model = model if autocast else model.to(torch.bfloat16)
-        _, head = trunk_and_head(model)
+        _, head = split_model(model)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             states = model.base_model(input_ids=ids).last_hidden_state
             logits = head(states[0])
@@ -155,7 +155,9 @@ def test_shards_are_gathered_in_bfloat16_and_summed_in_float32(tiny, one_rank):
     )
     ids = torch.arange(12).view(2, 6)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        ranks.in_forward(model, forward_logprobs, pack(ids, ids % 6 > 2)).logprobs.sum().backward()
+        ranks.run_in_forward(
+            model, forward_logprobs, pack(ids, ids % 6 > 2)
+        ).logprobs.sum().backward()
     assert seen and {weight for _, weight in seen} == {torch.bfloat16}
     ranks.reshard(model)
     assert (

@@ -247,7 +247,7 @@ def test_a_mixture_scores_code_and_numbers():
 
 def test_a_machine_without_isolation_refuses_to_run_model_written_code(monkeypatch):
     monkeypatch.setattr(
-        level, "probe", lambda: Level("basic", (), ("files", "network"), ("no Landlock",))
+        level, "find_level", lambda: Level("basic", (), ("files", "network"), ("no Landlock",))
     )
     with pytest.raises(ConfigError, match=r"no Landlock.*sandbox\.allow_weak=true"):
         code_exec([rollout("x = 1")])

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from parametrise import each
 from rlkit.environments.thinking import split_thinking
 from rlkit.rewards import code_exec, extract_code
-from rlkit.rewards.fences import code_blocks
+from rlkit.rewards.fences import split_code_blocks
 from rlkit.sandbox import Sandbox
 from rlkit.tasks import mbpp
 from rlkit.types import Rollout, Step, Task
@@ -250,7 +250,9 @@ def documents(draw) -> str:
 @given(documents())
 def test_well_formed_blocks_are_those_of_commonmark(text):
     tokens = [token for token in MarkdownIt("commonmark").parse(text) if token.type == "fence"]
-    read = [(block.language == "python", block.code.rstrip("\n")) for block in code_blocks(text)]
+    read = [
+        (block.language == "python", block.code.rstrip("\n")) for block in split_code_blocks(text)
+    ]
     assert read == [("py" in token.info, token.content.rstrip("\n")) for token in tokens]
 
 
@@ -283,7 +285,7 @@ PIECES = st.sampled_from(
 
 @given(st.lists(PIECES, max_size=60).map("".join))
 def test_any_text_is_read_and_nothing_is_invented(text):
-    for block in code_blocks(text):
+    for block in split_code_blocks(text):
         assert block.code.strip() and "\r" not in block.code
         for line in block.code.split("\n"):
             assert line in text

@@ -89,7 +89,7 @@ SPEAKERS = {
     "runs.tables.average_over_seeds": ("report, seeds", "report, change over seeds"),
     "episodes.evaluation._share_interval": ("report, one run",),
     "episodes.evaluation._mean_interval": ("report, one run",),
-    "episodes.evaluation.curves": ("report, one run",),
+    "episodes.evaluation.summarise_curves": ("report, one run",),
     **{f"runs.trends.{check.__name__}": ("report, health",) for check in TRENDS},
 }
 SPEAKERS = {name: said for name, said in SPEAKERS.items() if not explain_missing(f"rlkit.{name}")}

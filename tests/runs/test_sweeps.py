@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from copies import begin_sweep
 from parametrise import cases
-from rlkit.distributed.launch import own_gpus
+from rlkit.distributed.launch import assign_gpus
 from rlkit.errors import ConfigError, install
 from rlkit.runs.sweeps.compare import format_comparison
 from rlkit.runs.sweeps.jobs import RunJob, read_jobs, read_objective, save
@@ -226,7 +226,7 @@ def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
 
     def place(stack, *, jobs=4, devices=1):
-        return stack.enter_context(own_gpus(tmp_path, jobs=jobs, devices=devices)).get(
+        return stack.enter_context(assign_gpus(tmp_path, jobs=jobs, devices=devices)).get(
             "CUDA_VISIBLE_DEVICES"
         )
 
@@ -272,7 +272,7 @@ def test_a_job_is_started_on_its_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.get", lambda: OmegaConf.create(state))
     monkeypatch.setattr("rlkit.runs.sweeps.runner.subprocess.Popen", Process)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with own_gpus(tmp_path / "jobs" / "gpus", jobs=2, devices=1):
+    with assign_gpus(tmp_path / "jobs" / "gpus", jobs=2, devices=1):
         run_job(OmegaConf.create({"trainer": {"devices": 1}}), shared=make_sweep(tmp_path, None, 2))
     assert started == ["1"]
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import strategies as st
 
 from parametrise import each, examples
-from rlkit.sandbox import Check, Opaque, Result, Unsplittable, passes, same, split
+from rlkit.sandbox import Check, Opaque, Result, Unsplittable, are_equal, passes, split
 from rlkit.sandbox._child import encode
-from rlkit.sandbox.values import Malformed, decode_value, records
+from rlkit.sandbox.values import Malformed, decode_value, split_records
 
 SCALARS = (
     st.none()
@@ -67,7 +67,7 @@ def test_any_literal_is_split_off(value):
 @examples(VALUES, fast=30, slow=150)
 def test_values_come_back_as_they_were(value):
     back = decode_value(encode(value, 1 << 20))
-    assert same(back, value) and repr(type(back)) == repr(type(value))
+    assert are_equal(back, value) and repr(type(back)) == repr(type(value))
 
 
 @examples(
@@ -97,7 +97,7 @@ def test_values_come_back_as_they_were(value):
     slow=300,
 )
 def test_any_other_bytes_are_refused_and_nothing_else(data):
-    records(data)
+    split_records(data)
     with contextlib.suppress(Malformed):
         decode_value(data)
 
@@ -389,7 +389,9 @@ def test_a_verdict_never_raises_on_any_value(test, value):
 
 @examples(VALUES, VALUES, fast=60, slow=200)
 def test_equality_never_raises(value, expected):
-    assert same(value, expected) in (True, False) and same(value, expected) == same(expected, value)
+    assert are_equal(value, expected) in (True, False) and are_equal(value, expected) == are_equal(
+        expected, value
+    )
 
 
 def test_a_hostile_value_cannot_hold_up_the_verdict():
@@ -438,7 +440,7 @@ def test_a_hostile_value_cannot_hold_up_the_verdict():
     ],
 )
 def test_equality_is_strict_about_types(value, expected, equal):
-    assert same(value, expected) is equal
+    assert are_equal(value, expected) is equal
 
 
 def test_a_call_without_a_value_never_passes():

@@ -16,9 +16,19 @@ from pathlib import Path
 import pytest
 
 from parametrise import count_threads
-from rlkit.sandbox import Job, Sandbox, Unsplittable, level, passes, probe, process, run_many, split
-from rlkit.sandbox.process import FOLDER, readable, remove_leftovers, run_with
-from rlkit.sandbox.process import folder as own_folder
+from rlkit.sandbox import (
+    Job,
+    Sandbox,
+    Unsplittable,
+    find_level,
+    level,
+    passes,
+    process,
+    run_many,
+    split,
+)
+from rlkit.sandbox.process import FOLDER, list_readable, remove_leftovers, run_with
+from rlkit.sandbox.process import make_folder as own_folder
 
 # The table: name → code. The test asks for f() == 42, and no program computes 42. What an escape
 # gets hold of it puts into `leak`.
@@ -311,11 +321,11 @@ NAMED = [
 
 def available(features) -> str:
     """Why this kernel lacks some of the features, or ''."""
-    have = set(probe().features)
+    have = set(find_level().features)
     return (
         ""
         if set(features) <= have
-        else f"this machine gives {probe().name} only: {'; '.join(probe().reasons)}"
+        else f"this machine gives {find_level().name} only: {'; '.join(find_level().reasons)}"
     )
 
 
@@ -395,8 +405,8 @@ def around(tmp_path_factory):
         ]
 
     with pytest.MonkeyPatch.context() as patch:
-        allowed = (*readable(), str(library))
-        patch.setattr(process, "readable", lambda: allowed)
+        allowed = (*list_readable(), str(library))
+        patch.setattr(process, "list_readable", lambda: allowed)
         patch.setenv("RLKIT_TEST_TOKEN", "secret")
         yield "".join(f"{name} = {value!r}\n" for name, value in names.items()), harm
     victim.kill()
@@ -568,8 +578,8 @@ def test_a_folder_goes_however_deep_it_is(folder):
 LEFT = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from rlkit.sandbox.process import folder
-with folder() as path:
+from rlkit.sandbox.process import make_folder
+with make_folder() as path:
     open(path + "/left.txt", "w").close()
     print(path, flush=True)
     sys.stdin.read()
@@ -600,8 +610,8 @@ def test_the_folders_of_a_killed_process_are_removed_at_the_next_start_and_no_ot
         patch.setattr(os, "geteuid", lambda: 12345)
         assert remove_leftovers() == [] and (dead / "left.txt").exists()
         patch.undo()
-        probe.cache_clear()
-        probe()
+        find_level.cache_clear()
+        find_level()
         assert (
             not dead.exists()
             and (alive / "left.txt").exists()
@@ -621,7 +631,7 @@ def test_the_folders_of_a_killed_process_are_removed_at_the_next_start_and_no_ot
 
 
 def test_a_folder_is_never_swept_where_the_file_system_has_no_locks(folder, monkeypatch):
-    monkeypatch.setattr(process, "_locked", lambda descriptor: False)
+    monkeypatch.setattr(process, "_is_locked", lambda descriptor: False)
     with own_folder() as path:
         monkeypatch.undo()
         assert remove_leftovers() == [] and Path(path).exists()

@@ -13,13 +13,13 @@ from rlkit.sandbox import (
     Opaque,
     Sandbox,
     SandboxError,
+    find_level,
+    get_known_level,
     level,
-    probe,
     process,
     require,
     run,
     run_many,
-    seen,
 )
 from rlkit.sandbox._child import ALLOWED, MACHINES, OPEN, bpf
 from rlkit.sandbox.process import run_with
@@ -255,8 +255,8 @@ def test_the_environment_is_empty(monkeypatch):
 
 def test_the_level_says_what_it_blocks_and_is_found_once():
     start = time.perf_counter()
-    found = probe()
-    assert probe() is found and time.perf_counter() - start < 5 and seen() is found
+    found = find_level()
+    assert find_level() is found and time.perf_counter() - start < 5 and get_known_level() is found
     assert found.name in level.LEVELS and str(found).startswith(f"sandbox: {found.name} - ")
     if found.name != "basic":
         assert found.open == () and {"seccomp", "landlock"} <= set(found.features)
@@ -281,12 +281,12 @@ def test_a_kernel_without_a_feature_gives_a_weaker_level_that_needs_consent(
             raise SandboxError("not in this kernel")
         return real(job, sandbox, features)
 
-    if probe().name == "basic":
-        pytest.skip(f"this machine gives basic only: {probe().reasons}")
+    if find_level().name == "basic":
+        pytest.skip(f"this machine gives basic only: {find_level().reasons}")
     monkeypatch.setattr(level, "run_with", without)
-    probe.cache_clear()
+    find_level.cache_clear()
     try:
-        found = probe()
+        found = find_level()
         assert found.name == name and not lost & set(found.features) and found.reasons
         if name == "basic":
             assert found.open and "NOT blocked" in str(found)
@@ -308,7 +308,7 @@ def test_a_kernel_without_a_feature_gives_a_weaker_level_that_needs_consent(
             with pytest.raises(ConfigError, match=r"kernel\+ns"):
                 require(Sandbox(min_level="kernel+ns"))
     finally:
-        probe.cache_clear()
+        find_level.cache_clear()
 
 
 def test_a_child_that_cannot_be_confined_runs_nothing(tmp_path):
@@ -336,8 +336,11 @@ def test_settings_out_of_range_are_refused(field, value):
 
 def test_workers_never_take_more_than_half_of_the_memory():
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-    assert process.workers(Sandbox(workers=64, memory_mb=memory // 8)) <= 4
-    assert process.workers(Sandbox(workers=3)) == 3 and 1 <= process.workers(Sandbox()) <= 8
+    assert process.count_workers(Sandbox(workers=64, memory_mb=memory // 8)) <= 4
+    assert (
+        process.count_workers(Sandbox(workers=3)) == 3
+        and 1 <= process.count_workers(Sandbox()) <= 8
+    )
 
 
 def simulate(program, machine: int, number: int, arguments=(0,) * 6) -> int:

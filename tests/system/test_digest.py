@@ -246,7 +246,7 @@ def test_a_checkpoint_of_other_weights_is_not_loaded_in_part(run, capsys, other)
 def test_the_best_model_is_not_written_of_a_damaged_checkpoint(copy):
     zeroed(newest(copy), 3)
     with pytest.raises(OSError, match="is damaged"):
-        checkpoints.weights_of(newest(copy), copy, "")
+        checkpoints.read_weights(newest(copy), copy, "")
 
 
 # ------------------------------------------------------------------------------- folders of weights

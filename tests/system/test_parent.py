@@ -92,10 +92,10 @@ SANDBOXED = {
 def test_no_code_of_a_model_outlives_the_trainer(code):
     """It computes for ever, and its own limits are far away."""
     start = (
-        "from rlkit.sandbox import Job, Sandbox, probe, run\n"
+        "from rlkit.sandbox import Job, Sandbox, find_level, run\n"
         "from rlkit.sandbox.interpreter import Interpreter\n"
         "limits = Sandbox(time_limit=600, allow_weak=True)\n"
-        "print(probe(), flush=True)\n"
+        "print(find_level(), flush=True)\n"
     )
     command = [sys.executable, "-c", start + code]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:

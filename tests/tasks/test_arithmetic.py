@@ -14,11 +14,11 @@ import pytest
 from rlkit.environments import calculator
 from rlkit.tasks._arithmetic import (
     arithmetic,
+    compute_value,
     draw_of,
     expression,
     problem,
     split_of_expression,
-    value_of,
 )
 from rlkit.types import SPLITS
 
@@ -138,7 +138,7 @@ def test_the_expression_means_the_operations_in_their_order(problems):
                 assert total > 0 and total.denominator == 1, (
                     p
                 )  # nobody has a negative or a broken number of pens
-            assert total == independent(p.expression) == value_of(p.start, p.operations)
+            assert total == independent(p.expression) == compute_value(p.start, p.operations)
 
 
 @pytest.mark.parametrize(

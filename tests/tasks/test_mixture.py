@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlkit.episodes.stream import StreamState, take
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks import arithmetic, guess_number, mixture
-from rlkit.tasks._mixture import turns
+from rlkit.tasks._mixture import take_turns
 from rlkit.types import Task
 
 
@@ -40,7 +40,7 @@ def test_every_number_of_turns_has_its_shares_to_within_one(weights):
         for name, w in weights.items()
     }
     counts: Counter[str] = Counter()
-    for k, name in enumerate(islice(turns(weights), 300), start=1):
+    for k, name in enumerate(islice(take_turns(weights), 300), start=1):
         counts[name] += 1
         assert all(abs(counts[n] - k * share) < 1 for n, share in shares.items())
 

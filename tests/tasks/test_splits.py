@@ -21,7 +21,7 @@ from rlkit.tasks import (
     mbpp,
     mixture,
 )
-from rlkit.tasks.splits import overlaps, split_of
+from rlkit.tasks.splits import find_overlaps, split_of
 from rlkit.types import SPLITS, Splits, Task
 
 SHARES = {"validation": 0.2, "held_out": 0.2}
@@ -259,7 +259,7 @@ def test_problems_that_stand_in_two_splits_are_counted():
         [task(8, "validation")],
         [task(i, "test") for i in range(7, 12)],
     )
-    said = overlaps(splits)
+    said = find_overlaps(splits)
     assert len(said) == 3
     assert (
         "1 of 1 validation problems" in said[0]
@@ -267,15 +267,15 @@ def test_problems_that_stand_in_two_splits_are_counted():
         and "1 of 5 test" in said[2]
     )
     assert (
-        overlaps(
+        find_overlaps(
             splits._replace(train=[task(i, "train", answer="x") for i in range(9)], validation=[])
         )
         == []
     )
     seeds = [Task(f"e/{i}", (), metadata={"seed": i}) for i in range(4)]
     assert (
-        overlaps(Splits(seeds[:2], seeds[2:3], seeds[3:])) == []
-        and len(overlaps(Splits(seeds, seeds[:1], []))) == 1
+        find_overlaps(Splits(seeds[:2], seeds[2:3], seeds[3:])) == []
+        and len(find_overlaps(Splits(seeds, seeds[:1], []))) == 1
     )
     games = Splits(*(guess_number(split=split) for split in SPLITS))
-    assert "1024 of 1024 test problems" in overlaps(games)[1]
+    assert "1024 of 1024 test problems" in find_overlaps(games)[1]

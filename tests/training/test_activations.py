@@ -19,10 +19,10 @@ from rlkit.config.compose import compose, experiment
 from rlkit.config.origins import Value
 from rlkit.config.problems.rows import load_tasks
 from rlkit.distributed import ranks
-from rlkit.engines.cached.cache import cache_share
+from rlkit.engines.cached.cache import compute_cache_bytes
 from rlkit.models import LoRA, fused, load_policy, make_critic, pack
 from rlkit.models.checkpointing import checkpoint_activations, is_checkpointed
-from rlkit.models.log_probs import states
+from rlkit.models.log_probs import compute_states
 from rlkit.training import activations
 from rlkit.training.activations import (
     USABLE,
@@ -76,9 +76,9 @@ WHOLE = Needs(weights=10 * GIB, training=12 * GIB, activations=0, logits=GIB)
         (WHOLE, 0, CARD, True),
         (WHOLE._replace(activations=48 * GIB), 0, CARD, True),  # 23 + 48 + 1 = 0.9 · 80
         (WHOLE._replace(activations=48 * GIB + 1), 0, CARD, False),
-        (WHOLE._replace(activations=24 * GIB), cache_share(10 * GIB, CARD), CARD, False),
-        (WHOLE._replace(activations=23 * GIB), cache_share(10 * GIB, CARD), CARD, True),
-        (WHOLE, cache_share(10 * GIB, 24 * GIB), 24 * GIB, False),  # not even without any
+        (WHOLE._replace(activations=24 * GIB), compute_cache_bytes(10 * GIB, CARD), CARD, False),
+        (WHOLE._replace(activations=23 * GIB), compute_cache_bytes(10 * GIB, CARD), CARD, True),
+        (WHOLE, compute_cache_bytes(10 * GIB, 24 * GIB), 24 * GIB, False),  # not even without any
         (Needs(0, 0, 0, 0), 0, GIB, False),  # the libraries alone
     ],
 )
@@ -89,8 +89,8 @@ def test_an_update_fits_where_all_it_holds_is_within_the_usable_memory(
 
 
 def test_the_cache_has_a_share_of_what_the_weights_leave():
-    assert cache_share(10 * GIB, CARD) == int(0.35 * 70 * GIB)
-    assert cache_share(90 * GIB, CARD) == 0
+    assert compute_cache_bytes(10 * GIB, CARD) == int(0.35 * 70 * GIB)
+    assert compute_cache_bytes(90 * GIB, CARD) == 0
 
 
 # --------------------------------------------------------------------------------- the measurement
@@ -145,7 +145,7 @@ def test_a_few_tokens_say_what_a_micro_batch_keeps(settings, rows, width):
     assert len(packed.ids) == rows * width  # no beginning is shared
     gc.collect()
     before = held_bytes()
-    kept = states(model, packed)
+    kept = compute_states(model, packed)
     assert held_bytes() - before == pytest.approx(expected, rel=0.05)
     del kept
 
@@ -281,7 +281,7 @@ def test_switched_on_and_off_again_the_model_computes_as_before(rank):
 
     def gradients():
         model.zero_grad()
-        states(model, pack(ids, mask)).square().sum().backward()
+        compute_states(model, pack(ids, mask)).square().sum().backward()
         return [p.grad for p in model.parameters() if p.requires_grad]
 
     first = gradients()

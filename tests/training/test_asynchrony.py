@@ -22,11 +22,11 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import score
 from rlkit.system import rng
 from rlkit.training import schedules
-from rlkit.training.ahead.flight import Flight, version_of
+from rlkit.training.ahead.flight import Flight, compute_version
 from rlkit.training.ahead.modes import group_source
 from rlkit.training.learner import Learner
 from rlkit.training.run import train_in
-from rlkit.training.schedules.progress import foreseen
+from rlkit.training.schedules.progress import foresee_step
 from rlkit.types import Environment, Task
 from stepping import sample_step, take_step
 
@@ -163,7 +163,7 @@ def test_every_token_knows_its_version_and_nothing_is_dropped(same):
     _, lag = trained(*LAG)
     _, plain = trained()
     versions = [0, 0, 0, 1]
-    assert [version_of(step, 2) for step in range(4)] == versions
+    assert [compute_version(step, 2) for step in range(4)] == versions
     updates = [0]
     for step, ((groups, row, batch), (others, _, _)) in enumerate(zip(lag, plain, strict=True)):
         assert (groups.step, groups.version) == (step, versions[step])
@@ -401,7 +401,7 @@ def test_the_experiment_of_a_later_step_is_foreseen():
     )
     progress = first = schedules.start(x)
     for step in range(4):
-        seen, now = foreseen(x, first, step), schedules.at(x, progress)
+        seen, now = foresee_step(x, first, step), schedules.resolve_schedules(x, progress)
         assert (seen.algorithm.name, seen.generation.temperature) == (
             now.algorithm.name,
             now.generation.temperature,

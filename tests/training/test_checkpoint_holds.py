@@ -88,7 +88,7 @@ def state_of(learner: Learner) -> dict:
         "exact": learner.exact,
         "moments": learner.moments,
         "progress": learner.progress,
-        "start": drift.as_tensors(learner.start),
+        "start": drift.pack_few(learner.start),
         "micro": learner.micro.halvings,
         "optimizers": [own.state_dict()["state"] for own in learner.optimizers.made],
         "optimizers.nonfinite": learner.optimizers.nonfinite,
@@ -105,8 +105,8 @@ def moved(x, policy) -> Learner:
     learner.moments = Moments(8.0, 0.5, 2.0)
     coefs = {path: {"value": 0.7} for path in learner.progress.controllers}
     learner.progress = Progress(step=3, streak=2, controllers=coefs)
-    batch = learner.record().assembled(group(0, 0.0, 1.0))
-    learner.start = drift.few(batch, torch.full(batch.ids.shape, -2.0))
+    batch = learner.record().assemble_batch(group(0, 0.0, 1.0))
+    learner.start = drift.select_few(batch, torch.full(batch.ids.shape, -2.0))
     learner.micro.halvings = 2
     learner.optimizers.nonfinite = {0: 2}
     (optimizer,) = learner.optimizers.made

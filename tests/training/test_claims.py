@@ -21,7 +21,7 @@ from rlkit.training.ahead.modes import group_source
 from rlkit.training.callbacks.pathologies import PROOF, version_unknown, version_wrong
 from rlkit.training.learner import Learner
 from rlkit.training.update import claims
-from rlkit.training.update.claims import add_row, count_telling, trained
+from rlkit.training.update.claims import add_row, count_telling, list_trained
 from stepping import take_step
 from training.test_asynchrony import COMMON
 
@@ -143,11 +143,11 @@ class Copying(Batched):
         super().__init__(self.sampled)
 
     async def load(self, weights, version):
-        self.weights[version] = [p.detach().clone() for p in trained(weights.model)]
+        self.weights[version] = [p.detach().clone() for p in list_trained(weights.model)]
         await super().load(weights, version)
 
     def sampled(self, policy, prompts, seeds, params):
-        now = [p.detach().clone() for p in trained(policy.model)]
+        now = [p.detach().clone() for p in list_trained(policy.model)]
         replies = {}
         chosen = [self.choose(self.weights, self.version, i) for i in range(len(prompts))]
         for weights in {id(own): own for own in chosen}.values():
@@ -234,18 +234,20 @@ def test_the_run_says_where_it_cannot_tell():
 def test_the_check_changes_no_weight_and_costs_a_hundredth_of_a_step(monkeypatch):
     """Counted in tokens that a forward pass reads; a step's update counts three times."""
     counted = {"check": 0, "step": 0}
-    read = claims.batch_logprobs
+    read = claims.compute_batch_logprobs
 
     def counting(u, model, batch):
         counted["check"] += int(batch.attention_mask.sum())
         return read(u, model, batch)
 
-    monkeypatch.setattr(claims, "batch_logprobs", counting)
+    monkeypatch.setattr(claims, "compute_batch_logprobs", counting)
     words = ("batch.prompts=32", "generation.max_new_tokens=4")
     own = Learned(honest, *words, steps=2)
     monkeypatch.setattr(learner, "Claims", NoClaims)
     other = Learned(honest, *words, steps=2)
-    for p, q in zip(trained(own.learner.model), trained(other.learner.model), strict=True):
+    for p, q in zip(
+        list_trained(own.learner.model), list_trained(other.learner.model), strict=True
+    ):
         assert torch.equal(p, q)
     # sampled and updated, in one step each; the reference is read once more
     step = int(own.learner.batch.attention_mask.sum()) * (1 + 1 + 3)

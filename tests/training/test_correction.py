@@ -13,9 +13,9 @@ from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.functional import no_correction, sequence_correction, token_correction
 from rlkit.training import selfcheck
-from rlkit.training.experiment import correction_in_words, settle_correction
+from rlkit.training.experiment import describe_correction, settle_correction
 from rlkit.training.run import train_in
-from rlkit.training.schedules import phases
+from rlkit.training.schedules import list_phases
 
 FAST = [
     "debug=fast",
@@ -49,7 +49,9 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> tuple[list[dict]
 @pytest.mark.parametrize("exact, wanted", [(True, no_correction), (False, token_correction)])
 def test_auto_is_settled_in_every_phase_and_a_choice_of_ones_own_stays(exact, wanted):
     x = experiment(compose(["schedule=grpo_to_dapo", "schedule.phases.explore.until=2"]))
-    assert [p.algorithm.correction for p in phases(settle_correction(x, exact=exact)).values()] == [
+    assert [
+        p.algorithm.correction for p in list_phases(settle_correction(x, exact=exact)).values()
+    ] == [
         wanted,
         wanted,
     ]
@@ -57,7 +59,7 @@ def test_auto_is_settled_in_every_phase_and_a_choice_of_ones_own_stays(exact, wa
     settled = settle_correction(own, exact=exact)
     assert (
         settled.algorithm.correction.func is sequence_correction
-        and correction_in_words(own, exact=exact) == ""
+        and describe_correction(own, exact=exact) == ""
     )
 
 

@@ -140,6 +140,6 @@ def test_log_probs_of_an_update_find_their_tokens_in_any_order_of_its_micro_batc
         token_rewards=per_token,
         logprobs_sampler=per_token,
     )
-    assert torch.equal(drift.found(drift.Few(batch, None), terms).logprobs, wanted)
+    assert torch.equal(drift.add_terms(drift.Few(batch, None), terms).logprobs, wanted)
     few = select(batch, torch.tensor([1, 2]))
-    assert torch.equal(drift.found(drift.Few(few, None), terms).logprobs, wanted[1:3])
+    assert torch.equal(drift.add_terms(drift.Few(few, None), terms).logprobs, wanted[1:3])

@@ -27,7 +27,7 @@ from rlkit.training.callbacks import evaluation
 from rlkit.training.callbacks.checkpoints import load_checkpoint
 from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut
 from rlkit.training.experiment import TaskSource
-from rlkit.training.run import how_it_ended
+from rlkit.training.run import describe_end
 from rlkit.training.schedules import Schedule, adaptive
 from rlkit.types import SPLITS, Splits, Task
 
@@ -86,7 +86,7 @@ def test_validation_ends_a_run_and_test_never_does(tmp_path):
     """Test accuracy is 1 from the start on here; validation reaches 0.3 at step 3 and is looked at
     every second step."""
     module, results = play(tmp_path, steps=9, every=2, stop_at=0.3)
-    assert module.rl_step == 4 and how_it_ended(module, results)[0] == "finished"
+    assert module.rl_step == 4 and describe_end(module, results)[0] == "finished"
     assert sorted(results["test"]) == [
         0,
         4,
@@ -94,7 +94,7 @@ def test_validation_ends_a_run_and_test_never_does(tmp_path):
     module, results = play(tmp_path, steps=3, every=2, stop_at=0.9)
     assert module.rl_step == 3 and module.metrics["perf/eval_s"] == 2.0, "the time of both"
     assert (
-        how_it_ended(SimpleNamespace(**vars(module) | {"total_steps": 9}), results)[0]
+        describe_end(SimpleNamespace(**vars(module) | {"total_steps": 9}), results)[0]
         == "interrupted"
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlkit.episodes import assemble, summarize
-from rlkit.episodes.summary import failing_tools
+from rlkit.episodes.summary import describe_failing_tools
 from rlkit.training.callbacks._health import Health
 from rlkit.training.callbacks.pathologies import CHECKS, LEAST_BAD
 from rlkit.training.metrics import Clock, UpdateTerms, performance, update_metrics
@@ -204,11 +204,11 @@ def test_a_tool_that_fails_in_every_call_is_named():
     broken = ToolResult("", "look", "Error: no.", ok=False)
     fine = ToolResult("", "add", "3", ok=True)
     unknown = ToolResult("", "none", "Error: there is no tool 'none'.", ok=False)
-    assert failing_tools(3 * [rollout(broken, fine, unknown, unknown)]) == []
-    assert failing_tools(4 * [rollout(broken, fine, unknown)]) == [
+    assert describe_failing_tools(3 * [rollout(broken, fine, unknown, unknown)]) == []
+    assert describe_failing_tools(4 * [rollout(broken, fine, unknown)]) == [
         "the tool look failed in all of its 4 calls; the first said: Error: no."
     ]
-    assert failing_tools([*4 * [rollout(broken)], rollout(broken._replace(ok=True))]) == []
+    assert describe_failing_tools([*4 * [rollout(broken)], rollout(broken._replace(ok=True))]) == []
 
 
 @pytest.mark.parametrize(

@@ -99,13 +99,13 @@ def test_a_rewards_metric_that_cannot_be_kept_is_refused(given):
 
 def test_a_callbacks_metric_that_cannot_be_kept_is_refused():
     from rlkit.errors import PartError
-    from rlkit.training.metrics import as_number, with_own
+    from rlkit.training.metrics import convert_to_number, with_own
 
     assert with_own({"a": torch.tensor(2.0)}, {"b": [1.0, 2.0]}) == {"a": 2.0, "b": 1.5}
     with pytest.raises(PartError, match="logged a, which rlkit has already"):
         with_own({"a": 1.0}, {"a": [2.0]})
     with pytest.raises(PartError, match="the metric 'x' is Tensor, not a number"):
-        as_number("x", torch.zeros(2))
+        convert_to_number("x", torch.zeros(2))
 
 
 def test_a_mode_that_wandb_does_not_know_is_refused():
@@ -158,7 +158,7 @@ def test_wandb_has_a_table_with_typed_columns_and_runs_that_can_be_filtered(monk
     monkeypatch.setattr(lightning_wandb, "_WANDB_AVAILABLE", True)
     folder = tmp_path / "sweep" / "job"
     folder.mkdir(parents=True)
-    logger = loggers.tolerant(loggers.wandb(folder, 0, tags=["a"]))
+    logger = loggers.make_tolerant(loggers.wandb(folder, 0, tags=["a"]))
     loggers.log_table(logger, "completions", ["prompt", "reward"], [["hi", 0.5]], 3)
     loggers.log_histogram(logger, "h", [1.0], 3)
     run = logger.experiment
@@ -184,7 +184,7 @@ def test_trackio_is_told_what_wandb_is_told(monkeypatch, tmp_path):
         Table=a_table,
         Histogram=list,
     )
-    logger = loggers.tolerant(loggers.trackio(tmp_path / "grpo" / "now", 5, project="p"))
+    logger = loggers.make_tolerant(loggers.trackio(tmp_path / "grpo" / "now", 5, project="p"))
     loggers.log_settings(logger, {"seed": 1})
     logger.log_metrics({"reward/mean": 0.5}, step=6)
     loggers.log_text(logger, "word", "said", 6)

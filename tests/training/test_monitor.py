@@ -27,7 +27,7 @@ def test_what_sessions_do_between_replies_is_not_the_models(passing):
     a collect is the environment's."""
     figures = {"late_s": 1.0}
     engine, clock = SimpleNamespace(busy_s=10.0, metrics=lambda: figures), monitor.Clock()
-    with clock.sampling(engine):
+    with clock.measure_sampling(engine):
         passing(6)
         engine.busy_s += 4.5
         figures["late_s"] += 0.5
@@ -46,11 +46,11 @@ def test_what_sessions_do_between_replies_is_not_the_models(passing):
 
 def test_the_time_between_steps_is_that_of_callbacks_without_evaluations(passing):
     clock = monitor.Clock()
-    assert clock.following(evaluated=0.0).between == 0.0  # no step has ended yet
+    assert clock.make_following(evaluated=0.0).between == 0.0  # no step has ended yet
     passing(5)
     clock.end()
     passing(3)
-    assert clock.following(evaluated=2.0).between == 1.0
+    assert clock.make_following(evaluated=2.0).between == 1.0
 
 
 class Counting:
@@ -103,6 +103,6 @@ def test_figures_of_an_engine_that_are_no_numbers_are_refused(given):
     engine = SimpleNamespace(metrics=lambda: given)
     with (
         pytest.raises(rlkit.errors.EngineError, match=r"metrics\(\) of generation\.engine"),
-        monitor.Clock().sampling(engine),
+        monitor.Clock().measure_sampling(engine),
     ):
         pass

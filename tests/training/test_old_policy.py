@@ -17,11 +17,11 @@ from rlkit.functional import no_correction, token_correction
 from rlkit.system import rng
 from rlkit.training.ahead.flight import Flight
 from rlkit.training.ahead.modes import group_source
-from rlkit.training.experiment import correction_in_words, settle_correction
+from rlkit.training.experiment import describe_correction, settle_correction
 from rlkit.training.learner import Learner
 from rlkit.training.update import drift
 from rlkit.training.update import scored as passes
-from rlkit.training.update.step import weighted
+from rlkit.training.update.step import weigh_batch
 from stepping import sample_step, take_step
 
 COMMON = [
@@ -62,20 +62,20 @@ def prepared(learner, trained):
     learner.begin()
     learner.trained = trained
     u = learner.record()
-    return u, weighted(u)
+    return u, weigh_batch(u)
 
 
 @pytest.fixture
 def scored(monkeypatch):
     """How many rows each pass without gradient scored."""
-    rows, real = [], passes.batch_logprobs
+    rows, real = [], passes.compute_batch_logprobs
 
     def counted(u, model, batch, *more, **settings):
         rows.append(len(batch.ids))
         return real(u, model, batch, *more, **settings)
 
     for place in (passes, drift):
-        monkeypatch.setattr(place, "batch_logprobs", counted)
+        monkeypatch.setattr(place, "compute_batch_logprobs", counted)
     return rows
 
 
@@ -135,7 +135,7 @@ def test_with_one_update_a_step_the_correction_is_that_of_the_policy_before_it()
         *LAG, "algorithm.minibatches=1", "algorithm/correction=token_truncate"
     )
     u, batch = prepared(learner, groups().trained)
-    mask, now = batch.response_mask, passes.batch_logprobs(u, u.model, batch).logprobs
+    mask, now = batch.response_mask, passes.compute_batch_logprobs(u, u.model, batch).logprobs
     expected = (now - batch.logprobs_sampler).exp().clamp(max=2)
     torch.testing.assert_close(batch.scale[mask], expected[mask], rtol=1e-5, atol=1e-6)
     assert (batch.scale[mask] - 1).abs().max() > 0.1
@@ -166,7 +166,7 @@ def test_auto_is_none_where_the_loss_has_the_samplers_ratio():
     for words, (part, said) in cases.items():
         x = experiment(compose([*COMMON, *LAG, *words]))
         assert settle_correction(x, exact=True).algorithm.correction is part
-        assert correction_in_words(x, exact=True).startswith(f"correction: {said}")
+        assert describe_correction(x, exact=True).startswith(f"correction: {said}")
 
 
 TWO = ["algorithm/correction=product", "algorithm/correction@algorithm.correction.parts.mask=mis"]

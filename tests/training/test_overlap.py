@@ -30,7 +30,7 @@ from rlkit.training.ahead import sampler, weights
 from rlkit.training.ahead.flight import Flight, Request, StepGroups
 from rlkit.training.ahead.here import Here
 from rlkit.training.ahead.modes import group_source
-from rlkit.training.ahead.weights import WeightSlots, shared_memory
+from rlkit.training.ahead.weights import WeightSlots, make_shared_memory
 from rlkit.training.learner import Learner
 from rlkit.training.metrics import Clock
 from stepping import sample_step, take_step
@@ -249,7 +249,7 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
             "scalar": torch.nn.Parameter(torch.randn(())),
         }
     )
-    memory = shared_memory()
+    memory = make_shared_memory()
     slots, kept = WeightSlots(memory, 2, model), {}
     for version in range(3):
         for p in model.values():

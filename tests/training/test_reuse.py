@@ -13,7 +13,7 @@ from rlkit.episodes.samplers import variance_sampler
 from rlkit.errors import ConfigError, DataError
 from rlkit.training.ahead.flight import pack_rollouts
 from rlkit.training.experiment import Reuse
-from rlkit.training.reuse import age, score_of, unpack_kept, with_reused
+from rlkit.training.reuse import compute_age, score_of, unpack_kept, with_reused
 from rlkit.types import Rollout, Step, Task
 
 TASKS = [Task(f"t/{i}", ({"role": "user", "content": "?"},)) for i in range(9)]
@@ -42,7 +42,7 @@ def test_a_group_without_spread_is_replaced_by_a_kept_one_with_its_tokens_and_ve
         ("t/3", 3, 0),
         ("t/3", 3, 1),
     ]
-    assert then.trained[0].steps == first.trained[0].steps and age(then.trained[:2], 2) == 2
+    assert then.trained[0].steps == first.trained[0].steps and compute_age(then.trained[:2], 2) == 2
     assert then.metrics == {"reuse/groups": 1, "reuse/staleness": 2.0, "reuse/kept": 2}
 
 

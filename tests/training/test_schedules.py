@@ -23,18 +23,18 @@ from rlkit.training.schedules import (
     adaptive,
     adaptive_entropy,
     advance,
-    at,
-    condition,
     constant,
     cosine,
+    count_streak,
     decay,
-    lengthened,
+    explain_new_length,
+    find_unmeasured,
     linear,
-    phases,
+    list_phases,
+    list_values,
+    read_condition,
+    resolve_schedules,
     start,
-    streak,
-    unmeasured,
-    values,
 )
 from rlkit.types import Controller
 
@@ -105,7 +105,7 @@ def test_numbers_out_of_range_are_refused(call, words):
     ],
 )
 def test_conditions_are_read(text, expected):
-    assert condition(text) == expected
+    assert read_condition(text) == expected
 
 
 @each(
@@ -127,20 +127,22 @@ def test_conditions_are_read(text, expected):
 )
 def test_what_is_no_condition_is_answered_with_the_grammar(text):
     with pytest.raises(ValueError, match=r"METRIC > NUMBER for N"):
-        condition(text)
+        read_condition(text)
 
 
 @pytest.mark.parametrize(
     "sign, held", [(">", [0, 0, 1]), (">=", [0, 1, 1]), ("<", [1, 0, 0]), ("<=", [1, 1, 0])]
 )
 def test_every_operator(sign, held):
-    assert [streak(condition(f"a {sign} 2"), 0, {"a": a}) for a in (1.0, 2.0, 3.0)] == held
+    assert [
+        count_streak(read_condition(f"a {sign} 2"), 0, {"a": a}) for a in (1.0, 2.0, 3.0)
+    ] == held
 
 
 def test_nan_breaks_a_row_and_a_step_without_the_metric_does_not():
     seen, row = [{"a": 2.0}, {}, {"a": 2.0}, {"a": NAN}, {}, {"a": 2.0}, {"a": 0.0}], []
     for metrics in seen:
-        row.append(streak(condition("a > 1 for 3"), row[-1] if row else 0, metrics))
+        row.append(count_streak(read_condition("a > 1 for 3"), row[-1] if row else 0, metrics))
     assert row == [1, 1, 2, 0, 0, 1, 0]
 
 
@@ -199,9 +201,9 @@ def test_adaptive_entropy_by_hand():
 )
 def test_any_number_of_any_part_follows_its_schedule(experiment, path, read):
     moving = experiment._replace(schedule=Schedule({path: lambda step: 0.25 + step}))
-    assert read(at(moving, Progress(0))) == 0.25
-    assert read(at(moving, Progress(1))) == 1.25
-    assert values(moving, Progress(1)) == {path: 1.25}
+    assert read(resolve_schedules(moving, Progress(0))) == 0.25
+    assert read(resolve_schedules(moving, Progress(1))) == 1.25
+    assert list_values(moving, Progress(1)) == {path: 1.25}
     if path != "optimizer.eps":
         assert read(moving) == read(experiment)  # the experiment itself is never edited
 
@@ -213,14 +215,14 @@ def test_numbers_of_a_reference_follow_too(experiment):
         reference=ema(decay=0.9),
         schedule=Schedule({"reference.update.decay": lambda step: step / 10}),
     )
-    assert at(moving, Progress(5)).reference.update.keywords == {"decay": 0.5}
+    assert resolve_schedules(moving, Progress(5)).reference.update.keywords == {"decay": 0.5}
 
 
 def test_whole_numbers_stay_whole(experiment):
     moving = experiment._replace(
         schedule=Schedule({"batch.group_size": partial(linear, start=3, end=10, steps=4)})
     )
-    found = [at(moving, Progress(step)).batch.group_size for step in range(5)]
+    found = [resolve_schedules(moving, Progress(step)).batch.group_size for step in range(5)]
     assert found == [3, 5, 6, 8, 10] and {type(n) for n in found} == {int}
 
 
@@ -237,7 +239,9 @@ def test_whole_numbers_stay_whole(experiment):
 )
 def test_a_path_that_binds_no_number_is_refused(experiment, path):
     with pytest.raises(KeyError, match=path):
-        at(experiment._replace(schedule=Schedule({path: lambda step: 1.0})), Progress())
+        resolve_schedules(
+            experiment._replace(schedule=Schedule({path: lambda step: 1.0})), Progress()
+        )
 
 
 def test_decay_starts_from_the_configured_number(experiment):
@@ -246,9 +250,9 @@ def test_decay_starts_from_the_configured_number(experiment):
     moving = experiment._replace(
         schedule=Schedule({"optimizer.lr": partial(decay, to=0.1, steps=10)})
     )
-    assert [at(moving, Progress(s)).optimizer.keywords["lr"] for s in (0, 10, 99)] == pytest.approx(
-        [lr, 0.1 * lr, 0.1 * lr]
-    )
+    assert [
+        resolve_schedules(moving, Progress(s)).optimizer.keywords["lr"] for s in (0, 10, 99)
+    ] == pytest.approx([lr, 0.1 * lr, 0.1 * lr])
 
 
 def test_the_command_line_reaches_into_a_schedule():
@@ -259,7 +263,7 @@ def test_the_command_line_reaches_into_a_schedule():
         compose(["schedule.numbers.optimizer.lr.to=0.5", "schedule.numbers.optimizer.lr.steps=2"])
     )
     lr = x.optimizer.keywords["lr"]
-    assert at(x, Progress(2)).optimizer.keywords["lr"] == pytest.approx(0.5 * lr)
+    assert resolve_schedules(x, Progress(2)).optimizer.keywords["lr"] == pytest.approx(0.5 * lr)
 
 
 def test_dotted_and_nested_paths_are_the_same():
@@ -291,12 +295,14 @@ def _switched(state, metrics, *, metric, after):
 def test_a_controller_in_place_of_a_number_or_in_the_schedule(experiment, place):
     x = place(experiment, switch("a", 0.5, 0.25))
     progress = start(x)
-    assert at(x, progress).kl.coef == 0.5 and values(x, progress) == {"kl.coef": 0.5}
+    assert resolve_schedules(x, progress).kl.coef == 0.5 and list_values(x, progress) == {
+        "kl.coef": 0.5
+    }
     progress = advance(x, progress, {"a": 1.0})
     assert (
         progress.step == 1
-        and at(x, progress).kl.coef == 0.25
-        and values(x, progress) == {"kl.coef": 0.25}
+        and resolve_schedules(x, progress).kl.coef == 0.25
+        and list_values(x, progress) == {"kl.coef": 0.25}
     )
 
 
@@ -308,7 +314,7 @@ def test_a_controller_is_found_in_any_part_and_keeps_whole_numbers_whole(experim
         generation=experiment.generation._replace(max_new_tokens=switch("a", 8, 16)),
         schedule=Schedule(),
     )
-    now = at(x, advance(x, start(x), {"a": 1.0}))
+    now = resolve_schedules(x, advance(x, start(x), {"a": 1.0}))
     assert (
         now.algorithm.entropy_coef == 0.1 and now.algorithm.policy_loss.keywords["clip_high"] == 0.3
     )
@@ -355,7 +361,7 @@ METRICS = [
 def test_a_run_through_its_phases(three):
     progress, seen = start(three), []
     for metrics in [*METRICS, {}]:
-        x = at(three, progress)
+        x = resolve_schedules(three, progress)
         seen.append(
             (
                 progress.phase,
@@ -409,21 +415,21 @@ def test_a_saved_progress_has_the_same_future(three, stop):
         progress = advance(three, progress, metrics)
         if i >= stop:
             again = advance(three, again, metrics)
-            assert again == progress and values(three, again) == values(three, progress)
+            assert again == progress and list_values(three, again) == list_values(three, progress)
 
 
 def test_a_metric_that_is_never_measured_is_named(three):
     """A condition on a misspelt metric would never hold, and nobody would know. Only what is in
     force is asked."""
     measured = {"reward/mean": 1.0, "go": 0.0}
-    assert not unmeasured(three, Progress(phase=1), measured)
-    (text,) = unmeasured(three, Progress(phase=1), {"reward/means": 1.0, "go": 0.0})
+    assert not find_unmeasured(three, Progress(phase=1), measured)
+    (text,) = find_unmeasured(three, Progress(phase=1), {"reward/means": 1.0, "go": 0.0})
     assert (
         text.startswith("schedule.phases.b.until: waits for 'reward/mean'")
         and "Did you mean 'reward/means'?" in text
     )
     assert [
-        t.partition(":")[0] for t in unmeasured(three, Progress(phase=2), {"reward/mean": 1.0})
+        t.partition(":")[0] for t in find_unmeasured(three, Progress(phase=2), {"reward/mean": 1.0})
     ] == [
         "kl.coef",
         "generation.temperature",
@@ -431,7 +437,7 @@ def test_a_metric_that_is_never_measured_is_named(three):
     adapted = three._replace(
         kl=three.kl._replace(coef=adaptive(start=0.1, target=0.1, metric="kl/ref_k33"))
     )
-    assert unmeasured(adapted, Progress(), {"kl/ref_k3": 0.1, "go": 0.0})[0].startswith(
+    assert find_unmeasured(adapted, Progress(), {"kl/ref_k3": 0.1, "go": 0.0})[0].startswith(
         "kl.coef: waits for 'kl/ref_k33'"
     )
 
@@ -442,7 +448,9 @@ def test_a_held_out_metric_needs_evaluations_on_the_way(three):
         schedule=Schedule({"kl.coef": switch("eval/accuracy", 1, 0)}),
     )
     often = waits._replace(evaluation=waits.evaluation._replace(n=4, every=2))
-    assert not schedule_problems(often) and not unmeasured(often, Progress(), {"reward/mean": 1.0})
+    assert not schedule_problems(often) and not find_unmeasured(
+        often, Progress(), {"reward/mean": 1.0}
+    )
     for evaluation in (often.evaluation._replace(every=0), often.evaluation._replace(n=0)):
         (problem,) = schedule_problems(often._replace(evaluation=evaluation))
         assert (
@@ -452,7 +460,7 @@ def test_a_held_out_metric_needs_evaluations_on_the_way(three):
 
 
 def test_each_phase_is_an_experiment(three, experiment):
-    found = phases(three)
+    found = list_phases(three)
     assert list(found) == ["a", "b", "c"] and [x.kl.name for x in found.values()] == [
         "k3",
         "k3",
@@ -464,7 +472,7 @@ def test_each_phase_is_an_experiment(three, experiment):
         and not found["a"].schedule.phases
     )
     assert found["c"].reward is three.reward
-    assert phases(experiment) == {"": experiment}
+    assert list_phases(experiment) == {"": experiment}
 
 
 @pytest.mark.parametrize(
@@ -570,7 +578,7 @@ def curves(x) -> dict[str, list[float]]:
     target; `phase` is one of them."""
     progress, found = start(x), {}
     for step in range(x.trainer.steps):
-        for path, value in (values(x, progress) | {"phase": progress.phase}).items():
+        for path, value in (list_values(x, progress) | {"phase": progress.phase}).items():
             found.setdefault(path, []).append(value)
         measured = {
             "reward/mean": 1.25 * step / x.trainer.steps,
@@ -623,7 +631,7 @@ def test_the_ends_and_the_middle_of_the_shipped_curves(steps):
     """One step after the last the end would be reached; half way along the line stands the mean of
     both ends."""
     x = experiment_of(compose([f"trainer.steps={steps}"]))
-    at_step = lambda x, step: values(x, Progress(step))  # noqa: E731
+    at_step = lambda x, step: list_values(x, Progress(step))  # noqa: E731
     lr = x.optimizer.keywords["lr"]
     assert [at_step(x, s)["optimizer.lr"] for s in (0, steps // 2, steps)] == pytest.approx(
         [lr, 0.55 * lr, 0.1 * lr]
@@ -657,7 +665,7 @@ def test_a_number_of_a_phase_spans_the_phase(experiment):
         ),
     )
     seen = [
-        values(x, Progress(step, phase=phase, since=since))["kl.coef"]
+        list_values(x, Progress(step, phase=phase, since=since))["kl.coef"]
         for phase, since, step in [
             (0, 0, 0),
             (0, 0, 5),
@@ -669,20 +677,20 @@ def test_a_number_of_a_phase_spans_the_phase(experiment):
     ]
     assert seen == pytest.approx([1.0, 0.5, 0.0, 1.0, 0.5, 0.0])
     before = Progress(30, phase=2, since=30, controllers={"kl.coef": {"value": 1.0}})
-    assert values(x, advance(x, before, {"kl/ref_k3": 5.0}))["kl.coef"] == pytest.approx(
+    assert list_values(x, advance(x, before, {"kl/ref_k3": 5.0}))["kl.coef"] == pytest.approx(
         1.1
     )  # a horizon of 0.1 · 20 steps
     fixed = experiment._replace(
         schedule=Schedule({"kl.coef": partial(linear, start=1.0, end=0.0, steps=4)})
     )
-    assert values(fixed, Progress(2))["kl.coef"] == 0.5  # a length of its own stays
+    assert list_values(fixed, Progress(2))["kl.coef"] == 0.5  # a length of its own stays
 
 
 def test_a_longer_run_says_what_it_changes(experiment):
     longer = experiment._replace(trainer=experiment.trainer._replace(steps=200))
-    assert lengthened(experiment, Progress(10), before=20) == ""
+    assert explain_new_length(experiment, Progress(10), before=20) == ""
     assert (
-        lengthened(longer, Progress(10), before=20)
+        explain_new_length(longer, Progress(10), before=20)
         == "trainer.steps was 20, is 200; from step 11 on the new curves hold: optimizer.lr was to"
         " be 0.000165, is 0.0002865"
     )

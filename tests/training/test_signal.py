@@ -18,7 +18,7 @@ from rlkit.errors import ConfigError
 from rlkit.system import rng
 from rlkit.training.learner import Learner
 from rlkit.training.update import minibatch, signal
-from rlkit.training.update.step import weighted
+from rlkit.training.update.step import weigh_batch
 from rlkit.types import Rollout, Step, Task, declarations, vanishes
 
 SMALL = [
@@ -88,7 +88,7 @@ def gradients(
 ) -> list[torch.Tensor | None]:
     """The policy's gradient in each update of a step, None where the update was skipped."""
     found: list[torch.Tensor | None] = []
-    whole = minibatch.one_update
+    whole = minibatch.make_one_update
 
     def watched(u, optimizers, batch, terms):
         steps = len(terms.norms["policy"])
@@ -100,7 +100,7 @@ def gradients(
         return going_on
 
     with monkeypatch.context() as patched:
-        patched.setattr("rlkit.training.update.step.one_update", watched)
+        patched.setattr("rlkit.training.update.step.make_one_update", watched)
         if not skips:
             for place in (signal, minibatch):
                 patched.setattr(place, "has_signal", lambda u, batch: True)
@@ -364,7 +364,7 @@ def test_a_value_loss_that_trains_the_trunk_is_a_term_of_the_loss(trained):
     learner = learner_of(*words)
     learner.trained = EQUAL
     u = learner.record()
-    batch = weighted(u)
+    batch = weigh_batch(u)
     batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
     assert signal.has_signal(u, batch) == trained
 

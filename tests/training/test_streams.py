@@ -20,10 +20,10 @@ from rlkit.algorithm import Stream
 from rlkit.commands import check
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
-from rlkit.environments import environment_of
-from rlkit.episodes.demonstrate import demonstrated, demonstrations
-from rlkit.episodes.episode import opening
-from rlkit.episodes.summary import loops
+from rlkit.environments import find_environment
+from rlkit.episodes.demonstrate import demonstrations, make_demonstration
+from rlkit.episodes.episode import read_opening
+from rlkit.episodes.summary import is_looping
 from rlkit.errors import ConfigError, DataError
 from rlkit.functional import kl_student_teacher, no_correction, sampled_divergence
 from rlkit.models.chat import encode_prompt
@@ -42,7 +42,7 @@ from rlkit.training.teachers import (
     with_hint,
 )
 from rlkit.training.update.record import Host
-from rlkit.training.update.sampled import observed
+from rlkit.training.update.sampled import mark_observed
 from rlkit.types import Rollout, Task
 
 COMMON = [
@@ -168,7 +168,7 @@ def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny
         asked = encode_prompt(
             tiny.renderer,
             with_hint(step.prompt, answer(rollout, ())),
-            opening(rollout.task, environment_of(x.environment, rollout.task)).schemas,
+            read_opening(rollout.task, find_environment(x.environment, rollout.task)).schemas,
         )
         for prompt in (list(step.prompt_ids), asked):
             ids = torch.tensor([prompt + list(step.response_ids)])
@@ -275,7 +275,7 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
         for r in rollouts
     ]
     if name == "echo":
-        steps = demonstrated(tiny, TALK)
+        steps = make_demonstration(tiny, TALK)
         steps = tuple(s._replace(logprobs=(-1.0,) * len(s.response_ids)) for s in steps)
         rollouts = [
             Rollout(
@@ -303,7 +303,7 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
             group, step = [r for r in rollouts if r.group == own.group], own.steps[0]
             if (said := SHOWS[name](own, group)) is None:
                 continue
-            schemas = opening(own.task, environment_of(x.environment, own.task)).schemas
+            schemas = read_opening(own.task, find_environment(x.environment, own.task)).schemas
             asked = encode_prompt(tiny.renderer, with_hint(step.prompt, said), schemas)
             values.append(
                 DIVERGENCES[name](
@@ -313,8 +313,8 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
             )
         assert values
     elif name == "echo":
-        batch, coef = learner.record().assembled(rollouts), 0.1
-        batch = observed(batch, rollouts, tiny.renderer)
+        batch, coef = learner.record().assemble_batch(rollouts), 0.1
+        batch = mark_observed(batch, rollouts, tiny.renderer)
         for row, mask in zip(batch.ids, batch.observed_mask, strict=True):
             values.append(
                 -read(row[:1].tolist(), row[1:].tolist())[range(len(row) - 1), row[1:]].log()[
@@ -339,7 +339,7 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
 
 def test_observations_are_what_tools_said_and_nothing_else(played, tiny):
     x, _ = played
-    steps = demonstrated(tiny, TALK)
+    steps = make_demonstration(tiny, TALK)
     rollouts = [
         Rollout(
             Task("row/0", TALK[:1]), steps, reward=1.0, rewards={"task": 1.0}, group=0, sample=i
@@ -353,8 +353,8 @@ def test_observations_are_what_tools_said_and_nothing_else(played, tiny):
     )
     policy = tiny._replace(model=copy.deepcopy(tiny.model))
     learner = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None))
-    batch = learner.record().assembled(rollouts)
-    mask = observed(batch, rollouts, tiny.renderer).observed_mask
+    batch = learner.record().assemble_batch(rollouts)
+    mask = mark_observed(batch, rollouts, tiny.renderer).observed_mask
     texts = [
         tiny.renderer.tokenizer.decode(row[own]) for row, own in zip(batch.ids, mask, strict=True)
     ]
@@ -467,7 +467,11 @@ def test_a_loop_is_told_from_prose_and_the_alarm_fires_on_it():
     prose = " ".join(
         "".join(words.choices("etaoinshrdlu", k=words.randint(2, 9))) for _ in range(2500)
     )
-    assert loops("wait, let me check. " * 600) and not loops(prose) and not loops("a" * 9_000)
+    assert (
+        is_looping("wait, let me check. " * 600)
+        and not is_looping(prose)
+        and not is_looping("a" * 9_000)
+    )
     quiet = {"len/truncated_frac": 0.1, "len/loop_frac": 0.0, "streams/teacher": 0.2}
     assert (
         length_inflation(quiet) is None

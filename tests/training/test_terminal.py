@@ -20,14 +20,14 @@ from rlkit.environments import python_tool, tool_use
 from rlkit.environments.tool_parsers import hermes
 from rlkit.errors import ConfigError
 from rlkit.sandbox import Sandbox
-from rlkit.sandbox.level import probe
+from rlkit.sandbox.level import find_level
 from rlkit.system.processors import count_cores
 from rlkit.training.callbacks import terminal
 from rlkit.training.callbacks.terminal import (
     LEGEND,
     ProgressLines,
     TimeLeft,
-    evaluations_left,
+    count_evaluations_left,
     step_line,
     time_left,
 )
@@ -57,7 +57,7 @@ def test_the_time_left_is_the_median_step_and_the_evaluations_to_come():
                     for s in range(step + 1, total + 1)
                     if s == total or (every and s % every == 0)
                 ]
-                assert evaluations_left(step, total, every) == len(after)
+                assert count_evaluations_left(step, total, every) == len(after)
 
 
 def module_at(step, row, *, max_time=None):
@@ -143,7 +143,7 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
     """The header's words; no control character, no advert; a warning that is none of the
     frameworks' habits comes through."""
     monkeypatch.chdir(tmp_path)
-    probe.cache_clear()  # another test of this process may have asked for a sandbox
+    find_level.cache_clear()  # another test of this process may have asked for a sandbox
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         words = [

@@ -482,7 +482,7 @@ def test_a_resumed_run_keeps_the_size_of_its_cache_on_a_machine_of_other_memory(
         (4000, [f"resume={tmp_path}", "trainer.steps=2"]),
     ]:
         monkeypatch.setattr(
-            "rlkit.engines.cached.engine.default_tokens",
+            "rlkit.engines.cached.engine.choose_cache_tokens",
             lambda causal, device, tokens=tokens: tokens,
         )
         assert main(["train", *words]) == 0

@@ -20,7 +20,7 @@ from rlkit.training.schedules import Progress
 from rlkit.training.teachers import context_teacher
 from rlkit.training.update.optimizers import Optimizers
 from rlkit.training.update.record import Host
-from rlkit.training.update.sampled import observed
+from rlkit.training.update.sampled import mark_observed
 from rlkit.types import Rollout, Step, Task
 
 WORDS = ["trainer.threads=1", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "kl=none"]
@@ -205,6 +205,6 @@ def test_sampled_tokens_are_never_observed_though_they_repeat_what_a_tool_said(t
     second = Step(tool, (5, 6, 7, *reply, *changed), (8, 9), (-1.0, -1.0), "stop")
     rollout = Rollout(Task("row/0", PROMPT), (first, second), reward=1.0)
     learner = learner_of(tiny)
-    batch = learner.record().assembled([rollout])
+    batch = learner.record().assemble_batch([rollout])
     assert int(batch.sampled_mask.sum()) == len(reply) + 2
-    assert not observed(batch, [rollout], tiny.renderer).observed_mask.any()
+    assert not mark_observed(batch, [rollout], tiny.renderer).observed_mask.any()

@@ -8,7 +8,7 @@ import pytest
 
 from parametrise import each
 from rlkit.engines import Transformers
-from rlkit.training.windows import window_line
+from rlkit.training.windows import describe_windows
 
 
 @pytest.fixture
@@ -36,15 +36,15 @@ def windowed(tiny):
 def test_a_run_is_told_which_contexts_leave_the_fast_paths(windowed, experiment, window, says):
     """The first contexts of the default task may have 289 tokens."""
     policy = windowed(window)
-    line = window_line(experiment, policy, experiment.task(split="train"))
+    line = describe_windows(experiment, policy, experiment.task(split="train"))
     if says is None:
         assert line == ""
         return
     assert line.startswith(f"window: some layers see {window:,} tokens, and the first rows' ")
     assert says in line
     simple = experiment._replace(generation=experiment.generation._replace(engine=Transformers()))
-    assert "decoded" not in window_line(simple, policy, experiment.task(split="train"))
+    assert "decoded" not in describe_windows(simple, policy, experiment.task(split="train"))
 
 
 def test_a_model_without_windows_has_no_line(tiny, experiment):
-    assert window_line(experiment, tiny, experiment.task(split="train")) == ""
+    assert describe_windows(experiment, tiny, experiment.task(split="train")) == ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.errors import written
+from rlkit.errors import name_function
 from rlkit.types import ASSUMPTIONS, GUARANTEES, Environment, Task, bound, declarations, plain
 
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
@@ -61,7 +61,7 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
             word = OF_REWARDS.get(assumed, "")
             if word in words.lost:
                 problems.append(
-                    f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, but"
+                    f"{path} ({name_function(part)}) assumes {ASSUMPTIONS[assumed]}, but"
                     f" {words.lost[word]}"
                 )
     return problems + _reply_budgets(x)
@@ -76,8 +76,8 @@ def assumption_warnings(x: Experiment) -> list[str]:
             if word in words.unsaid and word not in words.lost:
                 silent = words.unsaid[word]
                 out.append(
-                    f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, and {silent} does"
-                    " not say what it gives; where it is so, mark the function"
+                    f"{path} ({name_function(part)}) assumes {ASSUMPTIONS[assumed]}, and"
+                    f" {silent} does not say what it gives; where it is so, mark the function"
                     f" @rlkit.types.{'gives' if 'terms' in silent else 'keeps'}('{word}')"
                 )
     return out + _episode_budgets(x)
@@ -90,7 +90,7 @@ def _list_assuming_parts(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str
     kl = x.kl
     given = _find_reward_words(x, tasks)
     why = (
-        f"algorithm.overlong ({written(a.overlong)}) changes them by length; choose"
+        f"algorithm.overlong ({name_function(a.overlong)}) changes them by length; choose"
         " algorithm/overlong=none"
     )
     shaped = given.pass_through(a.overlong, "algorithm.overlong", why)
@@ -116,7 +116,8 @@ def _find_reward_words(x: Experiment, tasks: Sequence[Task]) -> Words:
             for word in GUARANTEES:
                 if word not in given:
                     words = words.lose(
-                        [word], f"{path} ({written(fn)}) does not guarantee it; {NEEDED[word]}"
+                        [word],
+                        f"{path} ({name_function(fn)}) does not guarantee it; {NEEDED[word]}",
                     )
         if term.weight != 1:
             scaled = (
@@ -133,8 +134,8 @@ def _find_reward_words(x: Experiment, tasks: Sequence[Task]) -> Words:
     # with a single component, every aggregator returns that component
     if len(counted) > 1 or not declarations(aggregator, "keeps"):
         why = (
-            f"reward.aggregator ({written(aggregator)}) joins {', '.join(counted)}; give one of"
-            " them a weight, and the others 0"
+            f"reward.aggregator ({name_function(aggregator)}) joins {', '.join(counted)}; give"
+            " one of them a weight, and the others 0"
         )
         words = words.pass_through(aggregator, "reward.aggregator", why)
     if x.reward.normalize:
@@ -146,11 +147,11 @@ def _find_reward_words(x: Experiment, tasks: Sequence[Task]) -> Words:
 
 def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
     """The functions scoring rollouts: the function itself, or the functions named in the rows."""
-    from rlkit.rewards import by_task, named_rewards
+    from rlkit.rewards import by_task, list_named_rewards
 
     if plain(fn) is not by_task:
         return [fn]
-    known = named_rewards(fn)
+    known = list_named_rewards(fn)
     return [known[name] for name in dict.fromkeys(task.reward for task in tasks) if name in known]
 
 

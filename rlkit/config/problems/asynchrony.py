@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlkit.errors import defined_at
+from rlkit.errors import describe_definition
 from rlkit.system.shared_state import find_user_functions
-from rlkit.training.schedules import phases
-from rlkit.training.schedules.paths import flat
-from rlkit.training.schedules.progress import controllers_of, phase_steps
+from rlkit.training.schedules import list_phases
+from rlkit.training.schedules.paths import flatten_numbers
+from rlkit.training.schedules.progress import find_controllers, phase_steps
 from rlkit.types import is_stateful
 
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
@@ -39,7 +39,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
     problems = _find_second_process_problems(x) if mode == "overlap" else []
     if not staleness:
         return problems
-    for name, phase in phases(x).items():
+    for name, phase in list_phases(x).items():
         where = f"schedule.phases.{name}: " if name else ""
         if phase.algorithm.episodes is not None:
             problems.append(
@@ -49,7 +49,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
         problems += [
             f"{where}{path}: follows what the run measures, so its value is not known {staleness}"
             f" steps ahead ({said}); give it a function of the step, or choose asynchrony=none"
-            for path in controllers_of(phase)
+            for path in find_controllers(phase)
             if path.startswith(DISPATCH)
         ]
     return problems + _open_ends(x, firsts, said)
@@ -66,7 +66,7 @@ def _find_second_process_problems(x: Experiment) -> list[str]:
             " ranks; choose asynchrony=lag"
         )
     if (
-        any(phase.algorithm.episodes is not None for phase in phases(x).values())
+        any(phase.algorithm.episodes is not None for phase in list_phases(x).values())
         and not x.asynchrony.staleness
     ):
         problems.append(
@@ -79,7 +79,7 @@ def _find_stateful(x: Experiment) -> list[str]:
     """Find functions with a memory of earlier calls: the second process would call them with a
     memory of its own."""
     found: dict[str, str] = {}
-    for phase in phases(x).values():
+    for phase in list_phases(x).values():
         terms = {f"reward.terms.{name}": term.fn for name, term in phase.reward.terms.items()}
         filters = (
             {"algorithm.group_filter": phase.algorithm.group_filter}
@@ -94,7 +94,7 @@ def _find_stateful(x: Experiment) -> list[str]:
         }
         for path, part in parts.items():
             marked = [function for function in find_user_functions(part) if is_stateful(function)]
-            found |= {defined_at(function): path for function in marked}
+            found |= {describe_definition(function): path for function in marked}
     return [
         f"asynchrony=overlap: {path} ({place}) keeps state between its calls (@stateful), and a"
         " second process would call it with a state of its own, so its numbers would differ from"
@@ -105,13 +105,15 @@ def _find_stateful(x: Experiment) -> list[str]:
 
 def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[str]:
     """Phases without a known end, before a phase with other sampling or scoring."""
-    from rlkit.training.ahead.flight import settings_of
+    from rlkit.training.ahead.flight import digest_settings
 
     given = x.schedule.phases
     numbered = any(
-        path.startswith(DISPATCH) for phase in given.values() for path in flat(phase.numbers)
+        path.startswith(DISPATCH)
+        for phase in given.values()
+        for path in flatten_numbers(phase.numbers)
     )
-    alike = len({settings_of(first) for first in firsts.values()}) == 1 and not numbered
+    alike = len({digest_settings(first) for first in firsts.values()}) == 1 and not numbered
     return [
         f"schedule.phases.{name}.until={phase.until}: groups are sampled ahead ({said}), while the"
         " end of this phase is not known, and the phases sample or score differently; let it end"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import nearest
+from rlkit.errors import suggest_name
 from rlkit.types import bound, plain
 
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
@@ -91,7 +91,7 @@ def rank_problems(x: Experiment) -> list[str]:
 
 
 def _check_groups(x: Experiment) -> list[str]:
-    from rlkit.algorithm import asks
+    from rlkit.algorithm import asks_for
     from rlkit.functional import keep_all
 
     problems = []
@@ -103,7 +103,8 @@ def _check_groups(x: Experiment) -> list[str]:
     # a partial's defaults are the values bound in the config
     numbers = inspect.signature(x.algorithm.advantage).parameters
     if x.batch.group_size == 1 and (
-        asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")
+        asks_for(x.algorithm.advantage, "group_ids")
+        or asks_for(x.algorithm.normalization, "group_ids")
     ):
         problems.append(
             f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt"
@@ -149,7 +150,7 @@ def _check_choice(x: Experiment) -> list[str]:
 
 
 def _check_kl(x: Experiment) -> list[str]:
-    from rlkit.algorithm import asks
+    from rlkit.algorithm import asks_for
 
     kl = x.kl
     problems = []
@@ -163,7 +164,7 @@ def _check_kl(x: Experiment) -> list[str]:
             f"kl.importance_weight: there is no ratio in the reward (kl.placement={kl.placement});"
             " set it to false"
         )
-    if kl.importance_weight and asks(kl.estimator, "logprobs_old"):
+    if kl.importance_weight and asks_for(kl.estimator, "logprobs_old"):
         problems.append(
             f"kl.importance_weight: kl={kl.name} carries the ratio already; set it to false"
         )
@@ -172,7 +173,7 @@ def _check_kl(x: Experiment) -> list[str]:
             "kl.in_baseline: with kl.placement=loss nothing of the KL is in the reward; set it to"
             " false, or choose another placement"
         )
-    if asks(kl.estimator, "full_kl") and kl.placement != "loss":
+    if asks_for(kl.estimator, "full_kl") and kl.placement != "loss":
         problems.append(
             f"kl={kl.name} kl.placement={kl.placement}: the exact KL of a position is the same"
             " whatever token was drawn there, so as a reward it cannot teach that token; choose"
@@ -222,7 +223,7 @@ def _check_corrections(x: Experiment) -> list[str]:
 def _check_old(x: Experiment) -> list[str]:
     """Find settings that lose their meaning, or get a second one, if the ratio's old policy is not
     the one before the update (`algorithm.old`)."""
-    from rlkit.algorithm import asks
+    from rlkit.algorithm import asks_for
     from rlkit.functional import automatic_correction, no_correction, second_moment_mask
 
     a = x.algorithm
@@ -245,8 +246,8 @@ def _check_old(x: Experiment) -> list[str]:
             " step; choose another correction"
         )
     before = ("advantage", "normalization", "overlong", "token_filter")
-    asking = [f"algorithm.{slot}" for slot in before if asks(a.parts[slot], "logprobs_old")]
-    asking += ["algorithm.policy_loss"] if asks(a.policy_loss, "covariance_rank") else []
+    asking = [f"algorithm.{slot}" for slot in before if asks_for(a.parts[slot], "logprobs_old")]
+    asking += ["algorithm.policy_loss"] if asks_for(a.policy_loss, "covariance_rank") else []
     asking += ["algorithm.target_kl"] if a.target_kl is not None else []
     asking += [f"kl.placement={x.kl.placement}"] if x.kl.in_reward else []
     problems += [
@@ -273,7 +274,7 @@ def _check_stream(name: str, stream: Stream) -> list[str]:
     path = f"algorithm.streams.{name}"
     if name not in STREAMS:
         problems.append(
-            f"{path}: there is no such stream.{nearest(name, STREAMS)} There are:"
+            f"{path}: there is no such stream.{suggest_name(name, STREAMS)} There are:"
             f" {', '.join(STREAMS)}"
         )
     elif stream.mask not in masks[name]:
@@ -336,16 +337,16 @@ def _check_parts(x: Experiment) -> list[str]:
 
 
 def _check_quantities(x: Experiment) -> list[str]:
-    from rlkit.algorithm import inputs
+    from rlkit.algorithm import list_inputs
     from rlkit.types import QUANTITIES
 
     parts = {f"algorithm.{name}": function for name, function in x.algorithm.parts.items()}
     if x.kl.estimator is not None:
         parts["kl.estimator"] = x.kl.estimator
     return [
-        f"{path}: asks for a quantity '{name}' that does not exist.{nearest(name, QUANTITIES)}"
+        f"{path}: asks for a quantity '{name}' that does not exist.{suggest_name(name, QUANTITIES)}"
         f" There are: {', '.join(QUANTITIES)}"
         for path, function in parts.items()
-        for name in inputs(function)
+        for name in list_inputs(function)
         if name not in QUANTITIES
     ]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from rlkit.config.problems.assumptions import assumption_warnings
 from rlkit.config.problems.combinations import list_corrections
 from rlkit.config.problems.schedules import schedule_warnings
-from rlkit.environments import environment_of
-from rlkit.errors import written
-from rlkit.tasks.splits import overlaps
-from rlkit.training.schedules import phases
+from rlkit.environments import find_environment
+from rlkit.errors import name_function
+from rlkit.tasks.splits import find_overlaps
+from rlkit.training.schedules import list_phases
 from rlkit.types import Splits, bound, plain
 
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
@@ -48,7 +48,7 @@ def _list_unused(x: Experiment) -> list[str]:
 def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) -> list[str]:
     """Keys set by the user that do nothing in this run."""
     rows = {task.environment: task for task in tasks.train}.values() if tasks else ()
-    once = bool(rows) and all(environment_of(x.environment, row).max_steps == 1 for row in rows)
+    once = bool(rows) and all(find_environment(x.environment, row).max_steps == 1 for row in rows)
     counted = x.generation.admission == "rounds"
     all_weights = not x.model.rank, "model.lora.rank=0 trains all weights; set it"
     alone = once, "every episode ends with its first reply, so none waits for an answer"
@@ -87,7 +87,7 @@ def list_warnings(
 
     a = x.algorithm
     out = schedule_warnings(x)
-    out += dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p))
+    out += dict.fromkeys(text for p in list_phases(x).values() for text in assumption_warnings(p))
     updates = a.epochs * a.minibatches
     out += find_embedded_numbers(
         x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")
@@ -96,7 +96,7 @@ def list_warnings(
     if (
         x.needs_reference
         and x.model.rank
-        and any(phase.reference.name == "ema" for phase in phases(x).values())
+        and any(phase.reference.name == "ema" for phase in list_phases(x).values())
     ):
         out.append(
             f"reference=ema model.lora.rank={x.model.rank} averages the adapter's factors and not"
@@ -128,13 +128,13 @@ def list_warnings(
             f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are"
             " those of the policy before it"
         )
-    out += dict.fromkeys(text for p in phases(x).values() for text in _correction_doubts(p))
-    return out + (overlaps(tasks) if tasks else [])
+    out += dict.fromkeys(text for p in list_phases(x).values() for text in _correction_doubts(p))
+    return out + (find_overlaps(tasks) if tasks else [])
 
 
 def _correction_doubts(x: Experiment) -> list[str]:
     """Samples weighed twice, dropped by chance, or old and not weighed at all."""
-    from rlkit.algorithm import asks
+    from rlkit.algorithm import asks_for
     from rlkit.functional import automatic_correction, geometric_mask, no_correction
 
     a = x.algorithm
@@ -142,10 +142,11 @@ def _correction_doubts(x: Experiment) -> list[str]:
     given = list_corrections(x.algorithm)
     stale = x.staleness
     path = "asynchrony.staleness" if stale == x.asynchrony.staleness else "task.reuse.staleness"
-    to_sampler = asks(a.policy_loss, "logprobs_sampler")
+    to_sampler = asks_for(a.policy_loss, "logprobs_sampler")
     if to_sampler and any(part not in (no_correction, automatic_correction) for part, _ in given):
         out.append(
-            f"algorithm/correction: the ratio of algorithm.policy_loss ({written(a.policy_loss)})"
+            "algorithm/correction: the ratio of algorithm.policy_loss"
+            f" ({name_function(a.policy_loss)})"
             " is to the sampler already, so the difference is corrected twice; choose"
             " algorithm/correction=none"
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlkit.config.schema import resolve
-from rlkit.training.schedules.paths import fields
+from rlkit.training.schedules.paths import list_fields
 from rlkit.types import plain
 
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
@@ -20,7 +20,7 @@ def range_problems(node: Any, path: str = "") -> list[str]:
     part = resolve(node["_target_"]) if named else plain(node)
     limits = getattr(part, "__ranges__", {})
     problems = []
-    for key, value in enumerate(node) if isinstance(node, list) else fields(node).items():
+    for key, value in enumerate(node) if isinstance(node, list) else list_fields(node).items():
         if isinstance(node, list):
             where = f"{path}[{key}]"
         else:
@@ -75,9 +75,9 @@ def number_problems(x: Experiment) -> list[str]:
 
 def sampling_problems(sampling: Sampling) -> list[str]:
     """Sampling settings no engine supports, as sentences."""
-    from rlkit.engines.service import out_of_range  # engines bring torch
+    from rlkit.engines.service import find_out_of_range  # engines bring torch
 
-    return out_of_range(sampling) + thinking_problems(sampling)
+    return find_out_of_range(sampling) + thinking_problems(sampling)
 
 
 def thinking_problems(sampling: Sampling) -> list[str]:

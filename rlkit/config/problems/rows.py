@@ -8,11 +8,11 @@ from typing import Any
 
 from rlkit.algorithm import Stream
 from rlkit.config.problems.assumptions import assumption_problems
-from rlkit.environments import environment_of
-from rlkit.episodes.episode import opening
-from rlkit.episodes.summary import by_part
+from rlkit.environments import find_environment
+from rlkit.episodes.episode import read_opening
+from rlkit.episodes.summary import group_by_part
 from rlkit.errors import ConfigError, DataError, refuse_problems
-from rlkit.rewards import Reward, RewardError, declared, named_rewards, tests_of
+from rlkit.rewards import Reward, RewardError, list_named_rewards, read_declarations, split_tests
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards.declarations import truth_problems
 from rlkit.sandbox import Sandboxed, require
@@ -20,8 +20,8 @@ from rlkit.system.copies import copy_value
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
 from rlkit.training.experiment import Experiment
-from rlkit.training.schedules import phases
-from rlkit.training.selfcheck import ROWS, first_rows
+from rlkit.training.schedules import list_phases
+from rlkit.training.selfcheck import ROWS, select_first_rows
 from rlkit.training.teachers import answer, demonstration
 from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
@@ -51,7 +51,7 @@ def _check_tasks(x: Experiment) -> Splits:
     check_verifier(train, x.evaluation.reward, x.reward)
     validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
     test = load_split(x, "test") if x.evaluation.n else []
-    for phase in phases(x).values():
+    for phase in list_phases(x).values():
         rewarded = phase.algorithm.streams.get("reward", Stream())
         # else it is only measured
         if "reward" in phase.algorithm.streams or not phase.algorithm.streams:
@@ -85,12 +85,12 @@ def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
     fns = []
     for reward in rewards:
         for term_name, term in reward.terms.items() if reward else ():
-            known = named_rewards(term.fn)
+            known = list_named_rewards(term.fn)
             if name in known:
                 fns.append(known[name])
             elif reward and name in (term_name, reward.name):
                 fns.append(term.fn)
-    return any(declared(fn).no_gold for fn in fns)
+    return any(read_declarations(fn).no_gold for fn in fns)
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
@@ -103,13 +103,13 @@ def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | Non
     """
     for task in tasks:
         if task.reward == "code_exec":
-            tests_of(task)
+            split_tests(task)
     judged = {
         name
         for name in dict.fromkeys(task.reward for task in tasks)
         if _is_judged(name, (reward, training))
     }
-    for task in first_rows([task for task in tasks if task.reward not in judged], ROWS):
+    for task in select_first_rows([task for task in tasks if task.reward not in judged], ROWS):
         gold, empty = (_answer_task(task, text) for text in (task.answer, ""))
         scores = [r.reward for r in score_rollouts([gold, empty], reward)]
         if scores[0] is None or scores[0] < 1:
@@ -138,10 +138,10 @@ def check_truths(
     Raises: DataError naming the row, and how many there are.
     """
     fns = [term.fn for term in reward.terms.values()]
-    fns += [own for fn in fns for own in named_rewards(fn).values()]
-    read = {field for fn in fns for field in declared(fn).fields}
+    fns += [own for fn in fns for own in list_named_rewards(fn).values()]
+    read = {field for fn in fns for field in read_declarations(fn).fields}
     for task in tasks:
-        check = environment_of(environment, task).check
+        check = find_environment(environment, task).check
         problem = check(task, read) if check else ""
         if problem:
             raise DataError(f"row {task.id}: {problem}")
@@ -225,17 +225,17 @@ def check_reward(
     Raises: ConfigError if a term raises or nothing can be scored. So a broken reward is found
     before a model is loaded.
     """
-    gold = [_answer_task(task, task.answer) for task in first_rows(tasks, ROWS)]
+    gold = [_answer_task(task, task.answer) for task in select_first_rows(tasks, ROWS)]
     if environment is not None:
         gold = [
-            r._replace(state=opening(r.task, environment_of(environment, r.task)).state)
+            r._replace(state=read_opening(r.task, find_environment(environment, r.task)).state)
             for r in gold
         ]
     try:
         scored = score_rollouts(gold, reward)
     except RewardError as error:
         raise ConfigError(f"reward={reward.name}: {error}") from error
-    for own in (by_part(scored) or {"": scored}).values():
+    for own in (group_by_part(scored) or {"": scored}).values():
         if all(r.reward is None for r in own):
             raise ConfigError(
                 f"reward={reward.name}: it can score none of the first {len(own)} rows (the first"
@@ -252,7 +252,7 @@ def check_tools(
     Raises: ConfigError, before a model is loaded.
     """
     for task in {task.environment: task for task in tasks}.values():
-        for tool in opening(task, environment_of(environment, task)).tools.values():
+        for tool in read_opening(task, find_environment(environment, task)).tools.values():
             owner = tool.__self__ if isinstance(tool, MethodType) else tool
             if isinstance(owner, Sandboxed):
                 require(owner.sandbox)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import ConfigError, nearest
-from rlkit.training.glossary import meaning_of, sections
-from rlkit.training.schedules.controllers import condition
-from rlkit.training.schedules.paths import flat
+from rlkit.errors import ConfigError, suggest_name
+from rlkit.training.glossary import find_meaning, read_sections
+from rlkit.training.schedules.controllers import read_condition
+from rlkit.training.schedules.paths import flatten_numbers
 from rlkit.training.schedules.progress import (
     Phase,
     Progress,
-    at,
-    inline_controllers,
+    find_inline_controllers,
+    list_phases,
     phase_steps,
-    phases,
+    resolve_schedules,
     start,
     watched,
 )
@@ -34,7 +34,9 @@ def schedule_problems(experiment: Any) -> list[str]:
     if problems:
         return problems
     numbers = {"schedule.numbers": experiment.schedule.paths}
-    numbers |= {f"schedule.phases.{name}.numbers": flat(p.numbers) for name, p in given.items()}
+    numbers |= {
+        f"schedule.phases.{name}.numbers": flatten_numbers(p.numbers) for name, p in given.items()
+    }
     for where, paths in numbers.items():
         problems += [
             f"{where}.{path}={f!r}: is no function of the step; give it a _target_ such as "
@@ -46,9 +48,12 @@ def schedule_problems(experiment: Any) -> list[str]:
         problems += _check_phase(f"schedule.phases.{name}", phase, last=name == list(given)[-1])
     if not problems:
         problems = _check_waiting(experiment)
-    for name, x in phases(experiment).items():
+    for name, x in list_phases(experiment).items():
         where = f"schedule.phases.{name}: " if name else ""
-        twice = x.schedule.paths.keys() & dict(inline_controllers(x._replace(schedule=None))).keys()
+        twice = (
+            x.schedule.paths.keys()
+            & dict(find_inline_controllers(x._replace(schedule=None))).keys()
+        )
         problems += [
             f"{where}{path}: is set by a controller and by schedule.numbers.{path}; keep one of"
             " the two"
@@ -94,7 +99,7 @@ def _check_phase(where: str, phase: Phase, *, last: bool) -> list[str]:
         )
     if isinstance(phase.until, str):
         try:
-            condition(phase.until)
+            read_condition(phase.until)
         except ValueError as error:
             problems.append(f"{where}.until: {error}")
     problems += [
@@ -135,16 +140,17 @@ def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
 
 def schedule_warnings(experiment: Any) -> list[str]:
     """Settings of a schedule that are legal but probably not meant."""
-    known = [name for part in sections() for entry in part.entries for name in entry.names]
+    known = [name for part in read_sections() for entry in part.entries for name in entry.names]
     out = [
-        f"{path}: waits for '{metric}', which rlkit itself never measures.{nearest(metric, known)}"
+        f"{path}: waits for '{metric}', which rlkit itself never"
+        f" measures.{suggest_name(metric, known)}"
         " `rlkit metrics` lists its metrics; a part of your own may add others"
         for path, metric in _find_awaited_metrics(experiment).items()
-        if meaning_of(metric) is None
+        if find_meaning(metric) is None
     ]
     out += [
         f"schedule.numbers.kl.coef: kl={x.kl.name} has no KL to weigh; choose a kl"
-        for x in phases(experiment).values()
+        for x in list_phases(experiment).values()
         if "kl.coef" in x.schedule.paths and x.kl.estimator is None
     ]
     steps = 0
@@ -208,10 +214,10 @@ def build_first_steps(x: Experiment) -> dict[str, Experiment]:
     Raises: ConfigError naming the path without a place.
     """
     out = {}
-    for name, phase in phases(x).items():
+    for name, phase in list_phases(x).items():
         try:
-            at(phase, start(phase)._replace(step=x.trainer.steps - 1))
-            out[name] = at(phase, start(phase))
+            resolve_schedules(phase, start(phase)._replace(step=x.trainer.steps - 1))
+            out[name] = resolve_schedules(phase, start(phase))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{f'schedule.phases.{name}, ' if name else ''}schedule.numbers: {error.args[0]}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import ConfigError, describe_error, written
-from rlkit.training.schedules import phases
+from rlkit.errors import ConfigError, describe_error, name_function
+from rlkit.training.schedules import list_phases
 from rlkit.types import bound
 
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
@@ -28,15 +28,15 @@ def dry_run(x: Experiment) -> None:
       declares a vanishing gradient.
     """
 
-    from rlkit.algorithm import asks
+    from rlkit.algorithm import asks_for
     from rlkit.training.metrics import UpdateTerms, update_metrics
     from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
     from rlkit.training.update.sampled import filter_rollouts
-    from rlkit.training.update.scored import old_share
+    from rlkit.training.update.scored import compute_old_share
     from rlkit.training.update.weighted import weigh
 
     if any(
-        asks(function, "metadata") for function in (*x.algorithm.parts.values(), x.kl.estimator)
+        asks_for(function, "metadata") for function in (*x.algorithm.parts.values(), x.kl.estimator)
     ):
         return
     if not x.algorithm.reward_coef:
@@ -44,7 +44,7 @@ def dry_run(x: Experiment) -> None:
     scored, scores, logits = _fake_batch(x)
     mask = scored.response_mask
     try:
-        share = old_share(scored, x.algorithm, step=1)
+        share = compute_old_share(scored, x.algorithm, step=1)
         scored = replace(filter_rollouts(scored, x.algorithm), old_share=share)
         batch = loss_weights(weigh(scored, x.algorithm, x.kl), x.algorithm)
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
@@ -101,7 +101,8 @@ def _policy_gradient(
         found = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)[0]
     if found is None:
         raise ConfigError(
-            f"algorithm.policy_loss ({written(x.algorithm.policy_loss)}): its value has no gradient"
+            f"algorithm.policy_loss ({name_function(x.algorithm.policy_loss)}): its value has no"
+            " gradient"
             " with respect to logprobs or ratio, so the rewards would train nothing; take out"
             " detach(), item() or no_grad()"
         )
@@ -165,7 +166,7 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
     """
     import torch
 
-    from rlkit.algorithm import KL, asks
+    from rlkit.algorithm import KL, asks_for
     from rlkit.training.update.loss import surrogate
     from rlkit.types import declarations
 
@@ -185,7 +186,7 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
     if "without_advantages" in (declarations(loss, "vanishes") or ()):
         tried.append(("algorithm.policy_loss", loss, "without_advantages", KL("none")))
         # needs the whole vocabulary, absent from the fake data
-        exact = asks(estimator, "full_kl")
+        exact = asks_for(estimator, "full_kl")
         if (
             x.kl.in_loss
             and not exact
@@ -197,7 +198,8 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
         found = torch.autograd.grad(value, scores.logprobs, retain_graph=True, allow_unused=True)
         if found[0] is not None and found[0].any():
             raise ConfigError(
-                f'{path} ({written(part)}): declares @vanishes("{word}"), and has a gradient there;'
+                f'{path} ({name_function(part)}): declares @vanishes("{word}"), and has a'
+                " gradient there;"
                 " remove the declaration"
             )
 
@@ -208,7 +210,7 @@ def optimizer_problems(x: Experiment) -> list[str]:
 
     critics = {
         id(p.algorithm.critic): p.algorithm.critic.optimizer
-        for p in phases(x).values()
+        for p in list_phases(x).values()
         if p.algorithm.critic.active
     }
     problems = []

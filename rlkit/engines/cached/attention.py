@@ -14,27 +14,27 @@ from torch import Tensor
 from torch.nn import functional as nn_functional
 
 from rlkit.models.packing import ATTENTION as PACKED
-from rlkit.models.shape import whole_context
+from rlkit.models.shape import find_whole_context
 
 ATTENTION = "rlkit_cached"
 SIDE_BY_SIDE = 8  # neighbouring slots per block; a block is as long as its longest slot
 CALL = 8192  # positions; on a CPU, reading them takes as long as one more attention call
 
 
-def cached_context(config: Any) -> float:
-    """The longest context that the cache can serve, in tokens (`whole_context`). Up to this
+def find_longest_context(config: Any) -> float:
+    """The longest context that the cache can serve, in tokens (`find_whole_context`). Up to this
     length every layer needs the keys and values of all tokens, and nothing else.
 
     0 for a model with windows unless it uses Hugging Face's "sdpa" attention. Families with
     attention sinks or capped logits have no "sdpa" form, and most of them have windows.
     """
-    context = whole_context(config)
+    context = find_whole_context(config)
     as_sdpa = config._attn_implementation in ("sdpa", PACKED)
     return context if context == math.inf or as_sdpa else 0
 
 
 @contextmanager
-def attending_by(config: Any, implementation: str) -> Iterator[None]:
+def use_attention(config: Any, implementation: str) -> Iterator[None]:
     """Within the block, the model uses this attention implementation."""
     before = config._attn_implementation
     config._attn_implementation = implementation
@@ -44,15 +44,15 @@ def attending_by(config: Any, implementation: str) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def grouped_attention(config: Any) -> AbstractContextManager[None]:
+def use_grouped_attention(config: Any) -> AbstractContextManager[None]:
     """Within the block, the model's attention is `attend`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
-    return attending_by(config, ATTENTION)
+    return use_attention(config, ATTENTION)
 
 
-def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
+def choose_attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
     """Use any attention kernel of CUDA but cuDNN's, which makes a new plan for every length."""
     if device.type != "cuda":
         return nullcontext()
@@ -124,7 +124,7 @@ def attend_in_place(
     return out[:, None]
 
 
-def reads_in_place() -> str:
+def explain_no_reading_in_place() -> str:
     """Why this torch cannot read pages in place; empty if it can."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -138,7 +138,7 @@ def reads_in_place() -> str:
 Part = tuple[int, int, int]  # slots from, to; the most positions seen by one of these slots
 
 
-def parts_of(reach: Sequence[int]) -> list[Part]:
+def cut_slots(reach: Sequence[int]) -> list[Part]:
     """Cut slots into parts of similar length, if this saves more than the additional calls cost.
     `reach`: positions seen by each slot."""
     parts: list[Part] = []

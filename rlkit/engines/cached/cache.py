@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkit.models.shape import model_shape
+from rlkit.models.shape import read_model_shape
 from rlkit.system.device import total_memory
 
 PAGE = 16  # tokens of a page
@@ -117,8 +117,8 @@ class Pages:
         if layer == len(self.keys):
             self.made += layer == 0
             shape = (key.shape[1], self.pages + 1, self.page, key.shape[3])
-            self.keys.append(zeros(shape, value))
-            self.values.append(zeros(shape, value))
+            self.keys.append(allocate_zeros(shape, value))
+            self.values.append(allocate_zeros(shape, value))
         at = places.flatten()
         for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
             # Under mixed precision a norm with float32 weights makes the keys float32.
@@ -154,7 +154,7 @@ class Pages:
             kept[:, target] = kept[:, source]
 
 
-def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def allocate_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Zeros of the precision and device of another tensor. On a CPU the system gives memory only
     when it is written to, so the unused part of a cache costs nothing."""
     if like.device.type != "cpu":
@@ -163,15 +163,15 @@ def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(like.dtype).view(shape)
 
 
-def token_bytes(causal: Any) -> int:
+def count_token_bytes(causal: Any) -> int:
     """Bytes of the keys and values of one token in all layers."""
     config = causal.config.get_text_config()
-    shape = model_shape(config)
+    shape = read_model_shape(config)
     size = shape.kv_heads * shape.head_dim
     return int(2 * config.num_hidden_layers * size * causal.dtype.itemsize)
 
 
-def default_tokens(causal: Any, device: torch.device) -> int:
+def choose_cache_tokens(causal: Any, device: torch.device) -> int:
     """How many tokens' keys and values fit into `SHARE` of the memory left by the weights; at least
     1.
 
@@ -179,9 +179,9 @@ def default_tokens(causal: Any, device: torch.device) -> int:
     not the free memory, so that runs are reproducible.
     """
     weights = sum(p.nbytes for p in causal.parameters())
-    return max(1, cache_share(weights, total_memory(device)) // token_bytes(causal))
+    return max(1, compute_cache_bytes(weights, total_memory(device)) // count_token_bytes(causal))
 
 
-def cache_share(weights: int, total: int) -> int:
+def compute_cache_bytes(weights: int, total: int) -> int:
     """Bytes of the cache of keys and values: SHARE · (total - weights)."""
     return int(SHARE * max(0, total - weights))

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from rlkit.engines.cached.attention import (
-    attention_kernels,
-    cached_context,
-    grouped_attention,
-    reads_in_place,
+    choose_attention_kernels,
+    explain_no_reading_in_place,
+    find_longest_context,
+    use_grouped_attention,
 )
-from rlkit.engines.cached.cache import default_tokens
-from rlkit.engines.cached.kernel import compiled
+from rlkit.engines.cached.cache import choose_cache_tokens
+from rlkit.engines.cached.kernel import compile_kernel
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.engines.cached.windows import Windowed
 from rlkit.engines.service import Decoder, Service
-from rlkit.engines.transformers import Transformers, sampling_mode
+from rlkit.engines.transformers import Transformers, use_sampling_mode
 from rlkit.errors import EngineError
 from rlkit.models.compiled import NoKernel
 from rlkit.system.adapters import base_model
@@ -97,7 +97,7 @@ class Cached(Service):
     def make_decoder(self, policy: Policy) -> Decoder:
         model: Any = policy.model
         causal = base_model(model)
-        context = int(min(policy.context_length, cached_context(causal.config)))
+        context = int(min(policy.context_length, find_longest_context(causal.config)))
         if not context:
             if self.kernel == "fused":
                 raise EngineError(
@@ -112,7 +112,7 @@ class Cached(Service):
         # is an error
         if self.automatic and kernel == "fused":
             try:
-                compiled()
+                compile_kernel()
             except NoKernel as error:
                 raise NoKernel(
                     "generation.kernel: the run decodes with compiled code, which is impossible"
@@ -130,10 +130,10 @@ class Cached(Service):
         self.context_length = policy.context_length
         device = causal.device
         if self.cached_tokens is None:
-            tokens = self.max_cached_tokens or default_tokens(causal, device)
+            tokens = self.max_cached_tokens or choose_cache_tokens(causal, device)
             self.cached_tokens = min(tokens, self.max_rows * context)
         in_place = self.cache == "varlen" and device.type == "cuda"
-        if in_place and (why := reads_in_place()):
+        if in_place and (why := explain_no_reading_in_place()):
             raise EngineError(f"generation.cache=varlen: {why}; use gather")
         settings: Any = self.settings | {
             "tokens": self.cached_tokens,
@@ -188,7 +188,7 @@ class Cached(Service):
         if self.automatic and kernel == "eager":
             self.settle(kernel, "as the run did so far")
         try:
-            fused = self.kernel != "eager" and bool(compiled())
+            fused = self.kernel != "eager" and bool(compile_kernel())
         except EngineError:
             fused = False
         if fused == (kernel == "fused"):
@@ -209,9 +209,9 @@ class Cached(Service):
         causal = decoder.causal
         try:
             with (
-                sampling_mode(causal),
-                grouped_attention(causal.config),
-                attention_kernels(causal.device),
+                use_sampling_mode(causal),
+                use_grouped_attention(causal.config),
+                choose_attention_kernels(causal.device),
             ):
                 yield
         except BaseException:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
-from rlkit.engines.cached.products import Derive, Projection, plain_part, projection
-from rlkit.models.fused import head_norms, standard
+from rlkit.engines.cached.products import Derive, Projection, find_plain_part, make_projection
+from rlkit.models.fused import find_head_norms, is_standard
 from rlkit.models.head import Float32Head, Head
 
 # queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
@@ -50,7 +50,7 @@ class Trunk:
 
     def __init__(self, trunk: Any, half: torch.dtype | None = None):
         self.trunk = trunk
-        plain = all(plain_part(m, half) for layer in trunk.layers for m in _projections(layer))
+        plain = all(find_plain_part(m, half) for layer in trunk.layers for m in _projections(layer))
         self.half = half if plain else None
         # tensors made of weights, and their makers
         self.derived: list[tuple[Tensor, Callable[[], Tensor]]] = []
@@ -87,12 +87,12 @@ class Trunk:
             attn = layer.module.self_attn
             mlp = layer.module.mlp
             eps = layer.module.input_layernorm.variance_epsilon
-            projected = layer.project(normalised(x, eps)).view(*ids.shape, -1, attn.head_dim)
+            projected = layer.project(normalise_rms(x, eps)).view(*ids.shape, -1, attn.head_dim)
             keys = (projected.shape[2] - attn.config.num_attention_heads) // 2
             both = projected[:, :, :-keys]
             values = projected[:, :, -keys:]
             if layer.scale is not None:
-                both = normalised(both, attn.q_norm.variance_epsilon) * layer.scale
+                both = normalise_rms(both, attn.q_norm.variance_epsilon) * layer.scale
             # rotate_half; the sine carries its sign
             both = (both * cos).addcmul_(both.roll(middle, -1), sin)
             both = both if self.half is None else both.to(self.half)
@@ -101,31 +101,31 @@ class Trunk:
             )
             x = x + layer.out(attention(query, key, value, number).flatten(2))
             gate, up = layer.gates(
-                normalised(x, layer.module.post_attention_layernorm.variance_epsilon)
+                normalise_rms(x, layer.module.post_attention_layernorm.variance_epsilon)
             ).chunk(2, -1)
             x = x + layer.down(mlp.act_fn(gate) * up)
-        return normalised(x, self.trunk.norm.variance_epsilon) * self.trunk.norm.weight
+        return normalise_rms(x, self.trunk.norm.variance_epsilon) * self.trunk.norm.weight
 
 
-def logits_of(head: Head, forward: Trunk | None) -> Callable[[Tensor], Tensor]:
+def make_logits_function(head: Head, forward: Trunk | None) -> Callable[[Tensor], Tensor]:
     """Return the function from last hidden states [m, H] to logits [m, V]: the head, or its copy in
     `half` if the trunk computes in `half`. A head that does more than multiply is called."""
     if forward is None or forward.half is None or head.logits is not head.module:
         return head
-    if plain_part(head.module, forward.half) is None:
+    if find_plain_part(head.module, forward.half) is None:
         return head
-    return projection(forward.derive, None, head.module, half=forward.half)
+    return make_projection(forward.derive, None, head.module, half=forward.half)
 
 
 def casts_weights(head: Head, forward: Trunk | None) -> bool:
     """Whether steps convert weights under autocast."""
     if forward is None or forward.half is None:
         return True
-    copied = head.logits is head.module and plain_part(head.module, forward.half) is not None
+    copied = head.logits is head.module and find_plain_part(head.module, forward.half) is not None
     return not copied and type(head.module) is not Float32Head
 
 
-def autocast_type(device: torch.device) -> torch.dtype | None:
+def find_autocast_type(device: torch.device) -> torch.dtype | None:
     """The type of this thread's autocast on a device; None if it is off."""
     if not torch.is_autocast_enabled(device.type):
         return None
@@ -149,7 +149,7 @@ def _projections(layer: Any) -> tuple[Any, ...]:
 def _layer(module: Any, derive: Derive, half: torch.dtype | None) -> Layer:
     attn = module.self_attn
     scale = None
-    if head_norms(attn) != (None, None):
+    if find_head_norms(attn) != (None, None):
         heads = attn.config.num_attention_heads
         groups = attn.config.num_attention_heads // attn.config.num_key_value_heads
         scale = derive(
@@ -163,15 +163,15 @@ def _layer(module: Any, derive: Derive, half: torch.dtype | None) -> Layer:
     q, k, v, o, gate, up, down = _projections(module)
     return Layer(
         module,
-        project=projection(derive, module.input_layernorm, q, k, v, half=half),
-        out=projection(derive, None, o, half=half),
-        gates=projection(derive, module.post_attention_layernorm, gate, up, half=half),
-        down=projection(derive, None, down, half=half),
+        project=make_projection(derive, module.input_layernorm, q, k, v, half=half),
+        out=make_projection(derive, None, o, half=half),
+        gates=make_projection(derive, module.post_attention_layernorm, gate, up, half=half),
+        down=make_projection(derive, None, down, half=half),
         scale=scale,
     )
 
 
-def normalised(x: Tensor, eps: float) -> Tensor:
+def normalise_rms(x: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + eps) over the last dimension, in float32 at least."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
         # one kernel on CUDA; on a CPU eleven calls
@@ -190,10 +190,10 @@ FORWARDS: dict[str, type[Trunk]] = {
 }
 
 
-def forward_of(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
+def make_forward(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
     """The forward for this trunk; None if the model's own has to be used.
 
     A model of a known family must have Hugging Face's own layers, with or without adapters in
     their projections.
     """
-    return FORWARDS[trunk.config.model_type](trunk, half) if standard(trunk) else None
+    return FORWARDS[trunk.config.model_type](trunk, half) if is_standard(trunk) else None

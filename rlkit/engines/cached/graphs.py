@@ -70,7 +70,7 @@ class Graphs:
         elif shape not in self.replays and self.model not in self.refused:
             try:
                 if shape not in self.started:
-                    with host_looks_refused(self.device):
+                    with refuse_host_waits(self.device):
                         step()
                     self.started.add(shape)
                     return
@@ -95,7 +95,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 @contextmanager
-def host_looks_refused(device: torch.device) -> Iterator[None]:
+def refuse_host_waits(device: torch.device) -> Iterator[None]:
     """Within the block, raise RuntimeError if the host waits for the device: such a wait would
     break a capture."""
     if device.type != "cuda":

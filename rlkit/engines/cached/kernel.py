@@ -20,13 +20,13 @@ from torch.nn import functional as nn_functional
 
 from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.forward import Trunk
-from rlkit.engines.cached.products import Part, factors_of, plain_part, weight_of
+from rlkit.engines.cached.products import Part, find_plain_part, join_factors, merge_weight
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.errors import EngineError
-from rlkit.models.compiled import library, load_or_reason
-from rlkit.models.fused import norms_of
+from rlkit.models.compiled import load_library, load_or_reason
+from rlkit.models.fused import list_norms
 from rlkit.models.head import Head
-from rlkit.models.shape import model_shape
+from rlkit.models.shape import read_model_shape
 
 SOURCE = Path(__file__).with_name("_step.c")
 HALF = ("-DHALF",)  # the compiler's flag for bfloat16
@@ -89,7 +89,7 @@ class Kernel:
     are not, because the rounding of a matrix is larger than the first steps of an adapter.
 
     Args:
-      trunk, head: the engine's; `unfit` has no objection to them.
+      trunk, head: the engine's; `explain_misfit` has no objection to them.
     Raises: EngineError if the C file cannot be compiled.
     """
 
@@ -99,7 +99,7 @@ class Kernel:
         layers = [layer.module for layer in trunk.layers]
         embedding = trunk.trunk.embed_tokens.weight
         half = embedding.dtype == torch.bfloat16
-        self.run = compiled(half)
+        self.run = compile_kernel(half)
         self.step = StepArguments(
             layers=len(layers),
             hidden=config.hidden_size,
@@ -112,8 +112,8 @@ class Kernel:
             embedding=embedding.data_ptr(),
         )
         group = Group(trunk.trunk.norm, (head.module,))
-        self.step.head = trunk.derive(partial(weights_of, group, half)).data_ptr()
-        self.step.norm = norm_of(trunk, group.norm, half)
+        self.step.head = trunk.derive(partial(join_weights, group, half)).data_ptr()
+        self.step.norm = find_norm_address(trunk, group.norm, half)
         self.arrays = {
             name: (ctypes.c_void_p * len(layers))() for name in (*LAYERS, "keys", "values")
         }
@@ -132,7 +132,7 @@ class Kernel:
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
 
     def _add_adapters(self, layers: list[Any]) -> None:
-        groups = [groups_of(layer) for layer in layers]
+        groups = [group_products(layer) for layer in layers]
         for i, name in enumerate(PRODUCTS):
             most = max(own[name].rank for own in groups)
             rank = most + -most % TILE  # whole tiles
@@ -140,7 +140,7 @@ class Kernel:
             for layer, own in enumerate(groups if rank else ()):
                 place = len(PRODUCTS) * layer + i
                 for end in ("low", "high"):
-                    made = self.trunk.derive(partial(adapters_of, own[name], rank, end))
+                    made = self.trunk.derive(partial(join_adapters, own[name], rank, end))
                     self.arrays[end][place] = made.data_ptr()
 
     def _enter(self, pages: Pages, sampler: Sampler) -> None:
@@ -186,7 +186,7 @@ class Kernel:
             raise MemoryError(f"no memory for a decoding step of {slots} slots")
 
 
-def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None, str]:
+def choose_kernel(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None, str]:
     """The kernel for `generation.kernel`, or None to decode with calls of torch; and the reason if
     "auto" gives None.
 
@@ -195,7 +195,7 @@ def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None
     """
     if kind == "eager":
         return None, ""
-    reason = unfit(trunk, head)
+    reason = explain_misfit(trunk, head)
     if (
         kind == "auto"
         and not reason
@@ -217,8 +217,8 @@ class Group(NamedTuple):
 
     @property
     def parts(self) -> list[Part]:
-        """The factors of the modules; `unfit` has refused all other modules."""
-        return [part for part in map(plain_part, self.modules) if part is not None]
+        """The factors of the modules; `explain_misfit` has refused all other modules."""
+        return [part for part in map(find_plain_part, self.modules) if part is not None]
 
     @property
     def rank(self) -> int:
@@ -226,7 +226,7 @@ class Group(NamedTuple):
         return sum(len(part.factors.down.weight) for part in self.parts if part.factors)
 
 
-def groups_of(layer: Any) -> dict[str, Group]:
+def group_products(layer: Any) -> dict[str, Group]:
     """The products of a layer by their names in the C file."""
     attn = layer.self_attn
     mlp = layer.mlp
@@ -238,11 +238,12 @@ def groups_of(layer: Any) -> dict[str, Group]:
     }
 
 
-def unfit(trunk: Trunk | None, head: Head) -> str:
+def explain_misfit(trunk: Trunk | None, head: Head) -> str:
     """Why the kernel cannot decode this model; empty if it can."""
     if trunk is None:
         return (
-            f"a model of type {model_shape(head.causal.config).family!r} has a forward of its own"
+            f"a model of type {read_model_shape(head.causal.config).family!r} has a forward"
+            " of its own"
         )
     causal = head.causal
     config = trunk.trunk.config
@@ -250,11 +251,11 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
     embedding = trunk.trunk.embed_tokens.weight
     groups = [
         Group(None, (head.module,)),
-        *(group for layer in trunk.layers for group in groups_of(layer.module).values()),
+        *(group for layer in trunk.layers for group in group_products(layer.module).values()),
     ]
     bases = [part.base for group in groups for part in group.parts]
     inputs = {id(m) for layer in trunk.layers for m in _inputs(layer.module)}
-    weights = [m.weight for m in (*bases, *norms_of(trunk.trunk))]
+    weights = [m.weight for m in (*bases, *list_norms(trunk.trunk))]
     rotary = trunk.trunk.rotary_emb
     reasons = {
         "it needs float32 or bfloat16 weights on a CPU": (
@@ -273,7 +274,7 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
             base.bias is not None for base in bases if id(base) not in inputs
         ),
         "the gate is not silu": config.hidden_act not in ("silu", "swish"),
-        "norms differ in eps": len({m.variance_epsilon for m in norms_of(trunk.trunk)}) > 1,
+        "norms differ in eps": len({m.variance_epsilon for m in list_norms(trunk.trunk)}) > 1,
         "the angles depend on the length": rotary.rope_type in ("dynamic", "longrope"),
         "head size and hidden size must be multiples of 32, the intermediate size of 16": (
             first.self_attn.head_dim % 32 != 0
@@ -286,10 +287,10 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
 
 def _inputs(layer: Any) -> list[nn.Linear]:
     """The projections that may have a bias."""
-    return [part.base for part in groups_of(layer)["project"].parts]
+    return [part.base for part in group_products(layer)["project"].parts]
 
 
-def tiled(weight: Tensor) -> Tensor:
+def tile_matrix(weight: Tensor) -> Tensor:
     """A matrix [N, H] as the C file reads it, padded with zeros to whole tiles: [N / TILE, H,
     TILE], in bfloat16 [N / TILE, H / 2, TILE, 2]."""
     rows = nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE))
@@ -298,25 +299,25 @@ def tiled(weight: Tensor) -> Tensor:
     return rows.view(-1, TILE, weight.shape[1]).transpose(1, 2).contiguous()
 
 
-def weights_of(group: Group, half: bool) -> Tensor:
+def join_weights(group: Group, half: bool) -> Tensor:
     """The weights of a group side by side; in float32 with adapters added and the norm's weight
     multiplied in."""
     if half:
-        return tiled(torch.cat([part.base.weight for part in group.parts]))
-    weight = torch.cat([weight_of(part, torch.float32) for part in group.parts])
-    return tiled(weight if group.norm is None else weight * group.norm.weight)
+        return tile_matrix(torch.cat([part.base.weight for part in group.parts]))
+    weight = torch.cat([merge_weight(part, torch.float32) for part in group.parts])
+    return tile_matrix(weight if group.norm is None else weight * group.norm.weight)
 
 
-def adapters_of(group: Group, rank: int, end: str) -> Tensor:
+def join_adapters(group: Group, rank: int, end: str) -> Tensor:
     """The factors of a group's adapters as one matrix: the down factors in `rank` rows ("low"), or
     scaling times the up factors in `rank` columns ("high")."""
-    down, up = factors_of(lambda make: make(), group.parts, torch.bfloat16)
+    down, up = join_factors(lambda make: make(), group.parts, torch.bfloat16)
     factor = down if end == "low" else up
     padded = nn_functional.pad(factor, (0, 0, 0, rank - len(factor)))
-    return tiled(padded if end == "low" else padded.T)
+    return tile_matrix(padded if end == "low" else padded.T)
 
 
-def norm_of(trunk: Trunk, norm: Any, half: bool) -> int | None:
+def find_norm_address(trunk: Trunk, norm: Any, half: bool) -> int | None:
     """The address of a norm's weight in float32; None if it is part of the next product."""
     return trunk.derive(lambda: norm.weight.float().clone()).data_ptr() if half else None
 
@@ -324,9 +325,9 @@ def norm_of(trunk: Trunk, norm: Any, half: bool) -> int | None:
 def _layer(trunk: Trunk, layer: Any, scale: Tensor | None, half: bool) -> dict[str, int | None]:
     """The addresses of a layer's tensors for the kernel, made again whenever the weights have
     changed."""
-    groups = groups_of(layer)
+    groups = group_products(layer)
     found: dict[str, int | None] = {
-        name: trunk.derive(partial(weights_of, group, half)).data_ptr()
+        name: trunk.derive(partial(join_weights, group, half)).data_ptr()
         for name, group in groups.items()
     }
     biases = [base.bias for base in _inputs(layer)]
@@ -342,8 +343,8 @@ def _layer(trunk: Trunk, layer: Any, scale: Tensor | None, half: bool) -> dict[s
     return found | {
         "bias": None if biases[0] is None else trunk.derive(bias).data_ptr(),
         "scale": None if scale is None else trunk.derive(norms).data_ptr(),
-        "before": norm_of(trunk, groups["project"].norm, half),
-        "between": norm_of(trunk, groups["gates"].norm, half),
+        "before": find_norm_address(trunk, groups["project"].norm, half),
+        "between": find_norm_address(trunk, groups["gates"].norm, half),
     }
 
 
@@ -355,10 +356,10 @@ def _angles(trunk: Any, positions: int) -> Tensor:
 
 
 @cache
-def compiled(half: bool = False) -> Any:
+def compile_kernel(half: bool = False) -> Any:
     """The function of the C file, for bfloat16 or for float32. Raises: NoKernel, Undecided
     (rlkit.models.compiled)."""
-    run = library(SOURCE, "step", HALF if half else ()).step
+    run = load_library(SOURCE, "step", HALF if half else ()).step
     run.argtypes = (ctypes.POINTER(StepArguments),)
     run.restype = ctypes.c_int
     return run

@@ -12,9 +12,14 @@ from torch import Tensor
 
 from rlkit.engines.cached.attention import Part, attend, attend_in_place
 from rlkit.engines.cached.cache import SPARE, Pages
-from rlkit.engines.cached.forward import autocast_type, casts_weights, forward_of, logits_of
+from rlkit.engines.cached.forward import (
+    casts_weights,
+    find_autocast_type,
+    make_forward,
+    make_logits_function,
+)
 from rlkit.engines.cached.slots import Row
-from rlkit.models.head import trunk_and_head
+from rlkit.models.head import split_model
 from rlkit.system.adapters import lora_layers
 from rlkit.types import Policy
 
@@ -46,24 +51,24 @@ class Passes:
     def __init__(self, policy: Policy, causal: Any, pages: Pages, *, in_place: bool = False):
         self.policy = policy
         self.causal = causal
-        self.trunk, self.head = trunk_and_head(causal)
+        self.trunk, self.head = split_model(causal)
         self.pages = pages
         self.in_place = in_place
-        self.half = autocast_type(pages.device)
-        self.forward = forward_of(self.trunk, self.half)
-        self.logits = logits_of(self.head, self.forward)
+        self.half = find_autocast_type(pages.device)
+        self.forward = make_forward(self.trunk, self.half)
+        self.logits = make_logits_function(self.head, self.forward)
         # whether graphs must be dropped after a call: they may read autocast's copies of weights,
         # which autocast drops then
         self.casts = self.half is not None and casts_weights(self.head, self.forward)
-        self.weights = weights_place(causal)
+        self.weights = list_addresses(causal)
 
     def serves(self, policy: Policy, causal: Any) -> bool:
         """Whether these weights have the previous ones' addresses, so captured graphs stay valid.
         If so, recompute the tensors derived from them."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
-        if causal is not self.causal or not all(rest) or weights_place(causal) != self.weights:
+        if causal is not self.causal or not all(rest) or list_addresses(causal) != self.weights:
             return False
-        if autocast_type(self.pages.device) != self.half:
+        if find_autocast_type(self.pages.device) != self.half:
             return False
         if self.forward is not None:
             self.forward.refresh()
@@ -171,7 +176,7 @@ class ModelCache:
         return 0 if self.seen.mask is None else self.seen.mask.shape[-1]
 
 
-def weights_place(causal: Any) -> tuple[Any, ...]:
+def list_addresses(causal: Any) -> tuple[Any, ...]:
     """The addresses of a model's weights and the types, hooks and adapters of its modules. A
     captured graph is valid only while they stay the same."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]

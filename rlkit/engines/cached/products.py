@@ -32,7 +32,7 @@ class Part(NamedTuple):
     factors: LoRAFactors | None = None
 
 
-def plain_part(module: Any, half: torch.dtype | None = None) -> Part | None:
+def find_plain_part(module: Any, half: torch.dtype | None = None) -> Part | None:
     """The weights of a linear layer, with or without a plain adapter; None if a call of the module
     may do anything else.
 
@@ -60,7 +60,7 @@ def is_plain(*modules: Any) -> bool:
     )
 
 
-def weight_of(part: Part, dtype: torch.dtype) -> Tensor:
+def merge_weight(part: Part, dtype: torch.dtype) -> Tensor:
     """The weight of a module in this type, with its adapter added: W + scaling · up · down."""
     weight = part.base.weight.to(dtype)
     if part.factors is None:
@@ -69,7 +69,7 @@ def weight_of(part: Part, dtype: torch.dtype) -> Tensor:
     return weight.addmm(up, down, alpha=part.factors.scaling)
 
 
-def projection(
+def make_projection(
     derive: Derive, norm: Any | None, *modules: Any, half: torch.dtype | None = None
 ) -> Projection:
     """The modules' outputs side by side.
@@ -85,9 +85,9 @@ def projection(
     weight and the adapters go into the matrix too, but not in half precision: its rounding is
     larger than an adapter's first steps.
     """
-    parts = [part for part in (plain_part(m, half) for m in modules) if part is not None]
+    parts = [part for part in (find_plain_part(m, half) for m in modules) if part is not None]
     if len(parts) < len(modules):
-        return called(norm, modules)
+        return make_called_projection(norm, modules)
     weights = [part.base.weight for part in parts]
     dtype = half or weights[0].dtype
     on_cpu = weights[0].device.type == "cpu"
@@ -97,7 +97,7 @@ def projection(
     merged = parts if merges else [Part(part.base) for part in parts]
 
     def base_weight() -> Tensor:
-        weight = torch.cat([weight_of(part, dtype) for part in merged])
+        weight = torch.cat([merge_weight(part, dtype) for part in merged])
         return weight if folded is None else weight * folded.weight
 
     def base_bias() -> Tensor:
@@ -115,15 +115,15 @@ def projection(
         pairs = [(derive(base_weight), derive(base_bias) if biased else None)]
     else:
         pairs = [(part.base.weight, part.base.bias) for part in parts]
-    multiply = side_by_side(pairs)
+    multiply = join_projections(pairs)
     if adapted and not merges:
-        multiply = with_adapters(multiply, *factors_of(derive, parts, dtype))
+        multiply = with_adapters(multiply, *join_factors(derive, parts, dtype))
     if norm is None or folded is not None:
         return multiply if half is None else lambda x: multiply(x.to(dtype))
     return lambda x: multiply((x * norm.weight).to(dtype))
 
 
-def called(norm: Any | None, modules: Sequence[Any]) -> Projection:
+def make_called_projection(norm: Any | None, modules: Sequence[Any]) -> Projection:
     """The outputs of the modules, called one by one, side by side."""
 
     def call(x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def called(norm: Any | None, modules: Sequence[Any]) -> Projection:
     return call
 
 
-def side_by_side(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projection:
+def join_projections(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projection:
     """The products with some weights, side by side."""
     if len(pairs) == 1:
         weight, bias = pairs[0]
@@ -155,7 +155,9 @@ def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
     return adapted
 
 
-def factors_of(derive: Derive, parts: Sequence[Part], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def join_factors(
+    derive: Derive, parts: Sequence[Part], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The adapters' down factors side by side [ranks, H], and scaling × their up factors on a
     diagonal [ranks, N].
 

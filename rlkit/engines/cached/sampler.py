@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.engines.transformers import ThinkingBudget, completion, draw
+from rlkit.engines.transformers import ThinkingBudget, cut_completion, draw
 from rlkit.types import Generation, Policy, SamplingParams
 
 STATE = (
@@ -190,7 +190,7 @@ class Sampler:
         )
         replies = zip(at.tolist(), counts, tokens, logprobs, forced, strict=True)
         return [
-            (slot, completion(ids[:n], scores[:n], marks, self.policy.eos_token_ids))
+            (slot, cut_completion(ids[:n], scores[:n], marks, self.policy.eos_token_ids))
             for slot, n, ids, scores, marks in replies
         ]
 

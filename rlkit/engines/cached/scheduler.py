@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.engines.cached.attention import Part, parts_of
+from rlkit.engines.cached.attention import Part, cut_slots
 from rlkit.engines.cached.cache import FLASH_PAGE, PAGE, Pages
 from rlkit.engines.cached.graphs import Graphs, Shape, can_capture
-from rlkit.engines.cached.kernel import kernel_of
+from rlkit.engines.cached.kernel import choose_kernel
 from rlkit.engines.cached.passes import Passes
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.engines.cached.slots import Row, Slots
@@ -82,7 +82,9 @@ class Scheduler:
             self.kernel = None
             self.why_eager = "it needs float32 weights on a CPU"
         else:
-            self.kernel, self.why_eager = kernel_of(kernel, self.passes.forward, self.passes.head)
+            self.kernel, self.why_eager = choose_kernel(
+                kernel, self.passes.forward, self.passes.head
+            )
         self.graphs = Graphs(causal, device)
         self.samplers: dict[Any, Sampler] = {}
         self.params: SamplingParams | None = None  # of the completions under way
@@ -112,7 +114,7 @@ class Scheduler:
         if params != self.params:  # the service asked `accepts`: nothing is being sampled
             self.rest()
             self.params = params
-            self.sampler = self.sampler_of(params)
+            self.sampler = self.get_sampler(params)
         prompt = tuple(prompt_ids)
         most = min(len(prompt) + params.max_new_tokens, self.policy.context_length)
         self.slots.submit(key, prompt, seed, max(most, len(prompt)))
@@ -193,10 +195,10 @@ class Scheduler:
         self.pages.flush()
         self.parts = []
 
-    def sampler_of(self, params: SamplingParams) -> Sampler:
+    def get_sampler(self, params: SamplingParams) -> Sampler:
         """The state of all slots for these parameters. Equal parameters get the same state again,
         because captured graphs hold its addresses."""
-        key = captured_settings(params)
+        key = select_captured_settings(params)
         if key not in self.samplers and len(self.samplers) == SAMPLERS:
             self.samplers.clear()
             self.graphs.forget()
@@ -277,24 +279,24 @@ class Scheduler:
             parts = () if self.fused else self.measured(rows)
             self.decode(rows, self.pages.span(longest), parts)
             return
-        slots = min(bucket(-(-rows // SLOTS)) * SLOTS, self.pages.slots)
-        parts = self.quarters(slots)
+        slots = min(round_to_bucket(-(-rows // SLOTS)) * SLOTS, self.pages.slots)
+        parts = self.cut_equally(slots)
         columns = [self.pages.span(length) for _, _, length in parts]
         if self.cuda_graphs and not self.sampler.asks_the_host:
-            shape = Shape(captured_settings(self.params), slots, tuple(columns))
+            shape = Shape(select_captured_settings(self.params), slots, tuple(columns))
             self.graphs(shape, lambda: self.decode(slots, max(columns), parts))
         else:
             self.decode(slots, max(columns), parts)
 
-    def quarters(self, slots: int) -> Sequence[Part]:
+    def cut_equally(self, slots: int) -> Sequence[Part]:
         """Cut the slots into equal parts. Each reads as many pages as its longest row has, rounded
-        up by `bucket`. Slots are sorted by length, so few pages are read in vain."""
+        up by `round_to_bucket`. Slots are sorted by length, so few pages are read in vain."""
         number = QUARTERS if self.in_parts else 1
         edges = sorted({slots * k // number for k in range(number + 1)})
         parts = []
         for start, stop in pairwise(edges):
             longest = int(self.slots.reach[start:stop].max(initial=1))
-            columns = min(bucket(self.pages.span(longest)), self.pages.columns)
+            columns = min(round_to_bucket(self.pages.span(longest)), self.pages.columns)
             parts.append((start, stop, columns * self.pages.page))
         return parts
 
@@ -316,7 +318,7 @@ class Scheduler:
         """On a CPU, cut the slots in use into parts of similar length."""
         if not self.parts:
             reach = self.slots.reach[:slots]
-            self.parts = parts_of([max(1, n) for n in reach.tolist()])
+            self.parts = cut_slots([max(1, n) for n in reach.tolist()])
             return self.parts
         most = self.policy.context_length
         self.parts = [(start, stop, min(n + 1, most)) for start, stop, n in self.parts]
@@ -342,14 +344,14 @@ def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield part
 
 
-def bucket(number: int) -> int:
+def round_to_bucket(number: int) -> int:
     """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: this gives few shapes, each at
     most 1.5 times as large as needed."""
     octave = 1 << (number - 1).bit_length()  # the next power of two
     return octave * 3 // 4 if octave > 2 and number <= octave * 3 // 4 else octave
 
 
-def captured_settings(params: SamplingParams) -> Any:
+def select_captured_settings(params: SamplingParams) -> Any:
     """The parameters that a captured step depends on. Of the temperature only one thing matters:
     whether logits are divided by it."""
     return params._replace(

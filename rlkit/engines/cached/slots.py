@@ -324,7 +324,7 @@ class Slots:
                 further = self.pages.span(int(self.most[slot])) - len(row.pages)
                 wanted = max(wanted, min(AHEAD, further))
             while row.slot >= 0 and not self._find(wanted, row):
-                weakest = self._weakest()
+                weakest = self._find_weakest()
                 cut.append((weakest, weakest.slot))
                 self._cut(weakest)
             if row.slot >= 0:
@@ -340,7 +340,7 @@ class Slots:
         self.furthest = int(most.max(initial=1))
         return cut
 
-    def _weakest(self) -> Row:
+    def _find_weakest(self) -> Row:
         """The row with the fewest draws; among equals the one with the shortest prompt."""
         reach = self.reach.tolist()
         return min(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlkit.engines.cached.attention import attending_by
+from rlkit.engines.cached.attention import use_attention
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.engines.transformers import Transformers
 from rlkit.types import Generation, Policy, SamplingParams
@@ -57,7 +57,7 @@ class Windowed(Scheduler):
         if not super().idle:
             return super().advance()
         before = self.longer.rounds
-        with attending_by(self.causal.config, self.attention):
+        with use_attention(self.causal.config, self.attention):
             completions = self.longer.advance()
         self.rounds += self.longer.rounds - before
         return completions

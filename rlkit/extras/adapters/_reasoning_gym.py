@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlkit.errors import ConfigError, install, nearest
+from rlkit.errors import ConfigError, install, suggest_name
 from rlkit.rewards import final_answer, no_gold, reads_fields
-from rlkit.tasks.splits import check_split, cut, in_order
+from rlkit.tasks.splits import check_split, cut, order_tasks
 from rlkit.types import Message, Rollout, Task, ranges, reaches, safe
 
 MOST = 500  # characters of an evaluated reply
@@ -74,7 +74,7 @@ def reasoning_gym(
     tasks = [
         _task(source[i], i, {"dataset": dataset, "options": own}, split, system) for i in numbers
     ]
-    return in_order(tasks, seed=seed, max_samples=max_samples, source=dataset)
+    return order_tasks(tasks, seed=seed, max_samples=max_samples, source=dataset)
 
 
 def generated(dataset: str, options: Mapping[str, Any]) -> Entries:
@@ -119,7 +119,7 @@ def _generated(dataset: str, options: str) -> Entries:
     if dataset not in DATASETS:
         raise ConfigError(
             f"task.dataset={dataset}: reasoning-gym has no such data"
-            f" set.{nearest(dataset, DATASETS)}"
+            f" set.{suggest_name(dataset, DATASETS)}"
         )
     if dataset == "composite":
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
 from rlkit.rewards import no_gold, reads_fields
-from rlkit.tasks.splits import check_split, cut, in_order
+from rlkit.tasks.splits import check_split, cut, order_tasks
 from rlkit.types import Message, Rollout, Task, ranges, reaches, safe
 
 STOPS = {
@@ -68,7 +68,7 @@ def verifiers(
         rows, _content, split, f"rows of task.id={id}", validation=validation, held_out=held_out
     )
     tasks = [_task(id, config, split, environment, row) for row in kept]
-    return in_order(tasks, seed=seed, max_samples=max_samples, source=id)
+    return order_tasks(tasks, seed=seed, max_samples=max_samples, source=id)
 
 
 def _taskset(id: str, config: Mapping[str, Any]) -> Any:

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit.algorithm import KL, number
+from rlkit.algorithm import KL, require_number
 from rlkit.errors import ConfigError
 from rlkit.training.experiment import Experiment, settle_correction
 from rlkit.training.update.loss import loss_weights, surrogate
 from rlkit.training.update.sampled import filter_rollouts
-from rlkit.training.update.scored import old_share
+from rlkit.training.update.scored import compute_old_share
 from rlkit.training.update.weighted import penalize, weigh
 from rlkit.types import Scored, TokenLogprobs, plain
 
@@ -172,7 +172,7 @@ def objective(x: Experiment, logits: Tensor, size: int) -> Tensor:
         logprobs = score_routes(logits).logprobs
         reached = logprobs.sum(1, keepdim=True).exp() * mask
         divergence = (reached * (logprobs + math.log(logits.shape[-1]))).sum()
-        value = value - number(x.kl.coef) * divergence
+        value = value - require_number(x.kl.coef) * divergence
     return value
 
 
@@ -208,7 +208,7 @@ def problem_of(x: Experiment, logits: Tensor, sampler: Tensor, staleness: int) -
     batch = replace(
         batch,
         values=perfect_values(batch, x.kl),
-        old_share=old_share(batch, x.algorithm, step=staleness),
+        old_share=compute_old_share(batch, x.algorithm, step=staleness),
     )
     return Problem(batch, score_routes(logits), sampled.sum(1).exp().tolist())
 

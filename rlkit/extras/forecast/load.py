@@ -67,8 +67,8 @@ def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) 
 def prompt_tokens(x: Experiment) -> int | None:
     """Mean tokens of the first prompts, tools and template included; None if rows or tokenizer are
     not on this machine."""
-    from rlkit.environments import environment_of
-    from rlkit.episodes.episode import opening
+    from rlkit.environments import find_environment
+    from rlkit.episodes.episode import read_opening
     from rlkit.models.chat import encode_prompt, make_renderer
     from rlkit.models.load import pretrained_tokenizer
 
@@ -78,7 +78,7 @@ def prompt_tokens(x: Experiment) -> int | None:
     try:
         renderer = make_renderer(pretrained_tokenizer(x.model.path, local_files_only=True))
         openings = [
-            opening(task, environment_of(x.environment, task))
+            read_opening(task, find_environment(x.environment, task))
             for task in x.task(split="train")[:32]
         ]
         lengths = [len(encode_prompt(renderer, own.prompt, own.schemas)) for own in openings]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rlkit.models.shape import model_shape
+from rlkit.models.shape import read_model_shape
 from rlkit.training.activations import FEWEST
 
 # The decode engine: bytes moved by the sampling noise per row and vocabulary entry, at most.
@@ -183,7 +183,7 @@ KNOWN = {
 
 def shape_of(config: Any) -> Shape:
     """Read the sizes in a Hugging Face config of a Llama-like model."""
-    own = model_shape(config)
+    own = read_model_shape(config)
     mlp = own.expert_width if own.experts > 1 else None
     return Shape(
         config.num_hidden_layers,

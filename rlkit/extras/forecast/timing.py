@@ -16,7 +16,7 @@ from torch import nn
 
 from rlkit.distributed import ranks
 from rlkit.engines import Cached
-from rlkit.engines.cached.cache import token_bytes
+from rlkit.engines.cached.cache import count_token_bytes
 from rlkit.episodes.evaluation import greedy_accuracy
 from rlkit.episodes.stream import StreamState
 from rlkit.extras.forecast.costs import (
@@ -34,8 +34,8 @@ from rlkit.extras.forecast.costs import (
     size_room,
 )
 from rlkit.models.critic import SeparateCritic
-from rlkit.models.head import trunk_and_head
-from rlkit.models.log_probs import logits_at_once
+from rlkit.models.head import split_model
+from rlkit.models.log_probs import choose_chunk_logits
 from rlkit.rewards import Reward, Term
 from rlkit.system.adapters import base_model
 from rlkit.training.activations import LOGITS, fit_activations
@@ -88,9 +88,9 @@ class Reads:
 
     def __call__(self, model: Any, function: Callable[..., T], *given: Any, **settings: Any) -> T:
         if torch.is_grad_enabled():
-            return ranks.in_forward(model, function, *given, **settings)
+            return ranks.run_in_forward(model, function, *given, **settings)
         begun = now(model)
-        done = ranks.in_forward(model, function, *given, **settings)
+        done = ranks.run_in_forward(model, function, *given, **settings)
         self.seconds += now(model) - begun
         return done
 
@@ -295,7 +295,7 @@ def with_memory(
         size_room,
         micro=t.x.trainer.micro_batch_tokens,
         vocabulary=vocabulary(model),
-        chunk=logits_at_once(device),
+        chunk=choose_chunk_logits(device),
         rows=engine.max_rows if isinstance(engine, Cached) else 1,
     )
     cached = [max(room(of).cached for of in own) for own in zip(*played, strict=True)]
@@ -314,7 +314,7 @@ def with_memory(
     size = Room(
         saved * RESIDENT if on_cpu else saved,
         LOGITS,
-        token_bytes(base_model(model)) if grows else 0,
+        count_token_bytes(base_model(model)) if grows else 0,
     )
     so_far = peak_memory(device) * 2**30 + (IMPORTS if on_cpu else 0)
     return found._replace(
@@ -326,7 +326,7 @@ def with_memory(
 
 def vocabulary(model: Any) -> int:
     """Entries of the logits of a token."""
-    return trunk_and_head(model)[1].weight.shape[0]
+    return split_model(model)[1].weight.shape[0]
 
 
 def shortened(sampling: Sampling, tokens: int) -> Sampling:

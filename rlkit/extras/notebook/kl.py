@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit.algorithm import call, inputs
+from rlkit.algorithm import call, list_inputs
 from rlkit.extras.notebook.data import Hook
 from rlkit.training import references as reference
 from rlkit.types import QUANTITIES, Reference, unpacked
@@ -60,7 +60,7 @@ def compute_kl(
 
 def is_estimator(kl_fn: Callable[..., Any]) -> bool:
     """Whether a function is an estimator of the core: it asks for nothing but quantities."""
-    asked = inputs(kl_fn)
+    asked = list_inputs(kl_fn)
     return "logprobs" in asked and set(asked) <= set(QUANTITIES)
 
 

@@ -21,7 +21,7 @@ from rlkit.extras.notebook.generation import begun
 from rlkit.extras.notebook.manager import RLStepData, RolloutData, RolloutManager, core_rollout
 from rlkit.training.experiment import Experiment, Sampling, TrainerSettings
 from rlkit.training.learner import Learner
-from rlkit.training.update.scored import batch_logprobs
+from rlkit.training.update.scored import compute_batch_logprobs
 from rlkit.types import Estimate, Rollout
 
 
@@ -234,8 +234,8 @@ class RLTrainer:
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """The value before each sampled token of rollouts with one step [T]."""
         u = self.learner.record()
-        batch = u.assembled(rollouts)
-        found: Any = batch_logprobs(u, self.model, batch, critic=self.learner.critic).values
+        batch = u.assemble_batch(rollouts)
+        found: Any = compute_batch_logprobs(u, self.model, batch, critic=self.learner.critic).values
         return [values[mask].cpu() for values, mask in zip(found, batch.response_mask, strict=True)]
 
     def train_step(

@@ -43,7 +43,7 @@ from rlkit.extras.notebook.views import viewed_reward
 from rlkit.training.experiment import BatchSize, Sampling, TrainerSettings
 from rlkit.training.groups import experience
 from rlkit.training.learner import Learner
-from rlkit.training.update.optimizers import critic_of
+from rlkit.training.update.optimizers import make_first_critic
 from rlkit.types import Policy, Task
 
 WHOLE = 1 << 24  # tokens of a micro-batch, more than any minibatch has
@@ -112,7 +112,7 @@ class IterationLearner(Learner):
             **parts,
         )
         if self.own_critic is None and algorithm.critic.active:
-            self.own_critic = critic_of(x, policy.model)
+            self.own_critic = make_first_critic(x, policy.model)
             assert self.own_critic is not None
             new = list(self.own_critic.parameters())
             optimizer.add_param_group({"params": new, "lr": config.value_learning_rate})

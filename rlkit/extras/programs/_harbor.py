@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import DataError
-from rlkit.tasks.splits import check_split, cut, in_order
+from rlkit.tasks.splits import check_split, cut, order_tasks
 from rlkit.types import Task, ranges, reaches, safe
 
 IMAGES = ("Dockerfile", "docker-compose.yaml")  # in environment/
@@ -90,7 +90,7 @@ def harbor(
         held_out=held_out,
     )
     tasks = [_task(f"{source.name}/{split}", *row) for row in kept]
-    return in_order(tasks, seed=seed, max_samples=max_samples, source=path)
+    return order_tasks(tasks, seed=seed, max_samples=max_samples, source=path)
 
 
 def _tasks_in(source: Path) -> list[Path]:

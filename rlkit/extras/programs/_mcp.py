@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, Literal
 
 from rlkit.environments import hermes
-from rlkit.environments.calling import calling, check_seconds
+from rlkit.environments.calling import check_seconds, make_calling
 from rlkit.environments.session import FunctionSession
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT
 from rlkit.errors import ConfigError
@@ -103,7 +103,7 @@ def mcp(
     slots = _limit_episodes(pool, max_servers)
     # filled when the tools are listed, before any call is parsed
     known: dict[str, Tool] = {}
-    base = calling(
+    base = make_calling(
         lambda task: known,
         known,
         parse_calls,

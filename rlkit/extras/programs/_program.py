@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from rlkit.environments import hermes
-from rlkit.episodes.episode import cut_off, failed
+from rlkit.episodes.episode import cut_off, mark_failed
 from rlkit.errors import ConfigError, DataError
 from rlkit.extras.programs._players import Launch, call_function, make_launch, run_program
 from rlkit.extras.programs._processes import Limits, settle_confinement
@@ -25,7 +25,7 @@ from rlkit.extras.programs.contract import Ask, Ended
 from rlkit.extras.programs.conversations import asking
 from rlkit.extras.programs.hidden_tests import check_hidden, hidden_tests, least_of, run_tests
 from rlkit.extras.programs.slots import AtMost
-from rlkit.sandbox.process import folder
+from rlkit.sandbox.process import make_folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.plain_files import read_plain_file
 from rlkit.system.waiting import Wait, waiting
@@ -264,7 +264,7 @@ async def _play(
         with ExitStack() as held:
             left: list[bool] = []
             if isinstance(player, Launch):
-                where = held.enter_context(folder())
+                where = held.enter_context(make_folder())
                 write_files(at.task, where)
                 play: Callable[..., Awaitable[Ended]] = partial(run_program, player, where, left)
                 named: Any = shlex.join(player.command)
@@ -282,14 +282,14 @@ async def _play(
                 why = (
                     "the program ended its guard, so its processes may live and nothing is verified"
                 )
-                return failed(rollout, why)
+                return mark_failed(rollout, why)
             if tests is None:
                 reward = await verify_left(verifier, at.task, where)
             else:
                 reward = await run_tests(verifier, tests, where)
             if isinstance(reward, str):
                 judge = "environment.verify" if tests is None else "its hidden tests"
-                return failed(rollout, f"{judge}: {reward}")
+                return mark_failed(rollout, f"{judge}: {reward}")
             last = rollout.steps[-1]._replace(reward=reward)
             return rollout._replace(steps=(*rollout.steps[:-1], last))
 

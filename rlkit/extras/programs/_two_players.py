@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from rlkit.environments import dialogue, with_system_prompt
-from rlkit.environments.games import closed_quietly, rewarded, seed_of, unpack
+from rlkit.environments.games import close_quietly, derive_seed, set_last_reward, unpack
 from rlkit.errors import ConfigError, EpisodeOver, Hung, describe_error
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Rollout, Table, Task, Tool, reaches, safe
@@ -101,7 +101,7 @@ class Game:
             self.starting = True
             self.changed.clear()
             try:
-                await self._start(seed_of(self.task))
+                await self._start(derive_seed(self.task))
             finally:
                 self.starting = False
                 self.changed.set()
@@ -172,7 +172,7 @@ class Game:
         self.end("environment")
         self.here -= 1
         if not self.here:
-            await closed_quietly(self.game)
+            await close_quietly(self.game)
 
 
 class Player:
@@ -201,12 +201,12 @@ class Player:
         try:
             action = table.parse_action(rollout.final_content)
         except ValueError as error:
-            return rewarded(rollout, 0.0), [
+            return set_last_reward(rollout, 0.0), [
                 {"role": "user", "content": f"That is no action: {error}"}
             ]
         await table.act(self.number, action)
         text = await table.turn(self.number)
-        rollout = rewarded(rollout, table.rewards[self.number])
+        rollout = set_last_reward(rollout, table.rewards[self.number])
         table.rewards[self.number] = 0.0
         if text is not None:
             return rollout, [{"role": "user", "content": text}]

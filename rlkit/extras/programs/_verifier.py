@@ -20,7 +20,7 @@ from rlkit.extras.programs._processes import (
     fresh_variables,
     run_guarded,
 )
-from rlkit.sandbox.process import folder
+from rlkit.sandbox.process import make_folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.types import Task
 
@@ -154,7 +154,7 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
     if limits.readable is not None:
         limits = limits._replace(readable=[*limits.readable, left_in])
     ours, theirs = socket.socketpair()
-    with folder() as where, ours, theirs:
+    with make_folder() as where, ours, theirs:
         variables = fresh_variables(where, text)
         variables |= {
             "RLKIT_FOLDER": left_in,

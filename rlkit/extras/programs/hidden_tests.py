@@ -22,7 +22,7 @@ from rlkit.extras.programs._processes import (
     run_guarded,
 )
 from rlkit.extras.programs._verifier import LONGEST_NUMBER, Verifier, check_range, keep_plain_files
-from rlkit.sandbox.process import folder
+from rlkit.sandbox.process import make_folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.plain_files import read_plain_file
 from rlkit.types import Task
@@ -86,7 +86,7 @@ def check_hidden(task: Task, readable: Sequence[str] | None, judged: bool) -> st
 @functools.cache
 def tree_problem() -> str:
     """Say why this machine gives no command a file tree of its own; "" if it does."""
-    with folder() as where:
+    with make_folder() as where:
         limits = Limits(0, None, SYSTEM, root=Root(where, {}, {}))
         command = [sys.executable, "-I", "-S", "-B", str(GUARD)]
         pipe = subprocess.PIPE
@@ -113,7 +113,7 @@ async def run_tests(verifier: Verifier, tests: HiddenTests, left_in: str) -> flo
     except (OSError, RecursionError) as error:
         return f"what the program left cannot be tested: {error}"
     limit = min(verifier.time_limit, tests.tests_time_limit)
-    with folder() as where:
+    with make_folder() as where:
         for name in ("root", "logs/verifier", "logs/home"):
             os.makedirs(os.path.join(where, name))
         logs = os.path.join(where, "logs")

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 from rlkit.errors import ConfigError, RLKitError, install
 from rlkit.extras.programs._commands import find_files
 from rlkit.extras.programs._processes import GUARD
-from rlkit.sandbox.process import folder
+from rlkit.sandbox.process import make_folder
 
 T = TypeVar("T")
 # codes of the package's own errors
@@ -156,7 +156,7 @@ class Connection:
 
     async def _own(self, start_timeout: float, env: Mapping[str, str]) -> None:
         reason = f"it did not answer within {start_timeout:g} s"
-        held = folder() if needs_folder(self.server) else nullcontext("")
+        held = make_folder() if needs_folder(self.server) else nullcontext("")
         try:
             with held as where:
                 connected = self._client(env, where)

@@ -148,7 +148,10 @@ def _name(run: ReadRun) -> str:
 
 def token_command(run: ReadRun, step: int, number: int) -> str:
     """Write the command that explains a token of a rollout, up to the token's number."""
-    return f"rlkit why {shlex.quote(runs.shorten_path(run.folder))} step={step} rollout={number} token="
+    return (
+        f"rlkit why {shlex.quote(runs.shorten_path(run.folder))} step={step} rollout={number}"
+        " token="
+    )
 
 
 def chosen_of(

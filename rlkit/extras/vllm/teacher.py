@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rlkit.errors import ConfigError, EngineError, written
+from rlkit.errors import ConfigError, EngineError, name_function
 from rlkit.extras.vllm.server import Lost, Server
 from rlkit.functional import sampled_divergence, top_k_divergence
 from rlkit.models.load import pretrained_tokenizer
@@ -57,7 +57,8 @@ class ServedTeachers(Teacher):
         problems = []
         if loss is not None and named_tokens(loss) is None:
             problems.append(
-                f"algorithm.streams.teacher.loss={written(loss)}: it compares whole distributions,"
+                f"algorithm.streams.teacher.loss={name_function(loss)}: it compares whole"
+                " distributions,"
                 " and teacher=vllm names only the sampled token and the teacher's likeliest ones;"
                 " choose rlkit.functional.sampled_divergence (algorithm=opd),"
                 " rlkit.functional.top_k_divergence with chosen_by: teacher, or teacher=path"

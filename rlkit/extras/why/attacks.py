@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from rlkit.extras.why.evidence import Finding
-from rlkit.rewards import Reward, RewardError, declared, named_rewards
+from rlkit.rewards import Reward, RewardError, list_named_rewards, read_declarations
 from rlkit.rewards import score as score_rollouts
-from rlkit.tasks.splits import problem_of
+from rlkit.tasks.splits import identify_problem
 from rlkit.types import Rollout, Step, Task, bound, plain
 
 TRIED = 16  # rows
@@ -25,7 +25,7 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
 
     Errors of the reward are not raised: if it fails on one of the answers, there is no finding.
     """
-    distinct = {problem_of(task): task for task in tasks if task.answer.strip()}
+    distinct = {identify_problem(task): task for task in tasks if task.answer.strip()}
     rows = [*distinct.values()][:TRIED]
     if len(rows) < 2:
         return None
@@ -91,9 +91,9 @@ def unsafe_reason(reward: Reward, tasks: Sequence[Task]) -> str:
     for name, fn in functions_of(reward, tasks):
         if inspect.iscoroutinefunction(plain(fn)):
             return f"the reward {name} is async"
-        if declared(fn).batched or (name in reward.terms and reward.terms[name].batched):
+        if read_declarations(fn).batched or (name in reward.terms and reward.terms[name].batched):
             return f"the reward {name} takes the whole batch"
-        if declared(fn).no_gold:
+        if read_declarations(fn).no_gold:
             return f"the reward {name} has no truths"
         if set(ADDRESS) & set(parameters(fn)):
             return f"the reward {name} contacts a server"
@@ -105,7 +105,7 @@ def functions_of(reward: Reward, tasks: Sequence[Task]) -> Iterator[tuple[str, C
     rows."""
     asked = {task.reward for task in tasks}
     for name, term in reward.terms.items():
-        known: Mapping[str, Callable[..., Any]] = named_rewards(term.fn)
+        known: Mapping[str, Callable[..., Any]] = list_named_rewards(term.fn)
         if term.weight and known:
             yield from ((own, fn) for own, fn in known.items() if own in asked)
         elif term.weight:

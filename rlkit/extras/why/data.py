@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from rlkit.extras.why.evidence import Evidence, Finding
-from rlkit.tasks.splits import problem_of
+from rlkit.tasks.splits import identify_problem
 from rlkit.training.callbacks.pathologies import MISMATCH
 from rlkit.types import Rollout, Task, ToolResult
 
@@ -161,14 +161,14 @@ def holds(task: Task, answer: str) -> bool:
 
 def repeated_rows(e: Evidence) -> Finding | None:
     """One problem makes up much of the rows."""
-    counts = Counter(map(problem_of, e.tasks))
+    counts = Counter(map(identify_problem, e.tasks))
     total = sum(counts.values())
     if total < ROWS:
         return None
     most = max(counts.values())
     if most < REPEATED * total:
         return None
-    [worst] = [task for task in e.tasks if counts[problem_of(task)] == most][:1]
+    [worst] = [task for task in e.tasks if counts[identify_problem(task)] == most][:1]
     return Finding(
         "repeated",
         "The rows repeat a problem.",

@@ -20,13 +20,13 @@ from rlkit.extras.why.remedies import PROBES, SAMPLES, Remedy
 from rlkit.system import rng
 from rlkit.system.device import autocast
 from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
-from rlkit.tasks.splits import problem_of
+from rlkit.tasks.splits import identify_problem
 from rlkit.training.ahead.flight import Flight
 from rlkit.training.ahead.modes import group_source
-from rlkit.training.ahead.source import GroupSource, next_groups
-from rlkit.training.callbacks.checkpoints import checkpoints, read_checkpoint, step_of
+from rlkit.training.ahead.source import GroupSource, get_next_groups
+from rlkit.training.callbacks.checkpoints import list_checkpoints, read_checkpoint, step_of
 from rlkit.training.experiment import BatchSize, Experiment
-from rlkit.training.groups import scored
+from rlkit.training.groups import score_fresh
 from rlkit.training.learner import Learner
 from rlkit.training.metrics import Clock
 from rlkit.training.run import ready
@@ -66,7 +66,7 @@ def choose_place(folder: Path, e: Evidence, asked: int | None) -> Place:
 
     Raises: ConfigError if there is no such checkpoint.
     """
-    known = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
+    known = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     if asked is None:
         limit = LATE * e.number("trainer.steps")
         early = [step for step in known if step <= limit]
@@ -84,7 +84,7 @@ def choose_probes(x: Experiment, tasks: Splits, place: Place, steps: int) -> lis
     """Distinct problems later in the stream than the prompts of the forks' steps."""
     taken = steps * x.batch.prompts
     drawn, _ = take(tasks.train, place.stream, taken + 2 * PROBES, seed=x.seed)
-    return list({problem_of(task): task for task in drawn[taken:]}.values())[:PROBES]
+    return list({identify_problem(task): task for task in drawn[taken:]}.values())[:PROBES]
 
 
 class Setting(NamedTuple):
@@ -125,7 +125,7 @@ def run_fork(x: Experiment, setting: Setting, tasks: Splits, place: Place, steps
 def take_step(learner: Learner, source: GroupSource, flight: Flight) -> Flight:
     """Take one RL step, as in training; return the groups in flight after it."""
     learner.begin()
-    groups, flight, _ = next_groups(
+    groups, flight, _ = get_next_groups(
         source,
         flight,
         learner.experiment,
@@ -165,7 +165,7 @@ def measure(
     )
     place: Any = {"step": PROBE, "version": learner.rl_step, "first": 0, "clock": Clock()}
     found: dict[str, list[float]] = {}
-    for rollout in scored(probing, policy, probes, **place):
+    for rollout in score_fresh(probing, policy, probes, **place):
         if rollout.total_reward is not None:
             found.setdefault(rollout.task.id, []).append(rollout.total_reward)
     return {task: sum(own) / len(own) for task, own in found.items()}

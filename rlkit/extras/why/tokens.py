@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from rlkit.episodes.record import load_rollouts
-from rlkit.errors import ConfigError, visible
+from rlkit.errors import ConfigError, show_controls
 from rlkit.extras.why.evidence import Evidence
 from rlkit.extras.why.settings import compares_groups
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.system.device import autocast
 from rlkit.system.shards import index_steps
-from rlkit.training.callbacks.checkpoints import checkpoints, read_checkpoint, step_of
+from rlkit.training.callbacks.checkpoints import list_checkpoints, read_checkpoint, step_of
 from rlkit.training.experiment import Experiment
 from rlkit.training.groups import accept
 from rlkit.training.learner import Learner
@@ -102,7 +102,7 @@ def find_token(played: Sequence[Rollout], step: int, rollout: int, token: int) -
 
 def nearest_checkpoint(folder: Path, version: int) -> tuple[int, Path | None]:
     """The RL steps and the file of the newest checkpoint up to a version; 0 and None: the start."""
-    known = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
+    known = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     start = max((step for step in known if step <= version), default=0)
     return start, known.get(start)
 
@@ -274,4 +274,4 @@ def say_effect_of_step(made: TokenEffect, token: Token, *, grouped: bool) -> Ite
 
 def quoted(text: str) -> str:
     """A token in quotation marks, control characters shown."""
-    return f"'{visible(text)}'"
+    return f"'{show_controls(text)}'"

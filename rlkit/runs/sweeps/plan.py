@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from rlkit.config.changes import ONCE, find_departures
-from rlkit.distributed.launch import sweep_problem
+from rlkit.distributed.launch import explain_sweep_problem
 from rlkit.errors import ConfigError, DataError, Refusal, install
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.jobs import is_alive, read_jobs
@@ -117,7 +117,7 @@ def check_jobs(
             }
             x = experiment(composed)
             check_loggers(x.logger)
-            problem = sweep_problem(x.trainer.devices, x.trainer.nodes)
+            problem = explain_sweep_problem(x.trainer.devices, x.trainer.nodes)
             if problem:
                 raise ConfigError(problem)
             lines = (

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
-from rlkit.distributed.launch import own_gpus
+from rlkit.distributed.launch import assign_gpus
 from rlkit.runs import folder as runs
 from rlkit.runs.kernels import decide_kernels
 from rlkit.runs.sweeps.jobs import EARLIER, RunJob, is_alive, read_jobs, record_path, save
@@ -236,7 +236,7 @@ def run_process(job: RunJob, sweep: Sweep, start: Start, devices: int) -> tuple[
     """(the exit status of a job's process, its end in a few words); the job's file names it."""
     record = record_path(sweep.root, job.folder)
     log = record.with_suffix(".log")
-    gpus = own_gpus(record.parent / "gpus", jobs=sweep.parallel, devices=devices)
+    gpus = assign_gpus(record.parent / "gpus", jobs=sweep.parallel, devices=devices)
     with log.open("ab") as out, gpus as own:
         begin = out.tell()
         try:

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import asks
-from rlkit.episodes.record import from_bytes, to_bytes
+from rlkit.algorithm import asks_for
+from rlkit.episodes.record import decode_rollouts, encode_rollouts
 from rlkit.episodes.stream import CHANGED, StreamState, take_again
-from rlkit.errors import DataError, written
+from rlkit.errors import DataError, name_function
 from rlkit.training.experiment import Experiment
-from rlkit.training.schedules.progress import Progress, foreseen
+from rlkit.training.schedules.progress import Progress, foresee_step
 from rlkit.types import Rollout, Task, is_record
 
 
@@ -36,7 +36,7 @@ class StepGroups(NamedTuple):
     trained: list[Rollout]  # the ones to train on
     before: StreamState  # the prompt stream before its prompts were drawn
     after: StreamState  # the prompt stream after that
-    settings: str  # digest of everything else that affects the groups (`settings_of`)
+    settings: str  # digest of everything else that affects the groups (`digest_settings`)
 
 
 class Request(NamedTuple):
@@ -69,27 +69,27 @@ class Flight(NamedTuple):
         return self.ahead[-1].after if self.ahead else self.consumed
 
 
-def version_of(step: int, staleness: int) -> int:
+def compute_version(step: int, staleness: int) -> int:
     """The version of the weights that sample an RL step's groups: the number of RL steps that
     trained them. Only this function decides it.
 
     If a resumed run no longer has these weights (its staleness is lower, or it has more steps), the
     current weights sample; they are newer.
 
-    >>> [version_of(step, 2) for step in range(5)]
+    >>> [compute_version(step, 2) for step in range(5)]
     [0, 0, 0, 1, 2]
     """
     return max(0, step - staleness)
 
 
-def due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
+def list_due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
     """The steps after those in flight whose groups the weights of version `now` must sample."""
     first = flight.ahead[-1].step + 1 if flight.ahead else now
     steps = range(first, max(x.trainer.steps, now + 1))
-    return [*takewhile(lambda step: version_of(step, x.asynchrony.staleness) <= now, steps)]
+    return [*takewhile(lambda step: compute_version(step, x.asynchrony.staleness) <= now, steps)]
 
 
-def settings_of(x: Experiment) -> str:
+def digest_settings(x: Experiment) -> str:
     """Digest sampling, environment, reward, batch and refills of a step's experiment. Functions
     enter the digest by name."""
     own = x.algorithm
@@ -102,21 +102,21 @@ def settings_of(x: Experiment) -> str:
         own.max_refills,
         own.group_filter if own.max_refills else None,
         own.episodes,
-        asks(own.advantage, "greedy_rewards"),
+        asks_for(own.advantage, "greedy_rewards"),
     ]
     return hashlib.sha256(repr(_plain(parts)).encode()).hexdigest()[:16]
 
 
 def _plain(part: Any) -> Any:
     if isinstance(part, partial):
-        return [written(part), _plain(part.keywords)]
+        return [name_function(part), _plain(part.keywords)]
     if is_record(part):
         part = part._asdict()
     if isinstance(part, Mapping):
         return {str(key): _plain(value) for key, value in part.items()}
     if isinstance(part, list | tuple):
         return [_plain(value) for value in part]
-    return part if isinstance(part, int | float | str | None) else written(part)
+    return part if isinstance(part, int | float | str | None) else name_function(part)
 
 
 # ---------------------------------------------------------------------------------- in a checkpoint
@@ -149,8 +149,8 @@ def unpack_flight(
     def holds(own: InFlight) -> bool:
         return (
             isinstance(own, kinds)
-            and own.version >= version_of(own.step, x.asynchrony.staleness)
-            and own.settings == settings_of(foreseen(x, progress, own.step))
+            and own.version >= compute_version(own.step, x.asynchrony.staleness)
+            and own.settings == digest_settings(foresee_step(x, progress, own.step))
         )
 
     ahead: list[InFlight] = [unpack_groups(own, tasks, seed=x.seed) for own in saved["flight"]]
@@ -198,9 +198,9 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> Tensor:
     """Rollouts as bytes in a tensor, so that a checkpoint's size is known before it is written. Of
     their tasks only id and part are kept."""
     plain = [r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in rollouts]
-    return torch.frombuffer(bytearray(to_bytes(plain)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(encode_rollouts(plain)), dtype=torch.uint8)
 
 
 def unpack_rollouts(data: Tensor) -> list[Rollout]:
     """The inverse of `pack_rollouts`."""
-    return from_bytes(data.numpy().tobytes())
+    return decode_rollouts(data.numpy().tobytes())

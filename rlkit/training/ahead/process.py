@@ -18,7 +18,7 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
-from rlkit.distributed.launch import ending
+from rlkit.distributed.launch import describe_exit
 from rlkit.errors import ConfigError, EngineError
 from rlkit.system.fingerprints import fingerprint
 from rlkit.system.shared_state import say_once
@@ -33,7 +33,7 @@ from rlkit.training.ahead.flight import (
 from rlkit.training.ahead.journal import Journal
 from rlkit.training.ahead.sampler import START, Answer, Handshake
 from rlkit.training.ahead.source import Received
-from rlkit.training.ahead.weights import WeightSlots, shared_memory
+from rlkit.training.ahead.weights import WeightSlots, make_shared_memory
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
 from rlkit.training.schedules.progress import Progress
@@ -91,7 +91,7 @@ class SamplingProcess:
             ) from error
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-        self.memory = shared_memory()
+        self.memory = make_shared_memory()
         self.connection, theirs = Pipe()
         handles = (theirs.fileno(), self.memory)
         with ExitStack() as files, theirs:
@@ -113,7 +113,7 @@ class SamplingProcess:
     def publish(self, policy: Policy, version: int) -> None:
         """Copy the trainable weights into the slot of this version."""
         begun = time.perf_counter()
-        slots = self.slots_of(policy.model)
+        slots = self.get_slots(policy.model)
         try:
             slots.write(version)
         except OSError as error:
@@ -178,7 +178,7 @@ class SamplingProcess:
         for own in kept.ahead:
             if isinstance(own, Request):
                 weights = saved["weights"][own.version]
-                self.slots_of(policy.model).restore(own.version, weights)
+                self.get_slots(policy.model).restore(own.version, weights)
                 own = self.request(own._replace(before=flight.after), Clock())
             flight = flight._replace(ahead=(*flight.ahead, own))
         return flight
@@ -194,7 +194,7 @@ class SamplingProcess:
         while self.requests and not self.failure:
             self._take()
 
-    def slots_of(self, model: Any) -> WeightSlots:
+    def get_slots(self, model: Any) -> WeightSlots:
         """The slots for this model's weights. The first call sends the process a `Handshake` with
         their layout, the trainer's settled kernel and the size of its cache."""
         if self.slots is None:
@@ -212,7 +212,7 @@ class SamplingProcess:
         try:
             self.connection.send_bytes(data)
         except OSError:
-            raise self.gone() from None
+            raise self.make_gone_error() from None
 
     def _listen(self) -> None:
         """Take answers as they come, so that the process never waits for the trainer."""
@@ -242,16 +242,16 @@ class SamplingProcess:
                 self.journal.keep(answer.groups, request.weights)
             self.here[answer.groups.step] = answer
         else:
-            self.failure = answer or self.gone()
+            self.failure = answer or self.make_gone_error()
 
-    def gone(self) -> EngineError:
+    def make_gone_error(self) -> EngineError:
         """Why there is no answer."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         status = self.process.poll()
         how = "closed its connection" if status is None else "ended"
         if status:
-            how = ending(status)
+            how = describe_exit(status)
         where = f"; what it printed: {self.log}" if self.log else ""
         return EngineError(
             f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from"

@@ -177,7 +177,7 @@ def serve(
     except Interrupted:
         raise
     except BaseException as error:
-        send(_pickled_error(error))
+        send(_pickle_error(error))
 
 
 def _load_policy(x: Experiment) -> tuple[Policy, torch.device]:
@@ -195,7 +195,7 @@ def _load_policy(x: Experiment) -> tuple[Policy, torch.device]:
     return policy, device
 
 
-def _pickled_error(error: BaseException) -> bytes:
+def _pickle_error(error: BaseException) -> bytes:
     """Serialise an error for the trainer, as text if it cannot be pickled."""
     if not isinstance(error, RLKitError):
         error.add_note("in the sampling process:\n" + "".join(traceback.format_exception(error)))

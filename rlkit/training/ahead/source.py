@@ -11,13 +11,13 @@ from rlkit.training.ahead.flight import (
     InFlight,
     Request,
     StepGroups,
-    due_steps,
-    settings_of,
+    digest_settings,
+    list_due_steps,
 )
 from rlkit.training.experiment import Experiment
 from rlkit.training.groups import experience
 from rlkit.training.metrics import Clock
-from rlkit.training.schedules.progress import Progress, foreseen
+from rlkit.training.schedules.progress import Progress, foresee_step
 from rlkit.types import Policy, Task
 
 Received = tuple[StepGroups, dict[str, float]]  # groups, and seconds of the hand-over by name
@@ -61,7 +61,7 @@ class GroupSource(Protocol):
         """
 
 
-def next_groups(
+def get_next_groups(
     source: GroupSource,
     flight: Flight,
     x: Experiment,
@@ -88,11 +88,11 @@ def next_groups(
       clock: takes the seconds of the parts.
     """
     version = progress.step
-    due = due_steps(x, flight, version)
+    due = list_due_steps(x, flight, version)
     if due:
         source.publish(policy, version)
     for step in due:
-        settings = settings_of(foreseen(x, progress, step))
+        settings = digest_settings(foresee_step(x, progress, step))
         request = Request(step, version, progress, flight.after, settings)
         flight = flight._replace(ahead=(*flight.ahead, source.request(request, clock)))
     first, *rest = flight.ahead
@@ -121,7 +121,7 @@ def sample_groups(
     assert before is not None
     step = request.step
     version = request.version
-    own = foreseen(x, request.progress, step)
+    own = foresee_step(x, request.progress, step)
     sampled, trained, after = experience(
         own, policy, tasks, before, step=step, version=version, clock=clock
     )

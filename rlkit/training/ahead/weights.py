@@ -46,7 +46,7 @@ class WeightSlots:
 
     def read(self, version: int) -> None:
         """Read a version's weights into the model. Raises EngineError if it is not there."""
-        at = self._found(version)
+        at = self._find_slot(version)
         for _, p in self.named:
             own = torch.empty(p.shape, dtype=p.dtype)
             at = _copy(_read, self.file, own, at)
@@ -56,7 +56,7 @@ class WeightSlots:
         """The version's weights as bytes, for a checkpoint. Raises EngineError if it is not
         there."""
         out = torch.empty(self.size, dtype=torch.uint8)
-        _copy(_read, self.file, out, self._found(version))
+        _copy(_read, self.file, out, self._find_slot(version))
         return out
 
     def restore(self, version: int, saved: Tensor) -> None:
@@ -75,7 +75,7 @@ class WeightSlots:
             at = _copy(os.pwrite, self.file, part.contiguous(), at)
         os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
 
-    def _found(self, version: int) -> int:
+    def _find_slot(self, version: int) -> int:
         """The place of a version's weights. Raises EngineError if its slot holds another."""
         found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
         if found != version:
@@ -100,7 +100,7 @@ def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor
     return at + done
 
 
-def shared_memory() -> int:
+def make_shared_memory() -> int:
     """A nameless file in memory that exists as long as a process has it open; on other systems than
     Linux a temporary file."""
     if hasattr(os, "memfd_create"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 
-from rlkit.episodes.summary import failing_tools, failures, refusals
+from rlkit.episodes.summary import count_failures, count_refusals, describe_failing_tools
 from rlkit.training.callbacks.pathologies import (
     CHECKS,
     LEAST_BAD,
@@ -27,11 +27,15 @@ class Health(L.Callback):
         row = list(with_least_bad([before, module.metrics]))[-1]
         self.least_bad = row[LEAST_BAD]
         found = {check.__name__: text for check in CHECKS if (text := check(row)) is not None}
-        found |= {text.partition(" failed")[0]: text for text in failing_tools(module.rollouts)}
-        refused = refusals(module.rollouts)
+        found |= {
+            text.partition(" failed")[0]: text for text in describe_failing_tools(module.rollouts)
+        }
+        refused = count_refusals(module.rollouts)
         found |= {"refusals": refused} if refused else {}
         for name, text in found.items():
             if name not in self.said:
-                first = failures(module.rollouts) if name == environment_failures.__name__ else ""
+                first = (
+                    count_failures(module.rollouts) if name == environment_failures.__name__ else ""
+                )
                 trainer.print(f"warning: step {module.rl_step}: {first or text}")
         self.said |= found.keys()

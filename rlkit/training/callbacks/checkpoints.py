@@ -38,7 +38,7 @@ from rlkit.system.files import (
 )
 from rlkit.system.rows import WAITING
 from rlkit.system.sharding import find_sharded_modules
-from rlkit.training.callbacks.metrics import still_owned
+from rlkit.training.callbacks.metrics import check_ownership
 
 PREFIX = "step_"
 SUFFIX = ".ckpt"
@@ -134,7 +134,7 @@ class RLCheckpoint(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         before = self.best
-        if self.improved(module) or module.rl_step % self.every == 0 or trainer.should_stop:
+        if self.has_improved(module) or module.rl_step % self.every == 0 or trainer.should_stop:
             self.best = self.best if self.save(trainer, module) else before
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -150,8 +150,8 @@ class RLCheckpoint(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if not self.model or module.rl_step < module.total_steps:
             return
-        still_owned(self.run)
-        state = gathered(module.model)
+        check_ownership(self.run)
+        state = gather_policy(module.model)
 
         def write_last() -> None:
             save_policy(self.run / "model", module.policy, state=state)
@@ -159,13 +159,13 @@ class RLCheckpoint(L.Callback):
         def write_best() -> None:
             if self.best:
                 identity = module.provenance.get("identity", "")
-                best = weights_of(self.folder / BEST, self.run, identity)
+                best = read_weights(self.folder / BEST, self.run, identity)
                 save_policy(self.run / "model_best", module.policy, state=best)
 
         self.saved("model/", lambda: ranks.broadcast(write_last), "model/")
         self.saved("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
 
-    def improved(self, module: Any) -> bool:
+    def has_improved(self, module: Any) -> bool:
         """Whether the step's row holds the metric, and no step before had a better one."""
         if self.metric is None or self.metric not in module.metrics:
             return False
@@ -184,7 +184,7 @@ class RLCheckpoint(L.Callback):
         """Write the current RL step's checkpoint, then delete the oldest ones. Return whether it
         was written."""
         path = self.path(module)
-        still_owned(self.run)
+        check_ownership(self.run)
 
         def write() -> None:
             # a checkpoint promises that all rows up to its step are written
@@ -203,7 +203,7 @@ class RLCheckpoint(L.Callback):
                 place = path.with_suffix(ADAPTER)
                 save_policy(place, module.policy, state=adapters, tokenizer=False)
 
-        adapters = gathered(module.model) if has_adapters(module.model) else None
+        adapters = gather_policy(module.model) if has_adapters(module.model) else None
         done = self.saved(f"checkpoint {path.name}", write)
         if done and trainer.is_global_zero:
             self.prune()
@@ -233,7 +233,9 @@ class RLCheckpoint(L.Callback):
     def prune(self) -> None:
         """Delete the checkpoints that newer whole ones replace, but never the best one."""
         held = (self.folder / BEST).resolve()
-        old = [path for path in checkpoints(self.folder)[: -self.keep] if path.resolve() != held]
+        old = [
+            path for path in list_checkpoints(self.folder)[: -self.keep] if path.resolve() != held
+        ]
         for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
             with suppress(OSError):
                 path.unlink()
@@ -241,7 +243,7 @@ class RLCheckpoint(L.Callback):
                     shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
 
 
-def gathered(model: Any) -> dict[str, Any] | None:
+def gather_policy(model: Any) -> dict[str, Any] | None:
     """The tensors that `save_policy` needs from a sharded model: all weights, or under LoRA the
     adapters. None if the model is not sharded."""
     if not find_sharded_modules(model):
@@ -250,7 +252,7 @@ def gathered(model: Any) -> dict[str, Any] | None:
     state = model.state_dict()
     if has_adapters(model):
         state = {name: value for name, value in state.items() if "lora_" in name}
-    return ranks.full_tensors(state)
+    return ranks.gather_tensors(state)
 
 
 def link(name: Path, target: Path) -> None:
@@ -261,7 +263,7 @@ def link(name: Path, target: Path) -> None:
     os.replace(part, name)
 
 
-def weights_of(path: Path, folder: Path, identity: str) -> dict[str, Any]:
+def read_weights(path: Path, folder: Path, identity: str) -> dict[str, Any]:
     """The policy's weights in a checkpoint, as its model names them. Raises OSError if it is
     damaged, or of another run."""
     try:
@@ -282,7 +284,7 @@ def step_of(path: Path) -> int:
     return int(found[1]) if found else -1
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
     found = [path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if step_of(path) >= 0]
     return sorted(found, key=step_of)
@@ -297,7 +299,7 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     """
     damaged = []
     named = source.suffix == SUFFIX
-    for path in [source] if named else reversed(checkpoints(source)):
+    for path in [source] if named else reversed(list_checkpoints(source)):
         try:
             state = read_checkpoint(path)
         except DataError as error:
@@ -307,7 +309,7 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
             warn(f"{line}; {path.name} is used")
         return path, state
     if named:
-        for path in reversed(checkpoints(source.parent)):
+        for path in reversed(list_checkpoints(source.parent)):
             if step_of(path) < step_of(source.resolve()) and not find_damage(path):
                 raise DataError(f"{damaged[0]}; the whole one before it is {path}")
     none = (
@@ -357,7 +359,7 @@ def set_foreign_aside(run: Path, identity: str) -> None:
     """Moves checkpoints of other runs out of checkpoints/, to keep them from being removed as old
     ones of this run."""
     folder = run / "checkpoints"
-    for path in (*checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
+    for path in (*list_checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
         with suppress(*UNREADABLE, AttributeError, TypeError):
             open_regular(path).close()
             # loads no tensors
@@ -379,7 +381,7 @@ def supersede(folder: Path, step: int) -> None:
     the rows up to them have been replaced. The next save deletes the whole ones. Damaged ones are
     kept as evidence.
     """
-    for path in checkpoints(folder):
+    for path in list_checkpoints(folder):
         if step_of(path) <= step:
             continue
         if find_damage(path):

@@ -11,8 +11,8 @@ from typing import Any
 import lightning as L
 import torch
 
-from rlkit.episodes import append_step, transcript
-from rlkit.episodes.completions import completion_row, table_columns, write_completions
+from rlkit.episodes import append_step, write_transcript
+from rlkit.episodes.completions import list_table_columns, make_completion_row, write_completions
 from rlkit.system.files import lose, reason, report_write_errors, write_atomic
 from rlkit.system.shards import stem
 from rlkit.training.loggers import log_table, log_text
@@ -37,7 +37,7 @@ class Samples(L.Callback):
             step != 1 and step % self.every and not trainer.should_stop
         ) or not trainer.is_global_zero:
             return
-        chosen = [transcript(r) for r in best_and_worst(module.rollouts, self.count)]
+        chosen = [write_transcript(r) for r in select_best_and_worst(module.rollouts, self.count)]
         path = self.folder / f"{stem(step)}.md"
         title = f"# Sample conversations of step {step}\n"
         text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
@@ -81,7 +81,7 @@ class Completions(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         names = (name for x in module.learner.phases.values() for name in x.reward.terms)
         # the columns of all phases, so that all files have the same columns
-        self.columns = table_columns(dict.fromkeys(names))
+        self.columns = list_table_columns(dict.fromkeys(names))
         if not self.every or not trainer.is_global_zero:
             return
         try:  # now, while there is memory for it
@@ -99,7 +99,8 @@ class Completions(L.Callback):
             return
         advantages = mean_advantages(module.batch, module.trained)
         rows = [
-            completion_row(r, step, advantages.get((r.group, r.sample))) for r in module.rollouts
+            make_completion_row(r, step, advantages.get((r.group, r.sample)))
+            for r in module.rollouts
         ]
         for logger in shown:
             log_table(
@@ -153,7 +154,7 @@ def mean_advantages(batch: Weighted, trained: Sequence[Rollout]) -> dict[tuple[i
     return {(r.group, r.sample): total / count for r, total, count in means if count}
 
 
-def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
+def select_best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     """The best, the worst, then the first of the others."""
     ranked = sorted(rollouts, key=lambda r: float("-inf") if r.reward is None else r.reward)
     picked = [ranked[-1], ranked[0]]

@@ -21,7 +21,7 @@ from rlkit.system.rows import append_row
 from rlkit.system.waiting import limit_waiting
 from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.callbacks.pathologies import INTERVALS
-from rlkit.training.callbacks.terminal import held_out, how_sampled
+from rlkit.training.callbacks.terminal import describe_sampling, format_held_out
 from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
 
@@ -69,7 +69,9 @@ class HeldOut(L.Callback):
             f"{count_in_words(len(own), count_distinct(own))} {split}"
             for split, own in played.items()
         )
-        trainer.print(f"before: {held_out(row)} on {counts} problems, {how_sampled(temperature)}")
+        trainer.print(
+            f"before: {format_held_out(row)} on {counts} problems, {describe_sampling(temperature)}"
+        )
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         every = module.experiment.evaluation.every
@@ -92,11 +94,11 @@ class HeldOut(L.Callback):
         if not tasks:
             return {}
         forward = trainer.strategy.precision_plugin.forward_context
-        watch = in_time(
+        watch = limit_evaluation(
             x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}"
         )
         # an evaluation leaves the generators as they were
-        with watch, forward(), ranks.whole_weights(module.model), rng.keep_generators():
+        with watch, forward(), ranks.gather_weights(module.model), rng.keep_generators():
             result, rollouts = greedy_accuracy(
                 module.policy,
                 tasks,
@@ -109,10 +111,12 @@ class HeldOut(L.Callback):
             with report_write_errors(f"held_out/{split}/ of step {module.rl_step}"):
                 folder = self.metrics.parent / "held_out" / split
                 append_step(folder, module.rl_step, rollouts[:KEPT])
-        return result_row(result, PREFIXES[split]) | {"perf/eval_s": time.perf_counter() - started}
+        return flatten_result(result, PREFIXES[split]) | {
+            "perf/eval_s": time.perf_counter() - started
+        }
 
 
-def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
+def limit_evaluation(settings: Evaluation, name: str) -> AbstractContextManager[None]:
     """A context for playing and scoring an evaluation, or a part of one. At its deadline the
     process ends and says so."""
     return limit_waiting(
@@ -120,7 +124,7 @@ def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
     )
 
 
-def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
+def flatten_result(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """A result as metrics with a prefix, for example `eval/`. Those of each part of a mixture are
     `eval/part/NAME/*`. Figures from the reward's functions are `eval/reward/TERM/METRIC` and
     `eval/aggregator/METRIC`."""

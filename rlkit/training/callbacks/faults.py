@@ -18,7 +18,7 @@ from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import cover
 from rlkit.system.sharding import find_sharded_modules
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
-from rlkit.training.update.split import on_device
+from rlkit.training.update.split import move_to_device
 
 BATCH = "batch.pt"
 STATE = "state.ckpt"
@@ -65,7 +65,7 @@ class DebugBundle(L.Callback):
         state = state_of(trainer, module)
         if writes:
             with report_write_errors(str(folder)):
-                batch = vars(on_device(module.learner.micro.minibatch, "cpu"))
+                batch = vars(move_to_device(module.learner.micro.minibatch, "cpu"))
                 AtomicCheckpointIO().save_checkpoint(batch, folder / BATCH)
                 AtomicCheckpointIO().save_checkpoint(state, folder / STATE)
                 exception.add_note(f"rlkit replay bundle={folder} does the update again")

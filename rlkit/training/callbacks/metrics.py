@@ -11,10 +11,10 @@ import lightning as L
 from rlkit.distributed import ranks
 from rlkit.system import owner
 from rlkit.system.rows import append_row
-from rlkit.training.kernels import choices_of, note_choices
+from rlkit.training.kernels import note_choices, record_choices
 from rlkit.training.loggers import log_final, log_histogram, log_settings, log_text
 from rlkit.training.metrics import with_own
-from rlkit.training.schedules.paths import flat
+from rlkit.training.schedules.paths import flatten_numbers
 
 FINAL = (  # by which runs are compared
     "test/accuracy",
@@ -36,13 +36,13 @@ class Ownership(L.Callback):
         self.run = run
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        still_owned(self.run)
+        check_ownership(self.run)
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        still_owned(self.run)
+        check_ownership(self.run)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        still_owned(self.run)
+        check_ownership(self.run)
 
 
 class ChoicesNoted(L.Callback):
@@ -55,10 +55,10 @@ class ChoicesNoted(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if ranks.rank() == 0:
             engine = module.experiment.generation.engine
-            note_choices(self.run, choices_of(engine, module.policy.model))
+            note_choices(self.run, record_choices(engine, module.policy.model))
 
 
-def still_owned(run: Path) -> None:
+def check_ownership(run: Path) -> None:
     """End the run on all ranks if another process has taken its folder. The first rank looks.
     Raises TakenOver there, and RankError on the others."""
     ranks.broadcast(lambda: owner.check_owner(run))
@@ -76,7 +76,7 @@ class MetricsFile(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         for logger in trainer.loggers:
-            log_settings(logger, settings(module))
+            log_settings(logger, list_settings(module))
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if self.line:  # below the line of the step that ended the phase
@@ -84,7 +84,7 @@ class MetricsFile(L.Callback):
             self.line = ""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        still_owned(self.path.parent)  # again: an evaluation may have taken long
+        check_ownership(self.path.parent)  # again: an evaluation may have taken long
         module.metrics = with_own(module.metrics, module.logged)
         module.logged = {}
         if ranks.rank() == 0:
@@ -107,7 +107,7 @@ class MetricsFile(L.Callback):
         finite = {name: module.metrics.get(name, math.nan) for name in FINAL}
         figures = {name: value for name, value in finite.items() if math.isfinite(value)}
         for logger in trainer.loggers:
-            log_final(logger, settings(module), figures, module.rl_step)
+            log_final(logger, list_settings(module), figures, module.rl_step)
 
 
 def _show(logger: Any, module: Any) -> None:
@@ -123,10 +123,10 @@ def _show(logger: Any, module: Any) -> None:
     log_histogram(logger, "adv/histogram", advantages, module.rl_step)
 
 
-def settings(module: Any) -> dict[str, Any]:
+def list_settings(module: Any) -> dict[str, Any]:
     """Dotted key → value of the run's config, without Hydra's own keys."""
     return {
         k: v
-        for k, v in flat(module.provenance.get("config", {})).items()
+        for k, v in flatten_numbers(module.provenance.get("config", {})).items()
         if not k.endswith(("_partial_", "_convert_"))
     }

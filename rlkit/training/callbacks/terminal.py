@@ -62,7 +62,7 @@ class ProgressLines(L.Callback):
             module.rl_step, module.total_steps, row, self.last_reward, str(self.countdown)
         )
         self.last_reward = row["reward/mean"]
-        lines = [line, *([f"  {measured}"] if (measured := held_out(row)) else [])]
+        lines = [line, *([f"  {measured}"] if (measured := format_held_out(row)) else [])]
         if self.bar is None:
             print("\n".join(lines), flush=True)
             return
@@ -77,7 +77,9 @@ class ProgressLines(L.Callback):
     def left(self, module: Any) -> float:
         """Seconds until the run has done all of its steps, or until trainer.max_time is over."""
         evaluations = (
-            evaluations_left(module.rl_step, module.total_steps, module.experiment.evaluation.every)
+            count_evaluations_left(
+                module.rl_step, module.total_steps, module.experiment.evaluation.every
+            )
             if self.evaluation
             else 0
         )
@@ -123,14 +125,14 @@ def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
     return steps * statistics.median(taken) + evaluations
 
 
-def evaluations_left(step: int, total: int, every: int) -> int:
+def count_evaluations_left(step: int, total: int, every: int) -> int:
     """Evaluations after `step`: every `every` steps (0: none), and after the last one.
 
     >>> (
-    ...     evaluations_left(0, 25, 10),
-    ...     evaluations_left(10, 25, 10),
-    ...     evaluations_left(20, 20, 10),
-    ...     evaluations_left(3, 25, 0),
+    ...     count_evaluations_left(0, 25, 10),
+    ...     count_evaluations_left(10, 25, 10),
+    ...     count_evaluations_left(20, 20, 10),
+    ...     count_evaluations_left(3, 25, 0),
     ... )
     (3, 2, 0, 1)
     """
@@ -178,7 +180,7 @@ def step_line(
     return line
 
 
-def held_out(row: dict[str, Any]) -> str:
+def format_held_out(row: dict[str, Any]) -> str:
     """`validation accuracy 0.981, test accuracy 0.988`, each with the mean reward if it
     differs; '' without an evaluation."""
     said = []
@@ -193,6 +195,6 @@ def held_out(row: dict[str, Any]) -> str:
     return ", ".join(said)
 
 
-def how_sampled(temperature: float) -> str:
+def describe_sampling(temperature: float) -> str:
     """How the replies of an evaluation were sampled."""
     return f"sampled at temperature {temperature:g}" if temperature else "greedy"

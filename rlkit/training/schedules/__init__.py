@@ -8,8 +8,8 @@ from rlkit.training.schedules.controllers import (
     Condition,
     adaptive,
     adaptive_entropy,
-    condition,
-    streak,
+    count_streak,
+    read_condition,
 )
 from rlkit.training.schedules.functions import constant, cosine, decay, linear
 from rlkit.training.schedules.progress import (
@@ -17,14 +17,14 @@ from rlkit.training.schedules.progress import (
     Progress,
     Schedule,
     advance,
-    at,
-    lengthened,
-    metrics,
-    phases,
+    describe_transition,
+    explain_new_length,
+    find_resets,
+    find_unmeasured,
+    list_phases,
+    list_values,
+    measure_schedules,
     require_measured,
-    resets,
+    resolve_schedules,
     start,
-    transition,
-    unmeasured,
-    values,
 )

@@ -34,7 +34,7 @@ class Condition(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def condition(text: str) -> Condition:
+def read_condition(text: str) -> Condition:
     """Read a condition: METRIC, one of > >= < <=, NUMBER, and optionally `for N`, the number of
     steps in a row on which it must hold.
 
@@ -51,7 +51,7 @@ def condition(text: str) -> Condition:
     return Condition(found[1], found[2], float(found[3]), int(found[4] or 1))
 
 
-def streak(condition: Condition, before: float, metrics: Mapping[str, float]) -> int:
+def count_streak(condition: Condition, before: float, metrics: Mapping[str, float]) -> int:
     """Number of steps in a row on which a condition holds, after one more step. nan fails it.
 
     Steps without the metric do not count: `eval/accuracy > 0.9 for 2` asks for two evaluations in a

@@ -7,23 +7,23 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ForwardRef
 
-from rlkit.errors import parameters_of
+from rlkit.errors import list_parameters
 from rlkit.types import Controller, is_record
 
 
-def flat(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_numbers(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings to one with dotted keys; empty inner mappings stay."""
     paths: dict[str, Any] = {}
     for key, value in numbers.items():
         paths |= (
-            flat(value, f"{prefix}{key}.")
+            flatten_numbers(value, f"{prefix}{key}.")
             if isinstance(value, Mapping) and value
             else {f"{prefix}{key}": value}
         )
     return paths
 
 
-def fields(node: Any) -> Mapping[str, Any]:
+def list_fields(node: Any) -> Mapping[str, Any]:
     """The fields of a nested NamedTuple, mapping or partial function."""
     if isinstance(node, functools.partial):
         return node.keywords
@@ -32,11 +32,13 @@ def fields(node: Any) -> Mapping[str, Any]:
     return node if isinstance(node, Mapping) else {}
 
 
-def settable(node: Any) -> Mapping[str, Any]:
-    """`fields`, and the defaults that a partial function leaves unset."""
+def list_settable(node: Any) -> Mapping[str, Any]:
+    """`list_fields`, and the defaults that a partial function leaves unset."""
     if not isinstance(node, functools.partial):
-        return fields(node)
-    defaults = {p.name: p.default for p in parameters_of(node).values() if p.default is not p.empty}
+        return list_fields(node)
+    defaults = {
+        p.name: p.default for p in list_parameters(node).values() if p.default is not p.empty
+    }
     return defaults | node.keywords
 
 
@@ -49,7 +51,7 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
     """
     key = keys[0]
     rest = keys[1:]
-    known = settable(node)
+    known = list_settable(node)
     if key not in known:
         raise KeyError(
             f"'{path}' binds nothing: there is no '{key}'; here are:"
@@ -64,7 +66,7 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
         new = change(old)
         new = (
             round(new)
-            if isinstance(old, int) or (isinstance(old, Controller) and _whole(node, key))
+            if isinstance(old, int) or (isinstance(old, Controller) and _is_whole(node, key))
             else float(new)
         )
     if isinstance(node, functools.partial):
@@ -72,11 +74,11 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
     return node._replace(**{key: new}) if is_record(node) else {**node, key: new}
 
 
-def _whole(node: Any, key: str) -> bool:
+def _is_whole(node: Any, key: str) -> bool:
     """Whether a Controller's field is declared a whole number."""
     if isinstance(node, Mapping):
         return False
-    parameters = parameters_of(node.func if isinstance(node, functools.partial) else type(node))
+    parameters = list_parameters(node.func if isinstance(node, functools.partial) else type(node))
     declared = parameters[key].annotation if key in parameters else None
     if isinstance(declared, ForwardRef):
         declared = declared.__forward_arg__

@@ -12,9 +12,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rlkit.errors import nearest, refuse_problems
-from rlkit.training.schedules.controllers import condition, streak
-from rlkit.training.schedules.paths import fields, flat, replace, settable
+from rlkit.errors import refuse_problems, suggest_name
+from rlkit.training.schedules.controllers import count_streak, read_condition
+from rlkit.training.schedules.paths import flatten_numbers, list_fields, list_settable, replace
 from rlkit.types import Controller, bound, safe
 
 PHASED = ("algorithm", "kl", "reference", "reward")  # groups replaceable by a phase
@@ -60,8 +60,8 @@ class Schedule(NamedTuple):
     A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}; a command line
     can override the latter. A function takes the step, counted from 0, and also the configured
     number if it has a second positional parameter `value`. If its keyword `steps` defaults to None,
-    it gets the length of the run (trainer.steps), or of its phase. `phases` maps names to phases,
-    in order. `name` names a run with phases, which no single algorithm describes.
+    it gets the length of the run (trainer.steps), or of its phase. `phases` maps names to
+    phases, in order. `name` names a run with phases, which no single algorithm describes.
     """
 
     numbers: Mapping[str, Any] = {}
@@ -71,8 +71,8 @@ class Schedule(NamedTuple):
     @property
     def paths(self) -> dict[str, Callable[..., float] | Controller]:
         """Dotted path → function or Controller, for the whole run. Those of a phase are in
-        `phases(experiment)[name].schedule`."""
-        return flat(self.numbers)
+        `list_phases(experiment)[name].schedule`."""
+        return flatten_numbers(self.numbers)
 
 
 class Progress(NamedTuple):
@@ -87,11 +87,13 @@ class Progress(NamedTuple):
 
 def start(experiment: Any) -> Progress:
     """The progress of a run that has not begun."""
-    first = next(iter(phases(experiment).values()))
-    return Progress(controllers={path: dict(c.init()) for path, c in controllers_of(first).items()})
+    first = next(iter(list_phases(experiment).values()))
+    return Progress(
+        controllers={path: dict(c.init()) for path, c in find_controllers(first).items()}
+    )
 
 
-def phases(experiment: Any) -> dict[str, Any]:
+def list_phases(experiment: Any) -> dict[str, Any]:
     """Name → the experiment of that phase: its own groups, its own numbers before the shared ones,
     and no phases.
 
@@ -102,57 +104,57 @@ def phases(experiment: Any) -> dict[str, Any]:
         return {"": experiment}
     return {
         name: experiment._replace(
-            **phase.groups, schedule=Schedule(schedule.paths | flat(phase.numbers))
+            **phase.groups, schedule=Schedule(schedule.paths | flatten_numbers(phase.numbers))
         )
         for name, phase in schedule.phases.items()
     }
 
 
-def _current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
+def _find_current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
     """The phase in force, if there are any, and its experiment."""
     given = list(experiment.schedule.phases.values())
-    of_phases = list(phases(experiment).values())
+    of_phases = list(list_phases(experiment).values())
     return given[progress.phase] if given else None, of_phases[progress.phase]
 
 
-def controllers_of(experiment: Any) -> dict[str, Controller]:
+def find_controllers(experiment: Any) -> dict[str, Controller]:
     """Path → Controller in the experiment of one phase: those in place of a number, and those of
     the schedule."""
     scheduled = {
         path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)
     }
-    return dict(inline_controllers(experiment._replace(schedule=None))) | scheduled
+    return dict(find_inline_controllers(experiment._replace(schedule=None))) | scheduled
 
 
-def inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, Controller]]:
+def find_inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, Controller]]:
     """(path, Controller) for each Controller in place of a number."""
-    for key, value in fields(node).items():
+    for key, value in list_fields(node).items():
         if isinstance(value, Controller):
             yield f"{prefix}{key}", value
         else:
-            yield from inline_controllers(value, f"{prefix}{key}.")
+            yield from find_inline_controllers(value, f"{prefix}{key}.")
 
 
-def at(experiment: Any, progress: Progress) -> Any:
+def resolve_schedules(experiment: Any, progress: Progress) -> Any:
     """The experiment of the next step, with the phase's groups, and a plain number for every
     scheduled one.
 
     Raises: KeyError naming the path without a target.
     """
-    phase, x = _current(experiment, progress)
-    own = flat(phase.numbers) if phase else {}
-    for path, controller in controllers_of(x).items():
+    phase, x = _find_current(experiment, progress)
+    own = flatten_numbers(phase.numbers) if phase else {}
+    for path, controller in find_controllers(x).items():
         state = progress.controllers.get(path, controller.init())
-        x = replace(x, path.split("."), functools.partial(_in_force, state), path)
+        x = replace(x, path.split("."), functools.partial(_get_value_in_force, state), path)
     for path, function in x.schedule.paths.items():
         if not isinstance(function, Controller):
             step = progress.step - progress.since if path in own else progress.step
-            function = _spanning(function, experiment, progress, own=path in own)
+            function = _set_span(function, experiment, progress, own=path in own)
             x = replace(x, path.split("."), functools.partial(_value, function, step), path)
     return x
 
 
-def foreseen(experiment: Any, progress: Progress, step: int) -> Any:
+def foresee_step(experiment: Any, progress: Progress, step: int) -> Any:
     """The experiment of a later step, as far as it is known now: phases of known length end when
     due, and controllers stay as they are."""
     given = list(experiment.schedule.phases.values())
@@ -162,7 +164,7 @@ def foreseen(experiment: Any, progress: Progress, step: int) -> Any:
             end = phase_steps(given[progress.phase].until, experiment.trainer.steps)
             if end is not None and progress.step - progress.since >= end:
                 progress = progress._replace(phase=progress.phase + 1, since=progress.step)
-    return at(experiment, progress)
+    return resolve_schedules(experiment, progress)
 
 
 def phase_steps(until: Any, steps: int) -> int | None:
@@ -182,11 +184,11 @@ def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
     if not own:
         return steps
     left = max(1, steps - progress.since)
-    phase, _ = _current(experiment, progress)
+    phase, _ = _find_current(experiment, progress)
     return min(left, phase_steps(phase.until, steps) or left) if phase is not None else left
 
 
-def _spanning(
+def _set_span(
     function: Callable[..., Any], experiment: Any, progress: Progress, *, own: bool
 ) -> Callable[..., Any]:
     """The function with `steps` set to its span, if it has this parameter and does not set it."""
@@ -196,11 +198,11 @@ def _spanning(
     return functools.partial(function, steps=_span(experiment, progress, own=own))
 
 
-def _brought(phase: Phase | None, path: str) -> bool:
+def _is_brought(phase: Phase | None, path: str) -> bool:
     """Whether the number at a path comes from the phase: from its numbers, or from a group that it
     replaces."""
     return phase is not None and (
-        path in flat(phase.numbers) or path.partition(".")[0] in phase.groups
+        path in flatten_numbers(phase.numbers) or path.partition(".")[0] in phase.groups
     )
 
 
@@ -208,27 +210,31 @@ def _value(function: Callable[..., float], step: int, configured: float) -> floa
     return function(step, configured) if _positional(function) > 1 else function(step)
 
 
-def _in_force(state: Mapping[str, float], configured: Any) -> float:
+def _get_value_in_force(state: Mapping[str, float], configured: Any) -> float:
     return state["value"]
 
 
-def values(experiment: Any, progress: Progress) -> dict[str, float]:
+def list_values(experiment: Any, progress: Progress) -> dict[str, float]:
     """Path → value in the step to come, of every scheduled number and every Controller."""
-    x = at(experiment, progress)
-    paths = x.schedule.paths | controllers_of(_current(experiment, progress)[1])
+    x = resolve_schedules(experiment, progress)
+    paths = x.schedule.paths | find_controllers(_find_current(experiment, progress)[1])
     return {
-        path: float(functools.reduce(lambda node, key: settable(node)[key], path.split("."), x))
+        path: float(
+            functools.reduce(lambda node, key: list_settable(node)[key], path.split("."), x)
+        )
         for path in paths
     }
 
 
-def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
+def explain_new_length(experiment: Any, progress: Progress, *, before: int) -> str:
     """A sentence on how a changed trainer.steps affects a resumed run; "" if it is unchanged."""
     steps = experiment.trainer.steps
     if before == steps:
         return ""
-    was = values(experiment._replace(trainer=experiment.trainer._replace(steps=before)), progress)
-    now = values(experiment, progress)
+    was = list_values(
+        experiment._replace(trainer=experiment.trainer._replace(steps=before)), progress
+    )
+    now = list_values(experiment, progress)
     moved = [
         f"{path} was to be {was[path]:.4g}, is {now[path]:.4g}"
         for path in now
@@ -246,36 +252,38 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
     Controllers move. If the phase's end condition holds, the next phase begins: its own controllers
     start again, and shared ones go on.
     """
-    phase, x = _current(experiment, progress)
-    now = controllers_of(x)
+    phase, x = _find_current(experiment, progress)
+    now = find_controllers(x)
     states = {}
     for path, controller in now.items():
-        update = _spanning(controller.update, experiment, progress, own=_brought(phase, path))
+        update = _set_span(controller.update, experiment, progress, own=_is_brought(phase, path))
         states[path] = dict(update(progress.controllers.get(path, controller.init()), metrics))
     progress = progress._replace(step=progress.step + 1, controllers=states)
     if phase is None or progress.phase + 1 == len(experiment.schedule.phases):
         return progress
     until = phase_steps(phase.until, experiment.trainer.steps) or phase.until
-    ended, held = _ended(until, progress, metrics)
+    ended, held = _check_end(until, progress, metrics)
     if not ended:
         return progress._replace(streak=held)
     progress = progress._replace(phase=progress.phase + 1, since=progress.step, streak=0)
-    then = controllers_of(_current(experiment, progress)[1])
+    then = find_controllers(_find_current(experiment, progress)[1])
     kept = {
         path: states[path] if now.get(path) is c else dict(c.init()) for path, c in then.items()
     }
     return progress._replace(controllers=kept)
 
 
-def resets(experiment: Any, progress: Progress) -> Sequence[str]:
+def find_resets(experiment: Any, progress: Progress) -> Sequence[str]:
     """What a phase resets when it begins: "reference", "optimizer", both or neither."""
-    phase, _ = _current(experiment, progress)
+    phase, _ = _find_current(experiment, progress)
     return () if phase is None else phase.reset
 
 
-def transition(experiment: Any, before: Progress, now: Progress, reset: Sequence[str]) -> str:
+def describe_transition(
+    experiment: Any, before: Progress, now: Progress, reset: Sequence[str]
+) -> str:
     """A line on the start of a phase. `reset`: some of "reference" and "optimizer moments"."""
-    named = phases(experiment)
+    named = list_phases(experiment)
     names = list(named)
     name = names[now.phase]
     kept = ["weights", "prompt order"]
@@ -287,34 +295,34 @@ def transition(experiment: Any, before: Progress, now: Progress, reset: Sequence
     )
 
 
-def metrics(experiment: Any, progress: Progress) -> dict[str, float]:
+def measure_schedules(experiment: Any, progress: Progress) -> dict[str, float]:
     """schedule/PATH: every scheduled number as it was in the step; schedule/phase: its number,
     from 0."""
-    own = {f"schedule/{path}": value for path, value in values(experiment, progress).items()}
-    return own | ({"schedule/phase": progress.phase} if len(phases(experiment)) > 1 else {})
+    own = {f"schedule/{path}": value for path, value in list_values(experiment, progress).items()}
+    return own | ({"schedule/phase": progress.phase} if len(list_phases(experiment)) > 1 else {})
 
 
 def watched(experiment: Any, progress: Progress) -> dict[str, str]:
     """Path → the metric that it follows, in the present phase: for controllers, and for the
     condition that ends the phase."""
-    phase, x = _current(experiment, progress)
+    phase, x = _find_current(experiment, progress)
     out = {}
-    for path, controller in controllers_of(x).items():
+    for path, controller in find_controllers(x).items():
         metric = bound(controller.update).get("metric")
         if isinstance(metric, str):
             out[path] = metric
     if phase is not None and isinstance(phase.until, str):
         name = list(experiment.schedule.phases)[progress.phase]
-        out[f"schedule.phases.{name}.until"] = condition(phase.until).metric
+        out[f"schedule.phases.{name}.until"] = read_condition(phase.until).metric
     return out
 
 
-def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
+def find_unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
     """Sentences on all paths that wait for a metric which a step has not measured. Metrics of
     validation problems (eval/…) are not measured in every step."""
     return [
-        f"{path}: waits for '{metric}', which is not measured.{nearest(metric, metrics)} Every step"
-        f" measures: {', '.join(sorted(metrics))}"
+        f"{path}: waits for '{metric}', which is not measured.{suggest_name(metric, metrics)}"
+        f" Every step measures: {', '.join(sorted(metrics))}"
         for path, metric in watched(experiment, progress).items()
         if metric not in metrics and not metric.startswith("eval/")
     ]
@@ -322,15 +330,15 @@ def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]
 
 def require_measured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> None:
     """Raise ConfigError if a path waits for a metric that this step has not measured."""
-    refuse_problems(unmeasured(experiment, progress, metrics))
+    refuse_problems(find_unmeasured(experiment, progress, metrics))
 
 
-def _ended(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
+def _check_end(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
     """Whether the phase is over, and the steps in a row on which its condition held."""
     steps = progress.step - progress.since
     if isinstance(until, str):
-        held = streak(condition(until), progress.streak, metrics)
-        return held >= condition(until).times, held
+        held = count_streak(read_condition(until), progress.streak, metrics)
+        return held >= read_condition(until).times, held
     if callable(until):
         return bool(until(metrics, steps) if _positional(until) > 1 else until(metrics)), 0
     return until is not None and steps >= until, 0

@@ -32,7 +32,7 @@ from rlkit.engines import Cached, Transformers
 from rlkit.system.sharding import find_sharded_modules
 from rlkit.training.metrics import NAN
 from rlkit.training.update.record import Update
-from rlkit.training.update.scored import batch_logprobs
+from rlkit.training.update.scored import compute_batch_logprobs
 from rlkit.types import Batch
 
 EVERY = 128  # of so many rollouts one is read again
@@ -65,7 +65,7 @@ def has_copies(engine: Any) -> bool:
 
 def keeps_versions(model: nn.Module) -> bool:
     """Whether the weights of earlier versions are kept: those in training are few, and whole."""
-    return sum(p.nbytes for p in trained(model)) <= LARGEST and not find_sharded_modules(model)
+    return sum(p.nbytes for p in list_trained(model)) <= LARGEST and not find_sharded_modules(model)
 
 
 def unchecked_line(engine: Any, model: nn.Module, *, shards: bool) -> str:
@@ -92,13 +92,13 @@ class Claims:
         x = u.x
         if not has_copies(x.generation.engine) or not keeps_versions(u.model):
             return {}
-        now = [p.detach().to("cpu", copy=True) for p in trained(u.model)]
+        now = [p.detach().to("cpu", copy=True) for p in list_trained(u.model)]
         self.kept[u.step] = now
         self.kept.pop(u.step - x.asynchrony.staleness - 2, None)
         rollouts = [r for r in u.trained if r.response_length]
         if rollouts and x.algorithm.episodes is None:
             try:
-                self._compare(u, u.assembled(rollouts[u.step % len(rollouts) :: EVERY]))
+                self._compare(u, u.assemble_batch(rollouts[u.step % len(rollouts) :: EVERY]))
             finally:
                 put(u.model, now)
         return {"mismatch/version_right": self.right, "mismatch/version_wrong": self.wrong}
@@ -111,7 +111,7 @@ class Claims:
         read = {}
         for own in near:
             put(u.model, self.kept[own])
-            read[own] = batch_logprobs(u, u.model, batch).logprobs
+            read[own] = compute_batch_logprobs(u, u.model, batch).logprobs
         for other in near - {version}:
             for row, mask in enumerate(batch.sampled_mask & (batch.versions == version)):
                 given = batch.logprobs_sampler, read[version], read[other]
@@ -120,12 +120,12 @@ class Claims:
                 self.wrong = add_row(self.wrong, there, here)
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
+def list_trained(model: nn.Module) -> list[nn.Parameter]:
     """The parameters in training."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def put(model: nn.Module, weights: list[Tensor]) -> None:
     """Write weights into the parameters in training."""
-    for p, weight in zip(trained(model), weights, strict=True):
+    for p, weight in zip(list_trained(model), weights, strict=True):
         p.data.copy_(weight)

@@ -29,9 +29,9 @@ from torch import Tensor
 from rlkit.functional import approximate_kl
 from rlkit.training.metrics import NAN
 from rlkit.training.update.record import Update
-from rlkit.training.update.scored import batch_logprobs
+from rlkit.training.update.scored import compute_batch_logprobs
 from rlkit.training.update.signal import updates_once
-from rlkit.training.update.split import on_device, select
+from rlkit.training.update.split import move_to_device, select
 from rlkit.types import Batch, Rollout, Weighted
 
 # one of EVERY rollouts is measured, and at least LEAST
@@ -49,7 +49,7 @@ class Few(NamedTuple):
     logprobs: Tensor | None
 
 
-def few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
+def select_few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
     """All rows of every 16th rollout with a trained token, or of four rollouts in a small batch.
     Only the tensors are kept. None if no rollout has a trained token."""
     owners = batch.rollout_ids[batch.response_mask.any(1)].unique()
@@ -61,14 +61,14 @@ def few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
     return Few(chosen, None if logprobs is None else logprobs[rows][:, : chosen.ids.shape[1]])
 
 
-def passed(u: Update, own: Few | None) -> Few | None:
+def add_pass(u: Update, own: Few | None) -> Few | None:
     """Add the present policy's log-probs, if there are none yet."""
     if own is None or own.logprobs is not None:
         return own
-    return own._replace(logprobs=batch_logprobs(u, u.model, own.batch).logprobs)
+    return own._replace(logprobs=compute_batch_logprobs(u, u.model, own.batch).logprobs)
 
 
-def found(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | None:
+def add_terms(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | None:
     """Add the log-probs from the only update of a step. `terms`: per-token terms by name, each
     rollout's tokens in order."""
     if own is None or own.logprobs is not None:
@@ -83,7 +83,7 @@ def found(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | None:
     return own._replace(logprobs=old)
 
 
-def before_updates(
+def prepare_drift(
     u: Update, batch: Weighted, start: Few | None, rollouts: Sequence[Rollout]
 ) -> tuple[Few | None, Few | None]:
     """The rollouts to measure a step's drift on: rollouts of the step, and of the first step.
@@ -92,19 +92,19 @@ def before_updates(
       start: rollouts of the first step; None in the first step, or if no figure needs them.
       rollouts: all of the step.
     Returns: both with the log-probs from before the updates. If the step has a single update,
-      that update gives the log-probs of the step's rollouts later (`found`).
+      that update gives the log-probs of the step's rollouts later (`add_terms`).
     """
     if u.x.algorithm.episodes is not None:  # the policy has not sampled them
         return None, start
-    own = few(batch, batch.logprobs_old)
+    own = select_few(batch, batch.logprobs_old)
     if not updates_once(u, batch):
-        own = passed(u, own)
+        own = add_pass(u, own)
     if u.step == 0 and not all(u.kept.measures_drift(*phase) for phase in u.kept.phases.items()):
-        start = passed(u, few(u.assembled(rollouts)))
+        start = add_pass(u, select_few(u.assemble_batch(rollouts)))
     return own, start
 
 
-def measured(u: Update, own: Few | None, start: Few | None) -> dict[str, float]:
+def measure_drift(u: Update, own: Few | None, start: Few | None) -> dict[str, float]:
     """kl/step and kl/start; nan without any rollout."""
     says = u.kept.measures_drift(u.kept.phase, u.x)
     device = next(u.model.parameters()).device
@@ -112,14 +112,14 @@ def measured(u: Update, own: Few | None, start: Few | None) -> dict[str, float]:
     for name, then in {"kl/step": own, "kl/start": None if says else start}.items():
         kl[name] = NAN
         if then is not None and then.logprobs is not None:
-            batch = on_device(then.batch, device)
-            now = batch_logprobs(u, u.model, batch).logprobs
+            batch = move_to_device(then.batch, device)
+            now = compute_batch_logprobs(u, u.model, batch).logprobs
             before = then.logprobs.to(device)
             kl[name] = float(approximate_kl(now, before, batch.response_mask))
     return kl
 
 
-def as_tensors(own: Few | None) -> dict[str, Any] | None:
+def pack_few(own: Few | None) -> dict[str, Any] | None:
     """For a checkpoint, as plain types and tensors."""
     if own is None or own.logprobs is None:
         return None
@@ -127,6 +127,6 @@ def as_tensors(own: Few | None) -> dict[str, Any] | None:
     return {"batch": batch, "logprobs": own.logprobs.cpu()}
 
 
-def from_tensors(saved: Mapping[str, Any] | None) -> Few | None:
-    """The inverse of `as_tensors`."""
+def unpack_few(saved: Mapping[str, Any] | None) -> Few | None:
+    """The inverse of `pack_few`."""
     return None if saved is None else Few(Batch(**saved["batch"]), saved["logprobs"])

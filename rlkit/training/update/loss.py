@@ -13,12 +13,12 @@ from rlkit.algorithm import (
     KL,
     Algorithm,
     Critic,
-    asks,
+    asks_for,
+    call_part,
     hyperparameters,
-    inputs,
-    number,
-    part,
-    required,
+    list_inputs,
+    require_number,
+    require_value,
 )
 from rlkit.types import Minibatch, TokenLogprobs, Weighted, plain
 
@@ -27,7 +27,7 @@ def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
     """The batch with each token's share of the loss; its metrics are only those of the aggregation.
     Call it once per optimiser step, on all of the step's rows."""
     with torch.no_grad():
-        weights, metrics = part("aggregation", algorithm.aggregation, batch.quantities)
+        weights, metrics = call_part("aggregation", algorithm.aggregation, batch.quantities)
         return Minibatch(**vars(batch) | {"metrics": metrics}, weights=weights)
 
 
@@ -57,17 +57,17 @@ def surrogate(
     else:
         old = scores.logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
     given["logprobs_old"] = F.fill_masked(old, mask, 0.0)
-    given["ratio"], measured = part("ratio", algorithm.ratio, given)
-    loss, of_loss = part("policy_loss", algorithm.policy_loss, given)
+    given["ratio"], measured = call_part("ratio", algorithm.ratio, given)
+    loss, of_loss = call_part("policy_loss", algorithm.policy_loss, given)
     terms = (
         {"policy_loss": loss, "ratio": given["ratio"]}
         | measured
         | of_loss
-        | clipped_tokens(algorithm.policy_loss, given)
+        | find_clipped_tokens(algorithm.policy_loss, given)
     )
     scale = batch.scale
     if batch.old_share is not None:
-        factor, corrected = part("correction", algorithm.correction, given)
+        factor, corrected = call_part("correction", algorithm.correction, given)
         scale = factor.detach() * scale
         terms |= corrected | {"scale": scale}
     per_token = scale * terms["policy_loss"]
@@ -75,11 +75,13 @@ def surrogate(
         per_token = algorithm.reward_coef * per_token
     if kl.active:
         given["logprobs_ref"] = F.fill_masked(
-            required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0
+            require_value(batch.logprobs_ref, "logprobs_ref"), mask, 0.0
         )
-        if asks(kl.estimator, "full_kl"):
-            required(scores.full_kl, "full_kl")
-        terms["kl"], measured = part("kl_estimator", required(kl.estimator, "estimator"), given)
+        if asks_for(kl.estimator, "full_kl"):
+            require_value(scores.full_kl, "full_kl")
+        terms["kl"], measured = call_part(
+            "kl_estimator", require_value(kl.estimator, "estimator"), given
+        )
         terms |= measured
     if kl.in_loss:
         weight = (
@@ -87,9 +89,9 @@ def surrogate(
             if kl.importance_weight
             else 1.0
         )
-        per_token = per_token + number(kl.coef) * weight * terms["kl"]
+        per_token = per_token + require_number(kl.coef) * weight * terms["kl"]
     if algorithm.entropy_coef:
-        per_token = per_token - number(algorithm.entropy_coef) * given["entropy"]
+        per_token = per_token - require_number(algorithm.entropy_coef) * given["entropy"]
     loss = (batch.weights * F.fill_masked(per_token, mask, 0.0)).sum()
     return loss, {name: term.detach() for name, term in terms.items()}
 
@@ -101,16 +103,20 @@ def value_surrogate(
     terms, detached."""
     mask = batch.response_mask
     given = batch.quantities | {
-        "values": F.fill_masked(F.full_precision(required(scores.values, "values")), mask, 0.0),
-        "values_old": F.fill_masked(required(batch.values, "values"), mask, 0.0),
-        "returns": required(batch.returns, "returns"),
+        "values": F.fill_masked(
+            F.full_precision(require_value(scores.values, "values")), mask, 0.0
+        ),
+        "values_old": F.fill_masked(require_value(batch.values, "values"), mask, 0.0),
+        "returns": require_value(batch.returns, "returns"),
     }
-    per_token, measured = part("value_loss", required(critic.loss, "critic.loss"), given)
+    per_token, measured = call_part("value_loss", require_value(critic.loss, "critic.loss"), given)
     loss = critic.coef * (batch.weights * F.fill_masked(per_token, mask, 0.0)).sum()
     return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()} | measured
 
 
-def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> dict[str, Tensor]:
+def find_clipped_tokens(
+    loss: Callable[..., Any], quantities: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """clip_held and clip_capped [B, T] bool, by the rule declared by a policy loss
     (`policy_losses.Clip`); nothing without one."""
     clip = getattr(plain(loss), "clip", None)
@@ -124,7 +130,7 @@ def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> d
             name: (
                 none
                 if rule is None
-                else rule(**{n: quantities[n] for n in inputs(rule)}, **numbers)
+                else rule(**{n: quantities[n] for n in list_inputs(rule)}, **numbers)
             )
             for name, rule in rules.items()
         }

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkit.distributed import ranks
 from rlkit.errors import RLKitError
 from rlkit.training.metrics import UpdateTerms
-from rlkit.training.update.split import micro_batches
+from rlkit.training.update.split import split_into_micro_batches
 from rlkit.types import Batch, Minibatch
 
 T = TypeVar("T")
@@ -42,15 +42,18 @@ class MicroBatches:
         """The micro-batches of this rank as row numbers, and whether each counts. Every rank has
         the same number; some may be padding, which does not count."""
         if ranks.size() == 1:
-            return ((rows, True) for rows in micro_batches(batch, self.limit))
+            return ((rows, True) for rows in split_into_micro_batches(batch, self.limit))
         lengths = batch.attention_mask.sum(1)
         own = ranks.assign_groups(lengths, batch.group_ids[batch.rollout_ids])
         mine = replace(batch, response_mask=batch.response_mask & own[:, None])
         return ranks.pad_work(
-            list(micro_batches(mine, self.limit)), spare=lambda: list(micro_batches(batch, 1))[-1]
+            list(split_into_micro_batches(mine, self.limit)),
+            spare=lambda: list(split_into_micro_batches(batch, 1))[-1],
         )
 
-    def retried(self, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None) -> T:
+    def retry_halved(
+        self, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None
+    ) -> T:
         """Return the value of `work`. If memory runs out, repeat it with half as many tokens a
         micro-batch, as long as this splits `batch`.
 
@@ -70,10 +73,10 @@ class MicroBatches:
                 terms.back_to(before)
             self.halve(batch, message)
 
-    def updating(self, minibatch: Minibatch, work: Callable[[], T], terms: UpdateTerms) -> T:
+    def retry_update(self, minibatch: Minibatch, work: Callable[[], T], terms: UpdateTerms) -> T:
         """`retried` for the update of a minibatch, which is noted for the debug bundle."""
         self.minibatch = minibatch
-        done = self.retried(minibatch, work, terms)
+        done = self.retry_halved(minibatch, work, terms)
         self.minibatch = None
         return done
 
@@ -82,7 +85,7 @@ class MicroBatches:
         batch."""
         splits = any(
             len(set(batch.rollout_ids[rows].tolist())) > 1
-            for rows in micro_batches(batch, self.limit)
+            for rows in split_into_micro_batches(batch, self.limit)
         )
         if ranks.size() > 1 or not splits:
             one = (
@@ -105,7 +108,7 @@ class MicroBatches:
 
 
 @contextmanager
-def named(what: str, remedy: str) -> Iterator[None]:
+def name_remedy(what: str, remedy: str) -> Iterator[None]:
     """Run a block. If memory runs out, raise OutOfMemory with `remedy`, the key to lower."""
     try:
         yield

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import asks
+from rlkit.algorithm import asks_for
 from rlkit.distributed import ranks
 from rlkit.functional import approximate_kl
-from rlkit.models.head import Head, trunk_and_head
-from rlkit.models.log_probs import forward_logprobs, states
+from rlkit.models.head import Head, split_model
+from rlkit.models.log_probs import compute_states, forward_logprobs
 from rlkit.models.packing import Packed, pack
 from rlkit.training.metrics import UpdateTerms
 from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
@@ -21,8 +21,8 @@ from rlkit.training.update.optimizers import CRITIC, POLICY, Optimizers
 from rlkit.training.update.record import Update
 from rlkit.training.update.scored import with_reference
 from rlkit.training.update.signal import has_signal
-from rlkit.training.update.split import minibatch_rows, select
-from rlkit.training.update.streams import Imitation, Taught, backward_stream, stream_passes
+from rlkit.training.update.split import select, split_into_minibatches
+from rlkit.training.update.streams import Imitation, Taught, backward_stream, list_stream_passes
 from rlkit.types import Minibatch, TokenLogprobs, Weighted
 
 
@@ -33,17 +33,19 @@ def step_minibatches(u: Update, batch: Weighted, terms: UpdateTerms) -> Iterator
     log-probs are computed again in the new minibatches, if an update needs them.
     """
     kl = u.x.kl
-    for epoch, splits in enumerate(minibatch_rows(batch, u.x.algorithm, u.seed)):
+    for epoch, splits in enumerate(split_into_minibatches(batch, u.x.algorithm, u.seed)):
         still = kl.in_loss and len(splits) > 1 and not any(terms.norms["policy"])
         if epoch and still and has_signal(u, batch):
-            batch = u.micro.retried(batch, partial(with_reference, u, batch, splits))
+            batch = u.micro.retry_halved(batch, partial(with_reference, u, batch, splits))
         yield from (loss_weights(select(batch, rows), u.x.algorithm) for rows in splits)
 
 
-def one_update(u: Update, optimizers: Optimizers, minibatch: Minibatch, terms: UpdateTerms) -> bool:
+def make_one_update(
+    u: Update, optimizers: Optimizers, minibatch: Minibatch, terms: UpdateTerms
+) -> bool:
     """One step of each optimizer; False ends the updates of this RL step."""
     learns = not u.warming_up and has_signal(u, minibatch)
-    others = [] if u.warming_up else list(stream_passes(u, minibatch))
+    others = [] if u.warming_up else list(list_stream_passes(u, minibatch))
     if not learns and not others and u.critic is None:
         terms.skip("no_signal")
         return True
@@ -51,7 +53,7 @@ def one_update(u: Update, optimizers: Optimizers, minibatch: Minibatch, terms: U
     for net in (u.model, u.critic):
         if net is not None:
             net.zero_grad()
-    moved, tokens, loss = summed_gradients(u, minibatch, terms, others, learns=learns)
+    moved, tokens, loss = sum_gradients(u, minibatch, terms, others, learns=learns)
     limit = u.x.algorithm.target_kl
     if limit is not None and moved > limit * tokens:
         terms.skip("target_kl")
@@ -69,7 +71,7 @@ def one_update(u: Update, optimizers: Optimizers, minibatch: Minibatch, terms: U
     return True
 
 
-def summed_gradients(
+def sum_gradients(
     u: Update,
     minibatch: Minibatch,
     terms: UpdateTerms,
@@ -89,7 +91,7 @@ def summed_gradients(
         packed = pack(part.ids, part.response_mask)
         if not counts:
             part = replace(part, weights=torch.zeros_like(part.weights))
-        scores = trained_logprobs(u, packed)
+        scores = compute_trained_logprobs(u, packed)
         policy_loss, parts = surrogate(part, scores, a, u.x.kl)
         total = policy_loss if learns else policy_loss.new_zeros(())
         if u.critic is not None:
@@ -114,7 +116,7 @@ def summed_gradients(
     return moved, tokens, loss
 
 
-def trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
+def compute_trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
     """What an update learns from: log-probs and values that carry their gradients."""
     with u.clock.part("model"):
         return u.host.forward(
@@ -124,13 +126,13 @@ def trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
             temperature=u.temperature,
             entropy_gradient=bool(u.x.algorithm.entropy_coef),
             critic=u.critic,
-            reference=exact_reference(u, packed),
+            reference=find_exact_reference(u, packed),
         )
 
 
-def exact_reference(u: Update, packed: Packed) -> tuple[Tensor, Head] | None:
+def find_exact_reference(u: Update, packed: Packed) -> tuple[Tensor, Head] | None:
     """Hidden states and head of the reference, if the KL is exact over the vocabulary."""
-    if not u.x.kl.active or not asks(u.x.kl.estimator, "full_kl"):
+    if not u.x.kl.active or not asks_for(u.x.kl.estimator, "full_kl"):
         return None
     with u.kept.reference(u.x.reference) as model, torch.no_grad():
-        return u.host.forward(model, states, packed), trunk_and_head(model)[1]
+        return u.host.forward(model, compute_states, packed), split_model(model)[1]

@@ -16,8 +16,8 @@ from rlkit.models.critic import make_critic
 from rlkit.system.sharding import is_sharded
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import NAN
-from rlkit.training.schedules import phases
-from rlkit.training.update.micro_batches import named
+from rlkit.training.schedules import list_phases
+from rlkit.training.update.micro_batches import name_remedy
 from rlkit.training.update.record import Update
 from rlkit.types import bound, plain, safe
 
@@ -59,7 +59,7 @@ class Optimizers:
         # gradients of shards have been summed in the backward pass already
         u.host.all_reduce(p.grad for p in parameters if not is_sharded(p))
         clipped = torch.nn.utils.clip_grad_norm_(parameters, u.x.trainer.max_grad_norm)
-        norm = float(ranks.full_tensors(clipped))
+        norm = float(ranks.gather_tensors(clipped))
         finite = isfinite(norm) and isfinite(loss)
         skipped = 0 if finite else self.nonfinite.get(index, 0) + 1
         self.nonfinite[index] = skipped
@@ -72,15 +72,15 @@ class Optimizers:
             )
         if finite:
             remedy = "train adapters (model.lora.rank=16), or a smaller model"
-            with named("the optimiser's step", remedy):
+            with name_remedy("the optimiser's step", remedy):
                 u.host.optimizer_step(optimizer)
         return (norm if finite else NAN), optimizer.param_groups[0]["lr"]
 
 
-def critic_of(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
+def make_first_critic(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
     """The critic of the first phase that has one, or None. It is built at the start of the run,
     even if only a later phase trains it."""
-    active = first_critic(x)
+    active = find_first_critic(x)
     if active is None:
         return None
     with torch.random.fork_rng(devices=[]):  # must not move the generators of other draws
@@ -88,9 +88,9 @@ def critic_of(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
         return make_critic(model, model=active.model, trunk_gradient=active.trunk_gradient)
 
 
-def first_critic(x: Experiment) -> Critic | None:
+def find_first_critic(x: Experiment) -> Critic | None:
     """The settings of the first phase with a critic."""
-    every = (phase.algorithm.critic for phase in phases(x).values())
+    every = (phase.algorithm.critic for phase in list_phases(x).values())
     return next((critic for critic in every if critic.active), None)
 
 
@@ -99,7 +99,7 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """New optimizers of the policy and, if there is one, of the critic."""
     made = [make_optimizer(x.optimizer, [p for p in model.parameters() if p.requires_grad])]
-    settings = first_critic(x)
+    settings = find_first_critic(x)
     if critic is not None and settings is not None:
         assert settings.optimizer is not None
         made.append(make_optimizer(settings.optimizer, list(critic.parameters())))

@@ -11,7 +11,7 @@ from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import pack
 from rlkit.training.activations import longest_lengths
 from rlkit.training.update.record import Update
-from rlkit.training.update.split import micro_batches
+from rlkit.training.update.split import split_into_micro_batches
 from rlkit.types import Batch, Rollout, Step, Task
 
 
@@ -23,7 +23,7 @@ def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
     in the first hour.
     Raises: OutOfMemory.
     """
-    batch = longest_rollouts(u, tasks)
+    batch = build_longest_rollouts(u, tasks)
     nets = [net for net in (u.model, u.critic) if net is not None]
 
     def work() -> None:
@@ -34,19 +34,19 @@ def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
             if p.requires_grad
             for _ in range(2)
         ]
-        for part in micro_batches(batch, u.micro.limit):
+        for part in split_into_micro_batches(batch, u.micro.limit):
             packed = pack(batch.ids[part], batch.response_mask[part])
             scores = forward_logprobs(u.model, packed, temperature=u.temperature, critic=u.critic)
             loss = scores.logprobs.sum() + (0.0 if scores.values is None else scores.values.sum())
             loss.backward()
         del moments
 
-    u.micro.retried(batch, work)
+    u.micro.retry_halved(batch, work)
     for net in nets:
         net.zero_grad()
 
 
-def longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
+def build_longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
     """As many rollouts as fill a micro-batch, each as long as the first tasks, the environment and
     the model let one become."""
     x = u.x
@@ -64,4 +64,4 @@ def longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
         reply = ids(prompt, width, row)
         step = Step((), ids(0, prompt, group), reply, (0.0,) * len(reply), "stop")
         rollouts.append(Rollout(Task("probe", ()), (step,), group=group))
-    return u.assembled(rollouts)
+    return u.assemble_batch(rollouts)

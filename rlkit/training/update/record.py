@@ -22,7 +22,7 @@ class Host(NamedTuple):
     plain torch and the collectives of a process group."""
 
     # (model, function, *arguments, **settings) → function(model, …), as its forward pass
-    forward: Callable[..., Any] = ranks.in_forward
+    forward: Callable[..., Any] = ranks.run_in_forward
     backward: Callable[[Tensor], Any] = Tensor.backward
     optimizer_step: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer.step()
     # every tensor becomes its sum over the processes, in place
@@ -60,7 +60,7 @@ class Update(NamedTuple):
         sampler."""
         return self.x.generation.temperature or 1.0
 
-    def assembled(self, rollouts: Sequence[Rollout]) -> Batch:
+    def assemble_batch(self, rollouts: Sequence[Rollout]) -> Batch:
         """Rollouts as tensors on the policy's device."""
         device = next(self.model.parameters()).device
         return assemble(rollouts, pad_token_id=self.policy.pad_token_id, device=device)

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit.algorithm import Algorithm, Stream, part
-from rlkit.episodes._assemble import rows as rows_of
+from rlkit.algorithm import Algorithm, Stream, call_part
+from rlkit.episodes._assemble import split_into_rows as rows_of
 from rlkit.models.chat import Renderer, encode_text
 from rlkit.training.update.record import Update
 from rlkit.training.update.split import Rows
 from rlkit.types import Batch, Rollout
 
 
-def sampled(u: Update) -> Batch:
+def make_sampled_batch(u: Update) -> Batch:
     """The trained rollouts of a step."""
     a = u.x.algorithm
-    batch = filter_rollouts(u.assembled(u.trained), a)
-    batch = of_reward(batch, u.trained, a.streams.get("reward"))
+    batch = filter_rollouts(u.assemble_batch(u.trained), a)
+    batch = select_reward_rows(batch, u.trained, a.streams.get("reward"))
     if any(stream.mask == "observations" for stream in a.active_streams.values()):
-        batch = observed(batch, u.trained, u.policy.renderer)
+        batch = mark_observed(batch, u.trained, u.policy.renderer)
     return batch
 
 
@@ -37,45 +37,45 @@ def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
     """
     with torch.no_grad():
         given = batch.quantities
-        kept, filtered = part("group_filter", algorithm.group_filter, given)
-        (rewards, trained), shortened = part("overlong", algorithm.overlong, given)
+        kept, filtered = call_part("group_filter", algorithm.group_filter, given)
+        (rewards, trained), shortened = call_part("overlong", algorithm.overlong, given)
         shaped = (rewards - batch.rewards).nan_to_num(0.0)[batch.rollout_ids][:, None]
         return replace(
             batch,
             rewards=rewards,
-            token_rewards=batch.token_rewards + shaped * last_tokens(batch),
+            token_rewards=batch.token_rewards + shaped * mark_last_tokens(batch),
             response_mask=batch.response_mask & (kept & trained)[batch.rollout_ids][:, None],
             metrics=filtered | shortened,
         )
 
 
-def last_tokens(batch: Batch) -> Tensor:
+def mark_last_tokens(batch: Batch) -> Tensor:
     """[B, T] True at the last sampled token of each rollout."""
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
     return F.from_episodes(last, positions, mask, batch.response_mask)
 
 
-def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
+def select_reward_rows(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
     """The batch with only the rollouts from parts that the reward's stream trains on."""
-    return batch if stream is None else of_parts(batch, rollouts, stream)
+    return batch if stream is None else select_parts(batch, rollouts, stream)
 
 
-def of_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
+def select_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
     """The batch with only the rollouts from the stream's parts of the mixture."""
     if stream.parts is None:
         return batch
     parts = [rollouts[i].task.part for i in batch.rollout_ids.tolist()]
-    return among(batch, [stream.of(part) for part in parts])
+    return select_rows(batch, [stream.of(part) for part in parts])
 
 
-def among(batch: Rows, rows: Sequence[bool]) -> Rows:
+def select_rows(batch: Rows, rows: Sequence[bool]) -> Rows:
     """The batch with only the tokens of these rows in its response_mask."""
     chosen = torch.tensor(rows, device=batch.ids.device)
     return replace(batch, response_mask=batch.response_mask & chosen[:, None])
 
 
-def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Batch:
+def mark_observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Batch:
     """The batch with `observed_mask`: the tokens of tools' answers, without the template
     around them, each in the row that read it first."""
     mask = torch.zeros_like(batch.response_mask)
@@ -84,13 +84,13 @@ def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> B
         for own in rows_of(rollout):
             for step in sorted(set(own.steps)):
                 kept = rollout.steps[step].kept
-                for begin, end in tool_bodies(rollout.steps[step], renderer) if step else ():
+                for begin, end in find_tool_bodies(rollout.steps[step], renderer) if step else ():
                     mask[row, kept + begin : kept + end] = True
             row += 1
     return replace(batch, observed_mask=mask & ~batch.sampled_mask)
 
 
-def tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
+def find_tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
     """Where the contents of a step's new tool messages are in its prompt_ids. The search runs from
     the end and takes the last occurrence of each."""
     ids = list(step.prompt_ids)

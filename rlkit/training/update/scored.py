@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlkit.algorithm import Algorithm, asks, inputs
+from rlkit.algorithm import Algorithm, asks_for, list_inputs
 from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import pack
 from rlkit.training.update.record import Update
-from rlkit.training.update.split import Rows, minibatch_rows, select
+from rlkit.training.update.split import Rows, select, split_into_minibatches
 from rlkit.types import Batch, Scored, TokenLogprobs
 
 Known = TypeVar("Known", bound=Scored)
@@ -31,12 +31,12 @@ def score(u: Update, batch: Batch) -> Scored:
     ones and cost nothing. If algorithm.old needs no pass of the trainer, there is a pass only if
     something else needs one.
     """
-    splits = minibatch_rows(batch, u.x.algorithm, u.seed)[0]
-    share = old_share(batch, u.x.algorithm, step=u.step)
+    splits = split_into_minibatches(batch, u.x.algorithm, u.seed)[0]
+    share = compute_old_share(batch, u.x.algorithm, step=u.step)
     if not needs_old(u):
         scored = Scored(**vars(batch), logprobs_old=None, old_share=share)
     else:
-        old = batch_logprobs(u, u.model, read_batch(u, batch), splits, critic=u.critic)
+        old = compute_batch_logprobs(u, u.model, read_batch(u, batch), splits, critic=u.critic)
         scored = Scored(
             **vars(batch),
             logprobs_old=old.logprobs,
@@ -47,7 +47,7 @@ def score(u: Update, batch: Batch) -> Scored:
     return with_reference(u, scored, splits) if u.x.kl.active else scored
 
 
-def old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None:
+def compute_old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None:
     """The place of the ratio's old policy between the sampler (0) and the policy (1) [B, T], if it
     needs no pass before the update (`algorithm.old`).
 
@@ -75,12 +75,12 @@ def needs_old(u: Update) -> bool:
     before = [a.advantage, a.normalization, a.overlong, a.token_filter]
     if a.old == "trainer":
         before.append(a.correction)
-    asked = {name for part in before for name in inputs(part)}
+    asked = {name for part in before for name in list_inputs(part)}
     several = a.epochs * a.minibatches > 1 and a.old == "trainer"
     return (
         several
         or not asked.isdisjoint({"logprobs_old", "entropy_old", "values"})
-        or asks(a.policy_loss, "covariance_rank")
+        or asks_for(a.policy_loss, "covariance_rank")
         or u.x.kl.in_reward
         or u.critic is not None
     )
@@ -89,7 +89,7 @@ def needs_old(u: Update) -> bool:
 def with_reference(u: Update, batch: Known, splits: Sequence[Tensor]) -> Known:
     """The batch with the reference's log-probs, computed in these minibatches."""
     with u.kept.reference(u.x.reference) as model:
-        found = batch_logprobs(u, model, read_batch(u, batch), splits)
+        found = compute_batch_logprobs(u, model, read_batch(u, batch), splits)
     return replace(batch, logprobs_ref=found.logprobs)
 
 
@@ -101,7 +101,7 @@ def read_batch(u: Update, batch: Rows) -> Rows:
 
 
 @torch.no_grad()
-def batch_logprobs(
+def compute_batch_logprobs(
     u: Update,
     model: nn.Module,
     batch: Batch,

@@ -42,7 +42,7 @@ def select(batch: Rows, rows: Tensor) -> Rows:
     return replace(batch, **per_row, metrics=metrics)
 
 
-def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
+def split_into_minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
     """Row numbers of every update: `epochs` passes over all rollouts, each split at random into
     `minibatches` parts of whole rollouts."""
     generator = torch.Generator().manual_seed(seed % (1 << 63))
@@ -61,7 +61,7 @@ def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[T
     return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
 
 
-def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
+def split_into_micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
     """Row numbers, as many at a time as fit into `max_tokens` tokens, the rollouts of a group side
     by side.
 
@@ -96,7 +96,7 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
         yield torch.tensor(chosen, device=batch.ids.device)
 
 
-def on_device(batch: Rows, device: torch.device | str) -> Rows:
+def move_to_device(batch: Rows, device: torch.device | str) -> Rows:
     """The batch on a device, including the tensors in its mappings."""
 
     def there(value: Any) -> Any:

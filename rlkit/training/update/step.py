@@ -16,12 +16,12 @@ from rlkit.training.metrics import (
     update_metrics,
 )
 from rlkit.training.update import drift
-from rlkit.training.update.minibatch import one_update, step_minibatches
+from rlkit.training.update.minibatch import make_one_update, step_minibatches
 from rlkit.training.update.optimizers import Optimizers
 from rlkit.training.update.record import Update
-from rlkit.training.update.sampled import sampled
+from rlkit.training.update.sampled import make_sampled_batch
 from rlkit.training.update.scored import score
-from rlkit.training.update.weighted import known_old, weigh
+from rlkit.training.update.weighted import set_known_old, weigh
 from rlkit.types import Rollout, Weighted
 
 
@@ -34,7 +34,7 @@ class Updated(NamedTuple):
     start: drift.Few | None  # rollouts of the first step, to measure the drift of later steps
 
 
-def updated(
+def update_models(
     u: Update, optimizers: Optimizers, rollouts: Sequence[Rollout], start: drift.Few | None
 ) -> Updated:
     """Policy and critic learn from the trained rollouts of `u`.
@@ -42,24 +42,24 @@ def updated(
     Args:
       rollouts: all of the step. start: as an earlier step gave it; None in the first one.
     """
-    batch = weighted(u)
-    own, start = drift.before_updates(u, batch, start, rollouts)
+    batch = weigh_batch(u)
+    own, start = drift.prepare_drift(u, batch, start, rollouts)
     terms = UpdateTerms()
     for minibatch in step_minibatches(u, batch, terms):
-        update = partial(one_update, u, optimizers, minibatch, terms)
-        if not u.micro.updating(minibatch, update, terms):
+        update = partial(make_one_update, u, optimizers, minibatch, terms)
+        if not u.micro.retry_update(minibatch, update, terms):
             break
     terms.gather()
-    moved = drift.measured(u, drift.found(own, terms.tokens), start)
+    moved = drift.measure_drift(u, drift.add_terms(own, terms.tokens), start)
     ranks.reshard(u.model)
     return Updated(batch, terms, moved, start)
 
 
-def weighted(u: Update) -> Weighted:
+def weigh_batch(u: Update) -> Weighted:
     """The batch of the step, with everything that its loss needs; later code does not change it."""
-    batch = sampled(u)
-    scored = u.micro.retried(batch, partial(score, u, batch))
-    return known_old(u, weigh(scored, u.x.algorithm, u.x.kl))
+    batch = make_sampled_batch(u)
+    scored = u.micro.retry_halved(batch, partial(score, u, batch))
+    return set_known_old(u, weigh(scored, u.x.algorithm, u.x.kl))
 
 
 def step_metrics(

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rlkit.algorithm import Stream, number, part
+from rlkit.algorithm import Stream, call_part, require_number
 from rlkit.episodes import demonstrations
 from rlkit.errors import DataError
 from rlkit.functional import chunked_divergence, fill_masked, no_correction, token_mean
-from rlkit.models.head import trunk_and_head
-from rlkit.models.log_probs import forward_logprobs, logits_at_once, states
+from rlkit.models.head import split_model
+from rlkit.models.log_probs import choose_chunk_logits, compute_states, forward_logprobs
 from rlkit.models.packing import Packed, pack
 from rlkit.training.metrics import UpdateTerms
-from rlkit.training.teachers import shown_prompts
+from rlkit.training.teachers import build_shown_prompts
 from rlkit.training.update.record import Update
-from rlkit.training.update.sampled import among, of_parts
+from rlkit.training.update.sampled import select_parts, select_rows
 from rlkit.training.update.split import select
 from rlkit.types import Batch, Minibatch, TokenScorer, plain
 
@@ -56,7 +56,7 @@ class Taught(NamedTuple):
     shown: Prompts | None  # prompts with the teacher's hint; None: the policy's prompts
 
 
-def stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taught]:
+def list_stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taught]:
     """Every pass of an update, with weights fixed before it is split; streams without a
     token are left out.
 
@@ -64,39 +64,39 @@ def stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taugh
     """
     for name, stream in u.x.algorithm.active_streams.items():
         if name == "teacher":
-            yield from _taught(u, stream, minibatch)
+            yield from _list_taught(u, stream, minibatch)
         else:
-            batch = _imitated(u, stream, minibatch)
+            batch = _select_imitated(u, stream, minibatch)
             if batch is not None and batch.response_mask.any():
                 yield Imitation(name, stream, batch, _weights(stream, batch))
 
 
-def _imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch | None:
+def _select_imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch | None:
     """The tokens imitated by a stream: tools' answers, or the conversations in the rows of
     the minibatch's prompts. None without a prompt."""
     if stream.mask == "observations":
         assert minibatch.observed_mask is not None
         batch = replace(minibatch, response_mask=minibatch.observed_mask)
-        return of_parts(batch, u.trained, stream)
+        return select_parts(batch, u.trained, stream)
     own = [u.trained[i] for i in minibatch.rollout_ids.unique().tolist()]
     tasks = {rollout.group: rollout.task for rollout in own if stream.of(rollout.task.part)}
     if not tasks:
         return None
-    return u.assembled(demonstrations(u.policy, list(tasks.values()), u.x.environment))
+    return u.assemble_batch(demonstrations(u.policy, list(tasks.values()), u.x.environment))
 
 
-def _taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]:
+def _list_taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]:
     """Yield one pass for each teacher, over the rows of its part of the mixture. The weights sum to
     1 over the mask of all parts."""
     teacher = u.x.teacher
-    batch = of_parts(minibatch.whole(), u.trained, stream)
+    batch = select_parts(minibatch.whole(), u.trained, stream)
     shown = None
     rows = batch.rollout_ids.tolist()
     if teacher.show is not None:
-        shown = shown_prompts(u.policy, u.trained, teacher.show, u.x.environment)
+        shown = build_shown_prompts(u.policy, u.trained, teacher.show, u.x.environment)
         # a row with a rewritten context does not begin with a first prompt to put the hint in
         first = (batch.step_ids[:, 0] == 0).tolist()
-        batch = among(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
+        batch = select_rows(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
     if not batch.response_mask.any():
         return
     parts = [u.trained[i].task.part for i in rows]
@@ -108,7 +108,7 @@ def _taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]
         )
     weights = _weights(stream, batch)
     for key in teacher.models:
-        own_batch = among(batch, [not key or key == part for part in parts])
+        own_batch = select_rows(batch, [not key or key == part for part in parts])
         if own_batch.response_mask.any():
             factor = _correction(u, own_batch)
             yield Taught("teacher", stream, own_batch, weights, factor, key, shown)
@@ -117,7 +117,7 @@ def _taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]
 def _weights(stream: Stream, batch: Batch) -> Tensor:
     """Each token's share of a stream's loss [B, T]."""
     with torch.no_grad():
-        weights, _ = part("aggregation", stream.aggregation or token_mean, batch.quantities)
+        weights, _ = call_part("aggregation", stream.aggregation or token_mean, batch.quantities)
         return fill_masked(weights, batch.response_mask, 0.0)
 
 
@@ -128,7 +128,7 @@ def _correction(u: Update, batch: Minibatch) -> Tensor | None:
     if nothing or batch.logprobs_old is None or batch.old_share is not None:
         return None
     with torch.no_grad():
-        return part("correction", function, batch.quantities)[0]
+        return call_part("correction", function, batch.quantities)[0]
 
 
 def backward_stream(u: Update, given: Imitation | Taught, terms: UpdateTerms) -> float:
@@ -140,11 +140,11 @@ def backward_stream(u: Update, given: Imitation | Taught, terms: UpdateTerms) ->
         packed = pack(some.ids, some.response_mask)
         with u.clock.part("model"):
             if isinstance(given, Taught):
-                tokens = divergences(u, given, rows, packed)
+                tokens = compute_divergences(u, given, rows, packed)
             else:
-                tokens = nll(u, packed)
+                tokens = compute_nll(u, packed)
         weights = given.weights[rows][:, : some.ids.shape[1]][some.response_mask]
-        loss = number(given.stream.coef) * (weights * tokens).sum() * float(counts)
+        loss = require_number(given.stream.coef) * (weights * tokens).sum() * float(counts)
         total += float(loss.detach())
         with u.clock.part("model"):
             u.host.backward(loss)
@@ -153,24 +153,24 @@ def backward_stream(u: Update, given: Imitation | Taught, terms: UpdateTerms) ->
     return total
 
 
-def nll(u: Update, packed: Packed) -> Tensor:
+def compute_nll(u: Update, packed: Packed) -> Tensor:
     """-log π of the pass's tokens [M]."""
     scores = u.host.forward(u.model, forward_logprobs, packed, temperature=u.temperature)
     return -scores.logprobs[packed.response_mask]
 
 
-def divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) -> Tensor:
+def compute_divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) -> Tensor:
     """The divergence at each token of some rows of a pass [M]. The teacher reads the same reply,
     after its own prompt if it has one."""
     batch = select(given.batch, rows)
     mask = batch.response_mask
     factor = None if given.factor is None else given.factor[rows][:, : mask.shape[1]]
-    teacher = teacher_states(u, given, batch, packed)
+    teacher = compute_teacher_states(u, given, batch, packed)
     # without old log-probs of the trainer there is no correction, and the ratio is π / μ
     before = batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler
     return u.host.forward(
         u.model,
-        token_divergences,
+        compute_token_divergences,
         packed,
         teacher,
         None if before is None else before[mask],
@@ -180,13 +180,19 @@ def divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) -> Tenso
     )
 
 
-def teacher_states(u: Update, given: Taught, batch: Batch, packed: Packed) -> tuple[Tensor, Any]:
+def compute_teacher_states(
+    u: Update, given: Taught, batch: Batch, packed: Packed
+) -> tuple[Tensor, Any]:
     """The teacher's last hidden states at the tokens of the pass [M, H], and its head. A
     TokenScorer returns this pair itself."""
-    rows = (batch.ids, batch.response_mask) if given.shown is None else as_shown(batch, given.shown)
+    rows = (
+        (batch.ids, batch.response_mask)
+        if given.shown is None
+        else show_to_teacher(batch, given.shown)
+    )
     with u.kept.teacher(given.teacher) as model, torch.no_grad():
         if isinstance(model, TokenScorer):
-            columns = trunk_and_head(u.model)[1].weight.shape[0]
+            columns = split_model(u.model)[1].weight.shape[0]
             assert given.stream.loss is not None
             return model.score_tokens(*rows, divergence=given.stream.loss, columns=columns)
         theirs = packed if given.shown is None else pack(*rows)
@@ -196,11 +202,11 @@ def teacher_states(u: Update, given: Taught, batch: Batch, packed: Packed) -> tu
                 " rlkit.training.update.streams"
             )
         # detached, because a live teacher is the policy itself
-        read = u.host.forward(model, states, theirs)[theirs.inverse]
-        return read.detach(), trunk_and_head(model)[1]
+        read = u.host.forward(model, compute_states, theirs)[theirs.inverse]
+        return read.detach(), split_model(model)[1]
 
 
-def token_divergences(
+def compute_token_divergences(
     model: nn.Module,
     packed: Packed,
     teacher: tuple[Tensor, Any],
@@ -210,11 +216,11 @@ def token_divergences(
 ) -> Tensor:
     """The divergence at the sampled tokens of packed rows [M], in the order of the response
     mask."""
-    hidden = states(model, packed)[packed.inverse]
-    head = trunk_and_head(model)[1]
+    hidden = compute_states(model, packed)[packed.inverse]
+    head = split_model(model)[1]
     size = max(
         1,
-        logits_at_once(hidden.device)
+        choose_chunk_logits(hidden.device)
         // (head.weight.shape[0] + getattr(teacher[1], "weight", head.weight).shape[0]),
     )
     return chunked_divergence(
@@ -228,7 +234,7 @@ def token_divergences(
     )
 
 
-def as_shown(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
+def show_to_teacher(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
     """The rows as the teacher reads them, ids and mask [B, T']: its own prompt, then what follows
     the policy's, token by token."""
     ids = []

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit.algorithm import KL, Algorithm, asks, call, number, part, required
-from rlkit.errors import PartError, written
+from rlkit.algorithm import KL, Algorithm, asks_for, call, call_part, require_number, require_value
+from rlkit.errors import PartError, name_function
 from rlkit.training.update.record import Update
-from rlkit.training.update.sampled import last_tokens
+from rlkit.training.update.sampled import mark_last_tokens
 from rlkit.training.update.signal import has_signal
 from rlkit.types import Batch, Estimate, Scored, Weighted
 
@@ -42,15 +42,19 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
             batch = replace(batch, rewards=batch.rewards - of_rollouts)
         given = batch.quantities
         advantages, returns, measured = _estimate(batch, algorithm, given)
-        if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
+        if (
+            kl.in_reward
+            and not kl.in_baseline
+            and not asks_for(algorithm.advantage, "token_rewards")
+        ):
             # an unscored rollout has no advantage, whatever its KL
-            later = F.fill_masked(_reward_to_go(penalty, batch), _scored(batch), 0.0)
+            later = F.fill_masked(_reward_to_go(penalty, batch), _mark_scored(batch), 0.0)
             advantages = advantages - later
         given |= {"advantages": advantages}
         if returns is not None:
             given |= {"returns": returns}
         rank = None
-        if asks(algorithm.policy_loss, "covariance_rank"):
+        if asks_for(algorithm.policy_loss, "covariance_rank"):
             rank = given["covariance_rank"] = call(F.covariance_rank, given)
         scale, scaled = _scale(batch, algorithm, given)
         return Weighted(
@@ -66,10 +70,10 @@ def _estimate(
     batch: Scored, algorithm: Algorithm, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """Normalised advantages [B, T], returns [B, T] or None, and the metrics of the two parts."""
-    estimate, measured = part("advantage", algorithm.advantage, given)
+    estimate, measured = call_part("advantage", algorithm.advantage, given)
     advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
     if algorithm.critic.active and returns is None:
-        who = f"algorithm.advantage ({written(algorithm.advantage)})"
+        who = f"algorithm.advantage ({name_function(algorithm.advantage)})"
         raise PartError(
             f"{who}: gave no returns, and the critic needs them; give"
             " rlkit.types.Estimate(advantages, returns)"
@@ -77,16 +81,18 @@ def _estimate(
     if advantages.dim() == 1:
         advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
     # an unscored rollout teaches neither policy nor critic
-    scored = _scored(batch)
+    scored = _mark_scored(batch)
     of_advantages = {"advantages": F.fill_masked(advantages, scored, 0.0)}
-    advantages, normalized = part("normalization", algorithm.normalization, given | of_advantages)
+    advantages, normalized = call_part(
+        "normalization", algorithm.normalization, given | of_advantages
+    )
     if returns is not None:
-        known = torch.where(scored, returns, required(batch.values, "values"))
+        known = torch.where(scored, returns, require_value(batch.values, "values"))
         returns = F.fill_masked(known, batch.response_mask, 0.0)
     return F.fill_masked(advantages, scored, 0.0), returns, measured | normalized
 
 
-def _scored(batch: Batch) -> Tensor:
+def _mark_scored(batch: Batch) -> Tensor:
     """[B, T] True on trained tokens of rollouts with a reward."""
     return batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
 
@@ -99,8 +105,8 @@ def _scale(
     factor: Any = 1.0
     corrected: dict[str, Tensor] = {}
     if batch.old_share is None:
-        factor, corrected = part("correction", algorithm.correction, given)
-    kept, filtered = part("token_filter", algorithm.token_filter, given)
+        factor, corrected = call_part("correction", algorithm.correction, given)
+    kept, filtered = call_part("token_filter", algorithm.token_filter, given)
     return F.fill_masked(factor * kept, batch.response_mask, 0.0), corrected | filtered
 
 
@@ -112,15 +118,17 @@ def penalize(batch: Scored, kl: KL) -> Tensor:
     mask = batch.response_mask
     given = batch.quantities
     given["logprobs"] = given["logprobs_old"] = F.fill_masked(
-        required(batch.logprobs_old, "logprobs_old"), mask, 0.0
+        require_value(batch.logprobs_old, "logprobs_old"), mask, 0.0
     )
-    given["logprobs_ref"] = F.fill_masked(required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
+    given["logprobs_ref"] = F.fill_masked(
+        require_value(batch.logprobs_ref, "logprobs_ref"), mask, 0.0
+    )
     divergence = F.fill_masked(
-        part("kl_estimator", required(kl.estimator, "estimator"), given)[0], mask, 0.0
+        call_part("kl_estimator", require_value(kl.estimator, "estimator"), given)[0], mask, 0.0
     )
     if kl.placement == "reward_sequence":
-        divergence = F.rollout_mean(divergence, mask, batch.rollout_ids) * last_tokens(batch)
-    return number(kl.coef) * divergence.to(batch.token_rewards.dtype)
+        divergence = F.rollout_mean(divergence, mask, batch.rollout_ids) * mark_last_tokens(batch)
+    return require_number(kl.coef) * divergence.to(batch.token_rewards.dtype)
 
 
 def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
@@ -131,7 +139,7 @@ def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
     return F.from_episodes(later, positions, mask, values)
 
 
-def known_old(u: Update, batch: Weighted) -> Weighted:
+def set_known_old(u: Update, batch: Weighted) -> Weighted:
     """The batch with the reference's log-probs as those of the old policy, if no update will
     compute them.
 

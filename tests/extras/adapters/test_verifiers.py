@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from rlkit.config.problems.rows import check_reward, check_verifier
-from rlkit.episodes.record import from_row, to_row
+from rlkit.episodes.record import make_row, read_row
 from rlkit.errors import ConfigError, DataError
 from rlkit.extras.adapters import verifiers, verifiers_reward
 from rlkit.extras.adapters._verifiers import task_of, trace_of
@@ -115,7 +115,7 @@ def test_replies_are_scored_as_the_package_scores_them():
         rollout(task, answer, "x"),
     ]
     assert [r.reward for r in score(episodes, REWARD)] == [1.25, 0.25, 1.5, 0.5]
-    again = [from_row(to_row(r)) for r in episodes]
+    again = [read_row(make_row(r)) for r in episodes]
     assert [r.reward for r in score(again, REWARD)] == [1.25, 0.25, 1.5, 0.5]
     own = task_of(task.metadata["verifiers"])
     trace = trace_of(own, episodes[2])

@@ -10,7 +10,7 @@ import pytest
 
 from extras.programs.test_gateway import ASK, ASKED, CALL, played, post, said_by, status_of
 from rlkit.config.problems.rows import check_truths
-from rlkit.episodes import collect, refusals, summarize
+from rlkit.episodes import collect, count_refusals, summarize
 from rlkit.errors import ConfigError, DataError, EnvironmentFailed
 from rlkit.extras.programs import program
 from rlkit.extras.programs._program import check_task
@@ -261,7 +261,7 @@ def test_a_refusal_keeps_its_sentence(tiny):
     rollout = played(tiny, play)
     assert rollout.metadata["refused"] == 3 and rollout.metrics["program/refused"] == 3.0
     assert rollout.metadata["refusal"] == "n=2 is not supported: ask once for each reply"
-    assert refusals([rollout]) == (
+    assert count_refusals([rollout]) == (
         "requests were refused in 1 of 1 episodes; the first: n=2 is not supported: ask once for"
         " each reply"
     )
@@ -280,10 +280,10 @@ def test_an_episode_of_refusals_alone_says_so(tiny):
 
 def collect_one(tiny, play):
     """One episode, which ends the run where it fails."""
-    from rlkit.episodes import failures
+    from rlkit.episodes import count_failures
 
     rollout = played(tiny, play)
-    failures([rollout])
+    count_failures([rollout])
     return rollout
 
 

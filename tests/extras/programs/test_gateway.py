@@ -27,7 +27,7 @@ from rlkit.config.schema import build
 from rlkit.engines import Batched
 from rlkit.environments import calculator, execute, tool_schema, tool_use
 from rlkit.episodes import collect
-from rlkit.episodes._assemble import rows
+from rlkit.episodes._assemble import split_into_rows
 from rlkit.errors import ConfigError, DataError, EnvironmentFailed
 from rlkit.extras.programs import Client, program, reply_message
 from rlkit.extras.programs._processes import LANDLOCK, landlock_version
@@ -76,7 +76,7 @@ def row_steps(rollout) -> list[list[int]]:
     """The steps whose sampled tokens each training row holds."""
     return [
         sorted({s for s, on in zip(row.steps, row.sampled, strict=True) if on})
-        for row in rows(rollout)
+        for row in split_into_rows(rollout)
     ]
 
 
@@ -283,7 +283,7 @@ def test_forks_share_a_context_that_is_trained_once(tiny):
     assert row_steps(rollout) == [[0, 1], [2, 3]] and rollout.final_content == "d"
     assert rollout.metadata["rows"] == [{"step": 2, "from": 0, "why": "fork"}]
     assert rollout.context(2)[: len(rollout.context(0))] == rollout.context(0)
-    assert sum(sum(row.sampled) for row in rows(rollout)) == rollout.response_length
+    assert sum(sum(row.sampled) for row in split_into_rows(rollout)) == rollout.response_length
 
 
 def test_parallel_requests_are_samples_of_their_own(tiny):
@@ -292,7 +292,7 @@ def test_parallel_requests_are_samples_of_their_own(tiny):
             list(pool.map(lambda _: client.chat(task.messages), range(4)))
 
     rollout = played(tiny, play)
-    assert len(rows(rollout)) == 4 and len({s.logprobs for s in rollout.steps}) > 1
+    assert len(split_into_rows(rollout)) == 4 and len({s.logprobs for s in rollout.steps}) > 1
 
 
 def test_a_retry_is_answered_from_the_record(tiny):

@@ -13,7 +13,7 @@ import pytest
 
 from extras.programs.test_gateway import ASKED, played, post, said_by, status_of
 from rlkit.episodes import collect
-from rlkit.episodes._assemble import rows
+from rlkit.episodes._assemble import split_into_rows
 from rlkit.extras.programs import Ended, asking, conversations, server
 from rlkit.models.chat import LONG, encode_text
 from rlkit.types import Environment, Task
@@ -42,7 +42,11 @@ def test_a_conversation_of_many_turns_is_one_row_that_holds_each_token_once(tiny
         (rollout,) = collect(policy, [Task("t", ASKED)], engine=said_by(), environment=environment)
     finally:
         sys.setrecursionlimit(depth)
-    assert (len(rollout.steps), rollout.status, len(rows(rollout))) == (turns, "terminated", 1)
+    assert (len(rollout.steps), rollout.status, len(split_into_rows(rollout))) == (
+        turns,
+        "terminated",
+        1,
+    )
     last = rollout.steps[-1]
     held = sum(len(step.prompt_ids) + len(step.response_ids) for step in rollout.steps)
     assert held == last.prompt_length + len(last.response_ids)

@@ -20,8 +20,8 @@ from rlkit.config.compose import conf_dir
 from rlkit.config.trust import Folder, find_unsafe_values
 from rlkit.engines import Batched
 from rlkit.environments import calculator, tool_schema
-from rlkit.episodes._collect import collected
-from rlkit.episodes.episode import opening, play
+from rlkit.episodes._collect import collect_groups
+from rlkit.episodes.episode import play, read_opening
 from rlkit.errors import ConfigError
 from rlkit.extras.programs import mcp
 from rlkit.extras.programs._mcp import plain_schema, signature_of
@@ -101,7 +101,7 @@ def test_a_server_finds_its_episodes_task(private):
     long = mcp(servers={"mine": {"command": COMMAND, "tools": ["task"]}})
     [rollout] = played(long, reply("task"), reply())
     assert results(rollout) == ['{"id": "t/0", "metadata": {"seed": 3}}']
-    assert [s["function"]["name"] for s in opening(TASK, long).schemas] == ["task"]
+    assert [s["function"]["name"] for s in read_opening(TASK, long).schemas] == ["task"]
 
 
 @needs_mcp
@@ -148,10 +148,12 @@ def test_no_more_servers_are_alive_than_allowed_and_every_episode_is_played(tiny
 
     environment = mcp(servers={"mine": COMMAND}, max_servers=max_servers)
     longest = 1 + len(
-        encode_prompt(tiny.renderer, TASK.messages, opening(TASK, environment).schemas)
+        encode_prompt(tiny.renderer, TASK.messages, read_opening(TASK, environment).schemas)
     )
     rollouts = run(
-        asyncio.wait_for(collected(tiny, [TASK] * 5, environment, engine=Batched(complete)), 60)
+        asyncio.wait_for(
+            collect_groups(tiny, [TASK] * 5, environment, engine=Batched(complete)), 60
+        )
     )
     assert [results(r) for r in rollouts] == [["1"]] * 5 and max(alive) == max_servers
 
@@ -261,7 +263,7 @@ def test_no_server_outlives_a_trainer_that_is_killed(tmp_path):
 )
 def test_servers_that_cannot_be_used_are_refused_with_their_name(servers, said):
     with pytest.raises(ConfigError, match=said) as error:
-        opening(TASK, mcp(servers=servers))
+        read_opening(TASK, mcp(servers=servers))
     assert "environment.servers." in str(error.value)
 
 
@@ -277,7 +279,7 @@ def test_fewer_servers_than_an_episode_needs_are_refused(max_servers):
 def test_without_the_package_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setattr("rlkit.extras.programs.tool_servers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package mcp.*\[mcp\]"):
-        opening(TASK, mcp(servers={"mine": COMMAND}))
+        read_opening(TASK, mcp(servers={"mine": COMMAND}))
 
 
 @each(

@@ -8,7 +8,7 @@ import pytest
 
 from rlkit.engines import Batched
 from rlkit.episodes import _collect, collect
-from rlkit.episodes.episode import opening
+from rlkit.episodes.episode import read_opening
 from rlkit.errors import ConfigError
 from rlkit.extras.programs import two_players
 from rlkit.models import decode
@@ -144,7 +144,7 @@ def test_against_another_model_each_sample_has_a_game_and_the_opponent_draws_for
         Counted(lambda context, seed: (seeds["policy"].add(seed), "9")[1]),
     )
     rival = Counted(lambda context, seed: (seeds["opponent"].add(seed), "3")[1])
-    monkeypatch.setattr(_collect, "_loaded", lambda path, device: (tiny, rival))
+    monkeypatch.setattr(_collect, "_load_player", lambda path, device: (tiny, rival))
     rollouts = collect(
         tiny, TASKS, two_players(make=Higher, opponent="other"), engine=engine, group_size=3
     )
@@ -198,4 +198,4 @@ def test_a_game_that_cannot_begin_is_refused():
             raise OSError("no board")
 
     with pytest.raises(ConfigError, match=r"environment\.make: the game cannot be made.*no board"):
-        opening(TASKS[0], two_players(make=Bad))
+        read_opening(TASKS[0], two_players(make=Bad))

@@ -158,9 +158,9 @@ def test_every_token_and_the_weights_after_two_steps_are_those_of_the_teacher_in
     x, rollouts = played
     folder, behind = teacher
     start = flat(tiny.model)
-    seen, real = [], streams.divergences
+    seen, real = [], streams.compute_divergences
     monkeypatch.setattr(
-        streams, "divergences", lambda *given: seen.append(real(*given)) or seen[-1]
+        streams, "compute_divergences", lambda *given: seen.append(real(*given)) or seen[-1]
     )
     after = []
     with serving(behind) as one, serving(behind) as two:

@@ -29,7 +29,7 @@ from rlkit.extras.why.remedies import changed, list_remedies
 from rlkit.extras.why.tokens import read_step
 from rlkit.rewards import batched, numeric
 from rlkit.runs.reading import ReadRun, read_run
-from rlkit.training.callbacks.checkpoints import checkpoints, read_checkpoint
+from rlkit.training.callbacks.checkpoints import list_checkpoints, read_checkpoint
 from rlkit.types import Task, ToolResult
 
 SETTINGS = {
@@ -402,7 +402,7 @@ def test_the_fork_without_a_remedy_is_the_run(run, monkeypatch):
 
     monkeypatch.setattr(forks, "measure", measured)
     setting = compose_run(run, "run", Arguments([]), ())
-    first, last = map(read_checkpoint, checkpoints(run / "checkpoints"))
+    first, last = map(read_checkpoint, list_checkpoints(run / "checkpoints"))
     run_fork(setting.x, setting, load_tasks(setting.x), Place(2, first), 2)
     own = {k.removeprefix("model."): v for k, v in last["state_dict"].items()}
     assert kept.keys() >= own.keys() and len(own) > 10

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.commands import check
 from rlkit.commands.arguments import Answer, Arguments
-from rlkit.errors import ConfigError, nearest
+from rlkit.errors import ConfigError, suggest_name
 from rlkit.extras.forecast.load import load_of, shape_of_run
 from rlkit.extras.forecast.roofline import CARDS, changes, forecast, settle_checkpointing
 from rlkit.training.experiment import Experiment
@@ -134,12 +134,12 @@ def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for name, value in given.items():
         if name not in ("device", *RANGES):
             raise ConfigError(
-                f"check.{name}: there is no such setting.{nearest(name, RANGES)} There are: device,"
-                f" {', '.join(RANGES)}"
+                f"check.{name}: there is no such setting.{suggest_name(name, RANGES)} There are:"
+                f" device, {', '.join(RANGES)}"
             )
         if name == "device" and value not in CARDS:
             raise ConfigError(
-                f"check.device={value}: no such card.{nearest(value, CARDS)} There are:"
+                f"check.device={value}: no such card.{suggest_name(value, CARDS)} There are:"
                 f" {', '.join(CARDS)}"
             )
         if name != "device":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rlkit.commands.arguments import Arguments
 from rlkit.errors import ConfigError
 from rlkit.extras.pretrained.packages import KNOWN, fetch
-from rlkit.models.load import fetched_folder
+from rlkit.models.load import find_fetched_folder
 
 TAKES_TEXTS = True
 
@@ -28,7 +28,7 @@ def command(arguments: Arguments) -> int:
         )
     if not arguments.texts:
         for name, package in KNOWN.items():
-            folder = fetched_folder(name)
+            folder = find_fetched_folder(name)
             state = f"in {folder}" if folder and folder.is_dir() else f"{package.megabytes} MB"
             print(f"{name:<16}{package.model}, {package.licence}; {state}")
     for name in arguments.texts:
