@@ -47,8 +47,8 @@ def cut_replies(e: Evidence) -> Finding | None:
     if not share > CUT:
         return None
     reasons = ("length", "context", "steps", "deadline", "environment", "error")
-    known = {name: share for name in reasons if (share := e.mean(f"stop_reason/{name}")) > 0}
-    why = max(known, key=known.__getitem__, default="length")
+    known = {name: e.mean(f"stop_reason/{name}") for name in reasons}
+    why = max(known, key=lambda name: (known[name] > 0, known[name]))  # nan: none
     limit = e.number("generation.max_new_tokens")
     evidence = f"{share:.0%} of the episodes were cut, most of them by {why}."
     if why == "length" and limit == limit:
