@@ -66,8 +66,9 @@ def cut_replies(e: Evidence) -> Finding | None:
         "context": "Lower generation.max_new_tokens, or let the environment drop its oldest turns.",
         "deadline": f"Raise {key}, or make the tools faster.",
     }
+    # not explaining hard problems: a game that is lost ends at its last turn too
     return Finding(
-        "cut", "Episodes are cut before they end.", evidence, advice.get(why, "Read samples/.")
+        "limit", "Episodes are cut before they end.", evidence, advice.get(why, "Read samples/.")
     )
 
 
