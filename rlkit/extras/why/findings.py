@@ -17,6 +17,7 @@ EQUAL = ("hard", "easy", "groups", "equal")  # ways for rewards to be equal
 EXPLAINS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("tool", "unread", "sign", "hackable", "cut", "temperature"), EQUAL),
     **dict.fromkeys(("hard", "easy", "groups"), ("equal",)),
+    "rate_high": ("groups", "equal"),  # a destroyed policy earns the same with every reply
 }
 
 

@@ -47,8 +47,8 @@ def cut_replies(e: Evidence) -> Finding | None:
     if not share > CUT:
         return None
     reasons = ("length", "context", "steps", "deadline", "environment", "error")
-    known = {name: share for name in reasons if (share := e.mean(f"stop_reason/{name}")) > 0}
-    why = max(known, key=known.__getitem__, default="length")
+    known = {name: e.mean(f"stop_reason/{name}") for name in reasons}
+    why = max(known, key=lambda name: (known[name] > 0, known[name]))  # nan: none
     limit = e.number("generation.max_new_tokens")
     evidence = f"{share:.0%} of the episodes were cut, most of them by {why}."
     if why == "length" and limit == limit:
@@ -66,8 +66,9 @@ def cut_replies(e: Evidence) -> Finding | None:
         "context": "Lower generation.max_new_tokens, or let the environment drop its oldest turns.",
         "deadline": f"Raise {key}, or make the tools faster.",
     }
+    # not explaining hard problems: a game that is lost ends at its last turn too
     return Finding(
-        "cut", "Episodes are cut before they end.", evidence, advice.get(why, "Read samples/.")
+        "limit", "Episodes are cut before they end.", evidence, advice.get(why, "Read samples/.")
     )
 
 

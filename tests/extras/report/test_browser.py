@@ -137,6 +137,15 @@ def test_keys_move_fold_and_follow_a_problem(page):
     assert page.evaluate("document.activeElement.id") == "list"
 
 
+def test_a_conversation_has_the_command_for_its_token(page):
+    from playwright.sync_api import expect
+
+    code = page.locator("#detail .why code").first
+    expect(code).to_have_text(re.compile(r"^rlkit why \S+ step=1 rollout=0 token=0$"))
+    page.locator("#detail .why input").first.fill("1")
+    expect(code).to_have_text(re.compile("token=1$"))
+
+
 def test_what_a_model_wrote_is_text(page):
     head(page, "row/0")
     page.keyboard.press("t")

@@ -209,6 +209,19 @@ def test_what_only_came_later_is_no_cause():
     assert causes(e) == ["rate_high"]
 
 
+def test_equal_rewards_of_small_groups_are_explained_by_a_rate_that_destroys():
+    row = {"kl/step": 0.2, "group/frac_zero_std": 0.6}
+    assert causes(evidence({"batch.group_size": 4}, row)) == ["rate_high"]
+
+
+def test_cut_episodes_are_counted_once_and_by_their_commonest_reason():
+    row = {"len/truncated_frac": 0.6, "stop_reason/length": 0.1, "stop_reason/steps": 0.5}
+    [found] = list_findings(evidence({}, row))
+    assert found.evidence == "60% of the episodes were cut, most of them by steps."
+    lost = row | {"group/frac_all_bad": 1.0, "group/frac_zero_std": 1.0}
+    assert causes(evidence({}, lost)) == ["limit", "hard"], "a lost game is cut as well"
+
+
 def test_staleness_that_was_asked_for_is_no_fault():
     row = {"mismatch/logp_abs_mean": 0.2}
     assert "stale" not in causes(evidence({"asynchrony.staleness": 2}, row))
