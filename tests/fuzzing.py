@@ -632,6 +632,7 @@ def run_case(case: Case, runs: Path) -> Outcome:
                 shutil.copytree(runs / name, place / name)
 
         def begin() -> None:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
             os.chdir(place)
             os.environ["HOME"] = str(place)
