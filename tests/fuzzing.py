@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -740,7 +741,7 @@ def main(count: int, first: int, notes: Path) -> int:
             outcome = run_case(case, runs)
             done[seed] = {"seed": seed, "kind": kind} | outcome._asdict()
             done[seed]["said"] = outcome.said[-2000:]
-            done[seed]["commit"] = commit
+            done[seed] |= {"date": date.today().isoformat(), "commit": commit}
             with notes.open("a") as file:
                 file.write(json.dumps(done[seed]) + "\n")
             if outcome.faults:
