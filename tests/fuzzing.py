@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -632,6 +633,7 @@ def run_case(case: Case, runs: Path) -> Outcome:
                 shutil.copytree(runs / name, place / name)
 
         def begin() -> None:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
             os.chdir(place)
             os.environ["HOME"] = str(place)
@@ -739,7 +741,7 @@ def main(count: int, first: int, notes: Path) -> int:
             outcome = run_case(case, runs)
             done[seed] = {"seed": seed, "kind": kind} | outcome._asdict()
             done[seed]["said"] = outcome.said[-2000:]
-            done[seed]["commit"] = commit
+            done[seed] |= {"date": date.today().isoformat(), "commit": commit}
             with notes.open("a") as file:
                 file.write(json.dumps(done[seed]) + "\n")
             if outcome.faults:

@@ -15,7 +15,7 @@ from fuzzing import OPTIONS, PREFIX, SLOTS, SMALL, TRAIN, Case
 
 pytestmark = pytest.mark.slow
 FIRST = 20_000  # seeds that .ci/fuzz does not draw by default
-COUNT = 50
+COUNT = 100
 
 
 def own(slot: str, statement: str, after: int = 0) -> Case:
@@ -220,17 +220,22 @@ def test_what_libraries_print_goes_into_no_file_where_the_streams_are_closed(tmp
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["ended"] == "finished"
 
 
-LIGHT = [
+OWN_PROCESSES = [
     ["--version"],
     ["--help"],
     [],
+    ["trian"],
+    ["runs", "nowhere"],
+    ["show", "--help"],
+    ["train", "--nonsense"],
+    ["train", "resume=nowhere"],
+]
+COMMANDS = [
     *(
         [name, "--help"]
         for name in ("train", "show", "compare", "runs", "export", "serve", "agent")
     ),
     ["nonsense"],
-    ["trian"],
-    ["train", "--nonsense"],
     ["train", "nonsense"],
     ["train", "=3"],
     ["train", "trainer.steps"],
@@ -240,9 +245,7 @@ LIGHT = [
     ["train", "--config-dir", "nowhere"],
     ["train", "--cfg"],
     ["train", "--cfg", "nonsense"],
-    ["train", "resume=nowhere"],
     ["train", "trust=maybe"],
-    ["runs", "nowhere"],
     ["runs", "limit=x"],
     ["runs", "diff", "a"],
     ["runs"],
@@ -277,8 +280,14 @@ LIGHT = [
 ]
 
 
-def test_light_commands_end_in_a_sentence(tmp_path):
-    for words in LIGHT:
+def test_commands_end_in_a_sentence(runs):
+    for words in COMMANDS:
+        outcome = fuzzing.run_case(Case(words), runs)
+        assert outcome.faults == [], (words, outcome.said)
+
+
+def test_commands_in_processes_of_their_own_end_in_a_sentence(tmp_path):
+    for words in OWN_PROCESSES:
         process = begin(words, tmp_path, stdin=subprocess.DEVNULL)
         out, errors = process.communicate(timeout=120)
         assert fuzzing.faults_of(Case(words), process.returncode, out, errors) == [], (
