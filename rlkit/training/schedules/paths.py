@@ -12,7 +12,7 @@ from rlkit.types import Controller, is_record
 
 
 def flat(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to one with dotted keys; empty inner mappings stay."""
+    """Flatten nested mappings to one mapping with dotted keys; empty inner mappings stay."""
     paths: dict[str, Any] = {}
     for key, value in numbers.items():
         paths |= (
@@ -41,8 +41,8 @@ def settable(node: Any) -> Mapping[str, Any]:
 
 
 def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: str) -> Any:
-    """Copy nested NamedTuples, mappings and partial functions, and change one number, or the
-    Controller in its place.
+    """Copy nested NamedTuples, mappings and partial functions, and change one number or one
+    Controller.
 
     A whole number stays whole: the new value is rounded.
     Raises: KeyError with the path if there is no number at it.
@@ -52,7 +52,7 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
     known = settable(node)
     if key not in known:
         raise KeyError(
-            f"'{path}' binds nothing: there is no '{key}'; here are:"
+            f"'{path}' names no number: there is no '{key}'; there are:"
             f" {', '.join(map(str, known)) or 'no numbers'}"
         )
     old = known[key]
