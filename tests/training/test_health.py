@@ -206,7 +206,7 @@ def test_a_tool_that_fails_in_every_call_is_named():
     unknown = ToolResult("", "none", "Error: there is no tool 'none'.", ok=False)
     assert failing_tools(3 * [rollout(broken, fine, unknown, unknown)]) == []
     assert failing_tools(4 * [rollout(broken, fine, unknown)]) == [
-        "the tool look failed in all of its 4 calls; the first said: Error: no."
+        "the tool look failed in all of its 4 calls; the first error: Error: no."
     ]
     assert failing_tools([*4 * [rollout(broken)], rollout(broken._replace(ok=True))]) == []
 
