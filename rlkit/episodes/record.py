@@ -100,7 +100,7 @@ def failed_rollout_kept(folder: Path) -> Iterator[None]:
 
 def _checked(path: Path) -> Path:
     if not path.name.endswith(FORMATS):
-        raise ConfigError(f"{path}: the name of a file of rollouts must end in .jsonl or .jsonl.gz")
+        raise ConfigError(f"{path}: a file of rollouts must end in .jsonl or .jsonl.gz; rename it")
     return path
 
 
