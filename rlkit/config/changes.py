@@ -81,7 +81,7 @@ def other_run(
 
 
 def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise ConfigError for changes with which no run can continue."""
+    """Raise ConfigError for changes impossible in a continued run."""
     fixed = [key for key in changed if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
     if fixed:
         was, wanted = changed[fixed[0]]

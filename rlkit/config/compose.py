@@ -73,8 +73,8 @@ def compose(
       overrides: as on the command line. A key in a part's signature needs no `+`.
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
-      before_import: a function that inspects the config before any of its modules is imported; it
-        may refuse the config. It sees values of the environment as ${oc.env:NAME}.
+      before_import: a function to inspect the config before any of its modules is imported; it may
+        refuse the config. It sees values of the environment as ${oc.env:NAME}.
     Raises: ConfigError.
     """
     import logging
@@ -158,8 +158,7 @@ class Layer(NamedTuple):
 def layers(
     composed: Composed, *, entry: str = "train", config_dir: str | None = None
 ) -> tuple[Layer, ...]:
-    """List the files from which a config was composed, in Hydra's order, without values of the
-    command line."""
+    """List the files of a composed config, in Hydra's order, without values of the command line."""
     with hydra_of_conf(config_dir) as search:
         groups = [text for text in composed.overrides if is_group(text, search)]
         return _layers(entry, (*search, *groups), _stamp(search))
@@ -250,7 +249,7 @@ def searchpath(config_dir: str | Path | None) -> list[str]:
 
 
 def _clashes(config_dir: str | Path | None) -> list[str]:
-    """Options of a user's folder that a shipped option of the same name hides. Hydra would not
+    """Options of a user's folder hidden by a shipped option of the same name. Hydra would not
     report them."""
     folder = Path(config_dir) if config_dir else None
     files = sorted(folder.rglob("*.yaml")) if folder else []
@@ -643,7 +642,7 @@ def no_such_option(text: str, name: str, group: str, options: Iterable[str]) -> 
 
 def parse_override(parser: Any, text: str) -> tuple[Any, str]:
     """Parse an override, and return its text in Hydra's grammar. A condition like `reward/mean >
-    0.8 for 3` gets back the quotes that the shell took away."""
+    0.8 for 3` gets back its quotes, because the shell takes them away."""
     from hydra.errors import HydraException
 
     try:

@@ -106,8 +106,8 @@ def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
 
 
 def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every dotted key of a plain config that a user can set. A group or a list is one key. Hydra's
-    own keys are left out."""
+    """Every settable dotted key of a plain config. A group or a list is one key. Hydra's own keys
+    are left out."""
     found = []
     for key, value in config.items():
         if key.startswith("_") or key == "suggests":

@@ -35,7 +35,7 @@ DEFAULT = "default"
 REMOVED = "removed"
 SILENT = {"_target_", "_partial_", "suggests", "shelf"}
 PHASE = re.compile(r"schedule\.phases\.(\w+)\.(.+)")
-PHASE_ONLY = re.compile(r"(until|numbers|reset)\b")  # keys of a phase that the whole run lacks
+PHASE_ONLY = re.compile(r"(until|numbers|reset)\b")  # keys only of phases
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([A-Za-z_][\w.]*)(?=[,}])")
 ADVICE = re.compile(r"\$\{(rlkit_\w+):([^{}]*)\}")
 EXTRA = re.compile(r"rlkit\.extras\.(\w+)\.")

@@ -33,7 +33,7 @@ hints_of = functools.cache(signature_hints)  # of records
 
 @functools.cache
 def checked_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap a top-level function of the package: it refuses arguments that its signature lacks. A
+    """Wrap a top-level function of the package: it refuses arguments missing from its signature. A
     bare function becomes a Reward or Term if the signature asks for one.
 
     Raises: ConfigError in place of Python's TypeError, or of an AttributeError in the function.

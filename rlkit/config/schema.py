@@ -47,7 +47,7 @@ SUGGESTED: dict[str, Any] = {
     "kl": Any,
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }
-# Parts that a config has under the task, in addition to the task's arguments.
+# Parts under the task in a config, in addition to the task's arguments.
 BESIDE = ("sampler", "reuse")
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters passed by the run itself

@@ -2,8 +2,8 @@
 safe by rlkit's own functions.
 
 Each value of the config is of one of four kinds: a shipped option's value, the user's own value, a
-value of a parameter that is safe by its type or declaration (`rlkit.types.safe`), or a value that
-is printed, and refused without trust=true.
+value of a parameter safe by its type or declaration (`rlkit.types.safe`), or a value to be printed,
+and refused without trust=true.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def outside(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterat
 
     Args:
       node: the config, with ${oc.env:NAME} for values of the environment.
-      base: the same config without the folder's own values. A value that is equal in both is
-        rlkit's or the user's.
+      base: the same config without the folder's own values. A value equal in both is rlkit's or the
+        user's.
     """
     yield from _outside(node, by, base, path, "")
 

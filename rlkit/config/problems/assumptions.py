@@ -3,7 +3,7 @@
 
 There is no table of forbidden pairs. The words (guarantees) of a reward are followed from its terms
 through weights, aggregator, normalisation, overlong rule and a KL in the baseline to the advantage.
-Each part's assumptions are compared with the words that remain at its place.
+Each part's assumptions are compared with the words remaining at its place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Words(NamedTuple):
         return self._replace(lost=dict.fromkeys(words, why) | dict(self.lost))
 
     def through(self, part: Any, path: str, why: str) -> Words:
-        """Pass the rewards through a part: only the words that it declares to keep remain."""
+        """Pass the rewards through a part: only the words declared to be kept remain."""
         kept = declarations(part, "keeps")
         if kept is None:
             return self._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(self.unsaid))
@@ -68,8 +68,8 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
 
 
 def assumption_warnings(x: Experiment) -> list[str]:
-    """Assumptions that are neither broken nor guaranteed, and episode limits that a single reply
-    may exceed."""
+    """Assumptions neither broken nor guaranteed, and episode limits that a single reply may
+    exceed."""
     out = []
     for path, part, words in _assuming(x, ()):
         for assumed in sorted(declarations(part, "assumes") or ()):
@@ -157,7 +157,7 @@ def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
 
 
 def _reply_budgets(x: Experiment) -> list[str]:
-    """Limits of a reply that no reply reaches."""
+    """Reply limits beyond the reach of any reply."""
     longest = x.generation.max_new_tokens
     out = []
     for name, part in x.algorithm.parts.items():

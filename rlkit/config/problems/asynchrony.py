@@ -56,7 +56,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
 
 
 def _second_process(x: Experiment) -> list[str]:
-    """Settings with which a second process of this machine cannot sample."""
+    """Settings unfit for sampling in a second process of this machine."""
     said = "asynchrony=overlap"
     problems = []
     count = x.trainer.devices * x.trainer.nodes

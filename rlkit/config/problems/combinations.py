@@ -61,7 +61,7 @@ def _check_evaluation(x: Experiment) -> list[str]:
 
 
 def rank_problems(x: Experiment) -> list[str]:
-    """Settings with which several ranks cannot run, as sentences."""
+    """Settings unfit for several ranks, as sentences."""
     t = x.trainer
     problems = []
     count = t.devices * t.nodes

@@ -78,8 +78,7 @@ def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) ->
 def warnings(
     x: Experiment, overrides: Sequence[str] = (), tasks: Splits | None = None
 ) -> list[str]:
-    """List the settings that are legal but probably not meant, and the problems that are in two
-    splits.
+    """List settings that are legal but probably not meant, and problems in two splits.
 
     Args:
       overrides: the user's. tasks: the run's; None: not loaded yet.
@@ -134,7 +133,7 @@ def warnings(
 
 
 def _correction_doubts(x: Experiment) -> list[str]:
-    """Samples that are weighed twice, dropped by chance, or old and not weighed at all."""
+    """Find samples weighed twice, dropped by chance, or old and not weighed at all."""
     from rlkit.algorithm import asks
     from rlkit.functional import automatic_correction, geometric_mask, no_correction
 
@@ -182,8 +181,7 @@ def _correction_doubts(x: Experiment) -> list[str]:
 def embedded_numbers(
     x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)
 ) -> list[str]:
-    """Find values of these keys that are meant for rlkit's embedded model, in a run of another
-    model."""
+    """Find values of these keys meant for rlkit's embedded model, in a run of another model."""
     own = x.model.suggests
     path = x.model.path or x.model.origin
     if own.get("max_new_tokens") is None or _is_embedded(path):
