@@ -72,6 +72,8 @@ class Package(NamedTuple):
 
 
 IGNORE = {"unsupported": "ignore"}
+# litellm asks a host for its list of prices otherwise
+LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 CHAT = "openai-chat"
 PACKAGES = {
     "openai_chat": Package(("openai",), CHAT),
@@ -84,6 +86,35 @@ PACKAGES = {
         {"answer": "tool:final_answer", **IGNORE},
     ),
     "pydantic_ai_agent": Package(("pydantic-ai-slim", "openai"), CHAT),
+    "openai_agents": Package(("openai-agents",), "openai-responses"),
+    "langchain_agent": Package(("langchain", "langchain-openai"), CHAT),
+    "litellm_completion": Package(("litellm",), CHAT, settings={"variables": LITELLM}),
+    "instructor_answer": Package(
+        ("instructor",),
+        CHAT,
+        (call("Answer", '{"number": $answer}'),),
+        {"answer": "tool:Answer", **IGNORE},
+    ),
+    "mini_swe_agent": Package(
+        ("mini-swe-agent",),
+        CHAT,
+        (
+            call("bash", '{"command": "echo $$(($a + $b))"}'),
+            call("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo $answer"}'),
+        ),
+        {"answer": "tool:bash", "variables": {**LITELLM, "MSWEA_GLOBAL_CONFIG_DIR": "."}},
+    ),
+    "magentic_chain": Package(("magentic",), CHAT),
+    "mirascope_call": Package(("mirascope", "openai"), CHAT),
+    "agno_agent": Package(("agno", "openai"), CHAT),
+    "llama_index_agent": Package(("llama-index-core", "llama-index-llms-openai-like"), CHAT),
+    "haystack_agent": Package(("haystack-ai",), CHAT),
+    "strands_agent": Package(("strands-agents", "openai"), CHAT),
+    "autogen_assistant": Package(("autogen-agentchat", "autogen-ext[openai]"), CHAT),
+    "semantic_kernel_agent": Package(("semantic-kernel",), CHAT),
+    "google_adk_agent": Package(("google-adk", "litellm"), CHAT, settings={"variables": LITELLM}),
+    "crewai_crew": Package(("crewai",), CHAT),
+    "qwen_agent_assistant": Package(("qwen-agent",), CHAT),
 }
 
 
