@@ -40,7 +40,7 @@ import torch
 
 from rlkit.engines import Batched, Cached
 from rlkit.episodes import collect
-from rlkit.episodes._assemble import rows
+from rlkit.episodes._assemble import split_into_rows
 from rlkit.extras.programs import program
 from rlkit.models import load_policy
 from rlkit.models.chat import encode_scaffold
@@ -225,7 +225,7 @@ def largest_difference(
     stands in exactly one row as it was sampled, up to a stop text of its request."""
     left = list(heard)
     worst = 0.0
-    for row in (row for rollout in rollouts for row in rows(rollout)):
+    for row in (row for rollout in rollouts for row in split_into_rows(rollout)):
         anew = [0.0, *recompute(policy, row.ids)]
         for step in dict.fromkeys(s for s, own in zip(row.steps, row.sampled, strict=True) if own):
             at = [i for i, s in enumerate(row.steps) if s == step and row.sampled[i]]
@@ -271,8 +271,8 @@ def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
     return {
         "episodes": len(played),
         "failed": len(failed),
-        "rows": len(rows(script[0])),
-        "rows_thinking": len(rows(script[2])),
+        "rows": len(split_into_rows(script[0])),
+        "rows_thinking": len(split_into_rows(script[2])),
         "exact": difference <= TOLERANCE,
         "difference": f"{difference:.1e}",
         "scored": agree and rewards == [1.0, 0.0, 1.0],
