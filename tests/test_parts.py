@@ -231,7 +231,7 @@ def test_a_metric_that_is_taken_or_is_no_number_is_refused():
         return (logprobs - logprobs_old).exp(), {"mean": 1.0}
 
     with pytest.raises(
-        PartError, match="ratio/mean, which rlkit has already; give it another name"
+        PartError, match="ratio/mean, a metric of rlkit; give it another name"
     ):
         updated(*built(PLAIN | {"ratio": ratio}), budget=20)
     for value, said in (

@@ -218,7 +218,7 @@ def test_the_machine_decides_and_the_line_has_the_figures(total, expected, machi
     line = settle_activations(x, policy, load_tasks(x).train, CPU)
     assert is_checkpointed(policy.model) is expected
     assert line.startswith(f"activations: {'recomputed' if expected else 'kept'} (one micro-batch")
-    assert f"of {USABLE * total / GIB:.2f} GiB, 90% of the total)" in line
+    assert f"the limit is {USABLE * total / GIB:.2f} GiB, 90% of the memory)" in line
     assert policy.model.training
 
 

@@ -76,7 +76,7 @@ ILL = {  # check → (what makes it speak, words of the message)
     "sampler_off": ({"mismatch/logp_abs_mean": 0.06}, ["0.060 nats", "more than 0.001"]),
     "version_wrong": (
         {"mismatch/version_right": 0.0, "mismatch/version_wrong": 7.0},
-        ["another version", "10^7", "lost a push"],
+        ["another version", "10^7", "missed an update"],
     ),
     "version_unknown": (
         {"mismatch/version_right": 5.0, "mismatch/version_wrong": 1.0},

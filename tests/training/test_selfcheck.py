@@ -249,7 +249,7 @@ def test_half_precision_is_compared_with_what_its_own_two_paths_differ_by(tiny, 
     assert right.bound < 0.01  # the tiny model's own paths differ by less than one in 200
     (line,) = check(0.02).warnings
     assert "sampler and trainer differ by 0.02" in line
-    assert f"more than the {right.bound:.2g} expected of rounding" in line
+    assert f"more than the {right.bound:.2g} expected from rounding" in line
     assert "own two paths, the whole sequence and token by token, differ by " in line
     with pytest.raises(
         SelfCheckError,
@@ -321,7 +321,7 @@ def test_a_model_without_a_cache_may_differ_as_real_models_do(tiny, tasks, exper
 
     assert check(0.05) == []
     (line,) = check(0.08)
-    assert "more than the 0.06 expected of rounding; the model's forward has no cache" in line
+    assert "more than the 0.06 expected from rounding; the model's forward takes no cache" in line
 
 
 def test_log_probs_that_are_not_numbers_are_refused_in_half_precision_too(tiny, tasks, experiment):
