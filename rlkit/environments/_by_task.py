@@ -35,7 +35,7 @@ def by_task(
             every = ",".join([*known, task.environment])
             raise ConfigError(
                 f"task {task.id!r} asks for the environment {task.environment!r}, which is not in "
-                f"environment.environments; known are {', '.join(sorted(known)) or 'none'}. "
+                f"environment.environments; the known ones are: {', '.join(sorted(known)) or 'none'}. "
                 f"Set environment={task.environment} or another option for all rows, or add it"
                 f" with task.environments=[{every}]"
             )

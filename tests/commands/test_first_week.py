@@ -101,7 +101,8 @@ def test_a_reward_that_cannot_be_called_with_a_rollout_names_its_place():
     with pytest.raises(
         ConfigError,
         match=(
-            r"'mine': .* alone, which it does not fit: too many positional arguments"
+            r"'mine': .* must accept a call with one argument, a rollout, and does not: too many"
+            r" positional arguments"
             r" \(.*test_first_week\.py:\d+\)"
         ),
     ):

@@ -374,7 +374,7 @@ def test_a_file_without_any_rollout_is_refused(tmp_path, ending, data):
     and no empty list."""
     path = tmp_path / f"r{ending}"
     path.write_bytes(data)
-    with pytest.raises(DataError, match=rf"{path}.*there is no rollout in the file"):
+    with pytest.raises(DataError, match=rf"{path}.*no rollout of the file"):
         load_rollouts(path)
 
 
