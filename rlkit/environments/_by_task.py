@@ -35,9 +35,10 @@ def by_task(
             every = ",".join([*known, task.environment])
             raise ConfigError(
                 f"task {task.id!r} asks for the environment {task.environment!r}, which is not in "
-                f"environment.environments; the known ones are: {', '.join(sorted(known)) or 'none'}. "
-                f"Set environment={task.environment} or another option for all rows, or add it"
-                f" with task.environments=[{every}]"
+                "environment.environments; the known ones are:"
+                f" {', '.join(sorted(known)) or 'none'}. Set environment={task.environment} or"
+                " another option for all rows, or add it with"
+                f" task.environments=[{every}]"
             )
         return known[task.environment]
 

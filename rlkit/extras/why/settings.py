@@ -204,8 +204,8 @@ def strong_kl(e: Evidence) -> Finding | None:
     return Finding(
         "kl",
         "The KL penalty is too strong.",
-        f"With kl.coef={coef:g} the penalty outweighs the reward beyond a gain of about"
-        f" {allowed * spread:.2g}, where rewards of one prompt vary by {spread:.2g}.",
+        f"With kl.coef={coef:g} the penalty outweighs any gain in reward above about"
+        f" {allowed * spread:.2g}, while the rewards of one prompt vary by {spread:.2g}.",
         "Train without it, or lower kl.coef by ten or more.",
         ("kl=none",),
     )
