@@ -230,9 +230,7 @@ def test_a_metric_that_is_taken_or_is_no_number_is_refused():
     def ratio(logprobs, logprobs_old):
         return (logprobs - logprobs_old).exp(), {"mean": 1.0}
 
-    with pytest.raises(
-        PartError, match="ratio/mean, a metric of rlkit; give it another name"
-    ):
+    with pytest.raises(PartError, match="ratio/mean, a metric of rlkit; give it another name"):
         updated(*built(PLAIN | {"ratio": ratio}), budget=20)
     for value, said in (
         (torch.zeros(5), r"shape \(5,\)"),

@@ -535,7 +535,7 @@ GOES_ON = {  # (file, damage) → what a resume says, with which it goes on
         "summary.json",
         swapped,
     ): "summary.json is not what this run wrote, and is kept as aside/summary.json",
-    ("run.json", missing): "run.json is missing, and begins anew with this process",
+    ("run.json", missing): "run.json is missing; a new one begins with this process",
     ("checkpoints/step_000001.ckpt", swapped): "step_000001.ckpt is a checkpoint of run",
     (
         "checkpoints/step_000002.ckpt",
@@ -554,7 +554,7 @@ REFUSED = {  # (file, damage) → the sentence of a refusal
     ("config.yaml", emptied): r"config\.yaml does not say which run it belongs to",
     ("run.json", swapped): r"config\.yaml belongs to run \w{16} and run\.json to run \w{16}",
     (".hydra/overrides.yaml", swapped): r"overrides\.yaml is not what this run wrote",
-    (".hydra/overrides.yaml", missing): r"overrides\.yaml is missing or no file",
+    (".hydra/overrides.yaml", missing): r"overrides\.yaml is missing or not a file",
     (".hydra/overrides.yaml", truncated): r"overrides\.yaml",
 }
 

@@ -307,7 +307,7 @@ def test_jobs_of_a_sweep_are_decided_together(without_compiler, tmp_path, capsys
     (tmp_path / "job" / "config.yaml").touch()
     back()
     decided = decide_kernels(tmp_path)
-    assert decided == {JOBS: "eager"} and "as those so far" in capsys.readouterr().out
+    assert decided == {JOBS: "eager"} and "like the jobs so far" in capsys.readouterr().out
     monkeypatch.setenv(JOBS, decided[JOBS])  # as a job has it
     assert kernel.choose_kernel("auto", *_parts())[1] == "so that all jobs are computed alike"
     (tmp_path / NAME).write_text('{"auto": "fused"}')
