@@ -1,12 +1,12 @@
 """A conversation with tools and without training: `rlkit agent` and `run_agent`.
 
-The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use: what is sampled
-here is sampled in training.
+The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use, so episodes are
+sampled as in training.
 
     hook            signature
-    tool_parser     (text without thinking) → list of calls; a parser of the core, (content) →
-                    (content, calls), does as well tool_executor   (call) → str; what it raises is a
-                    sentence that the policy reads
+    tool_parser     (text without thinking) → list of calls; or a parser of the core, (content) →
+                    (content, calls)
+    tool_executor   (call) → str; the policy reads its errors as sentences
     stop_condition  (conversation) → bool, after each reply and before its calls are run
 """
 
@@ -62,7 +62,8 @@ Tool = Callable[..., Any] | Mapping[str, Any]
 class AgentResult(NamedTuple):
     """A finished conversation, in the notebooks' shape and as a rollout."""
 
-    # the given ones and all later ones, thinking apart, results with the ids of their calls
+    # the given and all later messages; thinking is separate, and results have the ids of their
+    # calls
     messages: list[Message]
     # content of the last reply; '' if a limit or stop_condition cut the episode off before an
     # answer
@@ -94,21 +95,22 @@ def run_agent(
     seed: int = 0,
     **settings: Any,
 ) -> AgentResult:
-    """Let the policy answer, with as many tool calls on the way as it needs.
+    """Let the policy answer, with as many tool calls as it needs.
 
     Args:
       messages: the conversation so far, or one question.
-      tools: typed functions with docstrings, or schemas of OpenAI's API; none: one reply.
-      tool_implementations: name → function, for tools given as schemas.
+      tools: typed functions with docstrings, or schemas of OpenAI's API. Without tools there is one
+      reply. tool_implementations: name → function, for tools given as schemas.
       policy: the model to talk to; or `model` and `tokenizer`, a causal LM and its tokenizer with a
         chat template.
       engine: samples the replies; None: a new `rlkit.engines.Cached`.
       tool_parser, tool_executor, stop_condition: see the head of this file.
       system_prompt: put in front; None adds none.
-      max_turns: replies, at least 1. max_calls: calls answered in one of them.
-      max_chars: of a tool's result; the rest is cut. timeout: seconds of a call; None: no limit.
-      max_new_tokens: of one reply. temperature: 0 is greedy. seed: the only source of randomness.
-      settings: further ones of the engine, for example max_thinking_tokens or top_p.
+      max_turns: most replies, at least 1. max_calls: most calls answered in one reply.
+      max_chars: longest result of a tool; the rest is cut. timeout: seconds of a call; None: no
+      limit. max_new_tokens: of one reply. temperature: 0 is greedy. seed: the only source of
+      randomness. settings: further settings of the sampling, for example max_thinking_tokens or
+      top_p.
     Returns: an AgentResult. If a limit ends the episode, there is no final response, and the
       rollout names the limit.
     Raises: ConfigError, TemplateError if the tools, the limits or the model do not fit; a tool
@@ -172,7 +174,7 @@ def named_tools(
     """Name → function, for typed functions and for schemas with their implementations.
 
     Args:
-      executed: an executor runs the calls, so schemas need no implementation.
+      executed: whether an executor runs the calls, so that schemas need no implementation.
     Raises: ConfigError for a schema without implementation, an implementation without schema, or
       two tools of one name.
     """
@@ -196,7 +198,7 @@ def named_tools(
     if unknown:
         raise ConfigError(
             f"tool_implementations: {', '.join(unknown)} is in no schema of tools, so the policy"
-            " would never hear of it"
+            " would never know about it"
         )
     return named
 
@@ -206,8 +208,8 @@ def _by_the_executor(**arguments: Any) -> None:
 
 
 def core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
-    """Turn a tool_parser into a parser of the core. A list of calls does not tell their place, so
-    it leaves out the content of a reply with calls."""
+    """Turn a tool_parser into a parser of the core. A list of calls does not tell where they are in
+    the text, so the content of a reply with calls is left out."""
 
     @wraps(tool_parser)
     def parse(content: str, **given: Any) -> tuple[str, list[ToolCall]]:
@@ -234,7 +236,8 @@ def _with_hooks(
     if tool_executor is not None:
 
         async def answer(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> ToolResult:
-            """Run the executor in place of the tool: its limits hold, and its errors are text."""
+            """Run the executor in place of the tool, with the same limits; its errors become
+            text."""
             given = {call.name: partial(tool_executor, as_dict(call))}
             return await execute(
                 call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout
@@ -272,8 +275,8 @@ def to_call(call: Any, id: str = "call_0") -> ToolCall:
 
 
 def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
-    """Find the tools of `tools=[…]`: shipped ones by name, a user's own as module.function. Raises:
-    ConfigError."""
+    """Find the tools of `tools=[…]`: shipped tools by name, the user's own as module.function.
+    Raises: ConfigError."""
     from rlkit.config.schema import resolve, suggest_name
 
     shipped: dict[str, Callable[..., Any]] = {
@@ -319,8 +322,8 @@ def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> Agent
 
 
 def show(rollout: Rollout) -> None:
-    """Print a conversation, each part under its name. Colours appear on a terminal alone, and the
-    model's text never as markup."""
+    """Print a conversation, each part under its name. Colours appear only on a terminal, and the
+    model's text is never read as markup."""
     from rich.console import Console
     from rich.text import Text
 
@@ -419,7 +422,7 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     """Compose the config of a command with a model. Return it with the checkpoint of
     run=FOLDER; the run's model then replaces the config's.
 
-    Raises: ConfigError if the run does not exist, or if a model is named beside it.
+    Raises: ConfigError if the run does not exist, or if a model is named in addition to the run.
     """
     from rlkit.config.compose import compose
     from rlkit.config.schema import check
@@ -430,7 +433,7 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     run = runs.find_run(named, "run") if named else None
     other = [o for o in overrides if re.match(r"[+~]*model\b", o)]
     if run is not None and other:
-        raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
+        raise ConfigError(f"{other[0]}: run={named} has its own model; leave one of the two out")
     config = compose(overrides, entry=entry, config_dir=arguments.config_dir).config
     if named is None or run is None:
         return config, None

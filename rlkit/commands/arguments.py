@@ -1,4 +1,4 @@
-"""What a command takes and gives: a command line taken apart, questions to its overrides, an
+"""The input and output of a command: its command line in parts, questions to its overrides, and an
 answer."""
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Arguments(NamedTuple):
     multirun: bool = False
     config_dir: str | None = None
     shown: str = ""  # part of the config to print instead of a run: job, hydra, all, info
-    resolved: bool = False  # with it: values in place of references to them
+    resolved: bool = False  # with `shown`: values in place of references to them
     words: tuple[str, ...] = ()  # all words as given
     texts: tuple[str, ...] = ()  # words other than overrides, if the command takes them
     sources: Mapping[str, str] = {}  # key of an override → its file of --config
-    trusted: bool = False  # trust=true, taken by every command; no override
+    trusted: bool = False  # trust=true, a word of every command and not an override
 
 
 class Answer(NamedTuple):
@@ -78,7 +78,7 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
         elif word.startswith("-"):
             raise ConfigError(_no_flag(word, next(rest, "VALUE")))
         elif "=" not in word and not word.startswith("~"):
-            raise ConfigError(f"'{word}' is no override; write KEY=VALUE or GROUP=OPTION")
+            raise ConfigError(f"'{word}' is not an override; write KEY=VALUE or GROUP=OPTION")
         else:
             arguments.overrides.append(word)
     if name and name.removesuffix(".yaml") not in ENTRIES:
@@ -132,8 +132,8 @@ def option(overrides: Sequence[str], key: str) -> str | None:
 
 
 def added(saved: list[str], overrides: list[str]) -> list[str]:
-    """Append overrides to a run's. An override repeated word for word stands once, because
-    `+group=option` can stand only once."""
+    """Append overrides to a run's. An override that is repeated word for word is kept once, because
+    `+group=option` may occur only once."""
     return [text for text in saved if text not in overrides] + overrides
 
 
@@ -143,7 +143,7 @@ def drop(overrides: Sequence[str], *keys: str) -> list[str]:
 
 
 def take_settings(arguments: Arguments, names: Sequence[str], command: str) -> dict[str, str]:
-    """The given ones of a command's own settings. Raises: ConfigError for any other override."""
+    """The settings of a command among its arguments. Raises: ConfigError for any other override."""
     unknown = drop(arguments.overrides, *names)
     if unknown:
         raise ConfigError(
@@ -168,8 +168,8 @@ def quote(text: str) -> str:
 
 
 def unquote(text: str) -> str:
-    """Invert `quote`. A text without quotes stays as it is, whatever Hydra's grammar would make of
-    it."""
+    """Invert `quote`. A text without quotes stays as it is, even if it means something else in
+    Hydra's grammar."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1].replace("\\" + text[0], text[0])
     return text

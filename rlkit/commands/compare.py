@@ -20,11 +20,11 @@ SETTINGS = ("figure", "at", "pairs", "effect", "seeds")
 
 def command(arguments: Arguments) -> Answer:
     """Say which line of runs is better and by how much, in sentences and as a table. Runs that
-    differ by their seed alone are one line.
+    differ only in their seed are one line.
 
     FOLDER…        run folders or folders of runs; each line is compared with the first
-    figure=NAME    test, test_reward, validation, curve or reward; else the first that is there
-    at=UNIT        the validation accuracy where every line has spent as much: at=steps, at=tokens
+    figure=NAME    test, test_reward, validation, curve or reward; else the first available
+    at=UNIT        the validation accuracy at equal spending of all lines: at=steps, at=tokens
     pairs=all      every pair of lines instead
     effect=NUMBER  the difference that matters to you
     --json         the same for a program
@@ -69,8 +69,8 @@ def command(arguments: Arguments) -> Answer:
 
 
 def list_suspicions(folders: Sequence[Path]) -> list[str]:
-    """Ask the command `why`, if there is one, for the likeliest cause in runs without progress, and
-    for the command to prove it."""
+    """Ask the command `why`, if it is installed, for the likeliest cause in runs without progress,
+    and for the command that proves it."""
     why = load_command("why")
     if why is None:
         return []
@@ -108,7 +108,7 @@ def effect_of(given: dict[str, str], usual: float) -> float:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Write a row a line: seeds, mean figure, and the spending of a run."""
+    """Write one row per line of runs: seeds, mean figure, and the spending of a run."""
     from rlkit.runs.sweeps.compare import align_columns
 
     spent = data["spent"]

@@ -1,5 +1,5 @@
-"""`--config FILE`: overrides as YAML, and the flat config of the GSM8K/MBPP trainer that rlkit grew
-out of."""
+"""`--config FILE`: overrides as YAML, and the flat config of the GSM8K/MBPP trainer from which
+rlkit grew."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAT = {
     "training.kl_coef": "kl.coef",
     "training.num_iterations": "trainer.steps",
 }
-BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, for the ones missing from the file
+BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, used if the file has none
 # rlkit's own configs; a user's defaults list may build on them
 ENTRIES = ("train", "evaluate", "rollout")
 DATASETS = ("gsm8k", "mbpp")
@@ -70,8 +70,8 @@ def _chosen(file: str, defaults: Any) -> list[str]:
     algorithm: dapo`."""
     if not isinstance(defaults, list):
         raise ConfigError(
-            f"--config {file}: defaults: {defaults!r} is no list; write one GROUP: OPTION a line,"
-            " each behind a dash"
+            f"--config {file}: defaults: {defaults!r} is not a list; write one GROUP: OPTION per"
+            " line, each behind a dash"
         )
     found = []
     for entry in defaults:
@@ -100,8 +100,7 @@ def _flattened(given: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
-    """Translate a flat config into overrides. Raises: ConfigError that names the file and the
-    key."""
+    """Translate a flat config into overrides. Raises: ConfigError naming the file and the key."""
     for key in values:
         if key not in FLAT:
             last = [known for known in FLAT if known.rpartition(".")[2] == key.rpartition(".")[2]]

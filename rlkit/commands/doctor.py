@@ -1,5 +1,5 @@
-"""`rlkit doctor`: what this machine gives to a run, one line each. Nothing is downloaded and
-nothing is left behind."""
+"""`rlkit doctor`: the resources of this machine for a run, one line each. Nothing is downloaded,
+and no file is left behind."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LOW_DISK_GB = 10.0
 
 
 class Finding(NamedTuple):
-    """One line. `bad`: nothing can be trained here. `warn`: something may go wrong or is slower
-    than it could be."""
+    """One line. `bad`: nothing can be trained here. `warn`: something may go wrong, or is slower
+    than necessary."""
 
     what: str
     text: str
@@ -51,7 +51,7 @@ def _examine() -> list[Finding]:
 def _kept(part: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return part()
-    except Exception as error:  # this command is there to show any error of a broken installation
+    except Exception as error:  # this command must show every error of a broken installation
         return [Finding(part.__name__, name_error(error), "bad")]
 
 
@@ -239,8 +239,8 @@ def extras() -> list[Finding]:
 
 
 def command(arguments: Arguments) -> int:
-    """Show versions, devices, sandbox, disk and extras of this machine. The exit status is 1 where
-    nothing can be trained on it.
+    """Show versions, devices, sandbox, disk and extras of this machine. The exit status is 1 if
+    nothing can be trained here.
 
         rlkit doctor
         rlkit doctor debug=true

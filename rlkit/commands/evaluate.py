@@ -27,14 +27,14 @@ def evaluate_run(
     parent: Path,
     started: float,
 ) -> tuple[dict[str, Any], Path]:
-    """Measure greedy accuracy, avg@k, pass@k and mean rewards of tasks by the verifiers of
-    training, and write them as JSON beside the rollouts.
+    """Measure greedy accuracy, avg@k, pass@k and mean rewards of tasks with the verifiers of
+    training, and write them as JSON next to the rollouts.
 
     Args:
       x: the experiment; its evaluation settings decide the sampling.
       tasks: rows of the split, at least one.
       split: its name, for the result.
-      checkpoint: a file, or a folder with its newest checkpoint; None evaluates the model as
+      checkpoint: a file, or a folder (its newest checkpoint is taken); None evaluates the model as
         loaded.
       parent: of a new folder for the results.
       started: time.perf_counter() of the command's start.
@@ -123,8 +123,8 @@ def _evaluate_samples(
 
 
 def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
-    """Load a checkpoint's policy; return the checkpoint's file and RL step. The engine goes on with
-    the kernels of the run, or reports the difference.
+    """Load a checkpoint's policy; return the checkpoint's file and RL step. The engine keeps the
+    kernels of the run, or reports the difference.
 
     Raises: DataError if no checkpoint can be read, or if its weights belong to another model.
     """
@@ -145,7 +145,7 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
     if strange:
         raise DataError(
             f"{path} belongs to another model: {strange[0]} and {len(strange) - 1} other weights"
-            " are in one of the two only; use the model settings of its run"
+            " are in only one of the two; use the model settings of its run"
         )
     # under LoRA the frozen base is not in the checkpoint
     policy.model.load_state_dict(weights, strict=False)
@@ -157,8 +157,8 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
 def held_out_rows(
     label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = ""
 ) -> list[tuple[str, float, Any]]:
-    """(name, value, interval) of a result or of a part of it; the reward only if it differs from
-    the accuracy."""
+    """(name, value, interval) of the figures of a result, or of a part of it. The reward is left
+    out if it equals the accuracy."""
     shaped = greedy["reward"] != greedy["accuracy"]
     rows = [(f"{label} accuracy", greedy["accuracy"], greedy["interval"])]
     rows += [(f"{label} reward", greedy["reward"], greedy["reward_interval"])] if shaped else []
@@ -198,7 +198,7 @@ def command(arguments: Arguments) -> int:
     run=FOLDER            a run folder or one of its checkpoints; without it the model of the config
     split=NAME            test (by default), validation or train
     evaluation.n=N        problems
-    evaluation.samples=N  sampled replies a problem, beside the greedy one
+    evaluation.samples=N  sampled replies per problem, besides the greedy one
     KEY=VALUE             any other setting of a run; GROUP=OPTION an option
 
         rlkit evaluate run=outputs/latest

@@ -23,20 +23,20 @@ def export(
     merge: bool = False,
     run: Path | None = None,
 ) -> tuple[Path, int]:
-    """Write the policy of a checkpoint so that `from_pretrained(out)` gives the same logits. Return
-    the checkpoint's file and RL step.
+    """Write the policy of a checkpoint as a folder for `from_pretrained(out)`, with the same
+    logits. Return the checkpoint's file and RL step.
 
-    Adapters are written as they are, beside the name of their base model, or with `merge` added
-    into its weights. All weights are written in float32, the precision of their training. The
-    folder appears whole or not at all.
+    Adapters are written as they are, with the name of their base model, or with `merge` added to
+    its weights. All weights are written in float32, the precision of their training. The folder
+    appears completely or not at all.
 
     Args:
       model: the config of the run's model, rlkit.models.load_policy.
-      checkpoint: a file, or a folder with its newest one.
+      checkpoint: a file, or a folder (its newest checkpoint is taken).
       out: a new folder.
       run: the run's folder; with it README.md is a model card.
-    Raises: ConfigError if `out` exists, or if others cannot find the adapters' base. DataError if
-      there is no checkpoint.
+    Raises: ConfigError if `out` exists, or if other programs cannot find the adapters' base model.
+      DataError if there is no checkpoint.
     """
     from rlkit.commands.evaluate import restored_policy
     from rlkit.config.schema import build, check
@@ -47,7 +47,7 @@ def export(
 
     refuse_problems(check(dict(model), "model"))
     if out.exists():
-        raise ConfigError(f"to={out}: exists already; name a folder that does not")
+        raise ConfigError(f"to={out}: exists already; name a new folder")
     silence_frameworks()
     # the caller has checked its code: rlkit.config.trust
     policy = build(dict(model))(device="cpu")

@@ -65,8 +65,8 @@ def full_help() -> str:
 
 
 def list_groups() -> str:
-    """List the groups of conf/ and their options: first the everyday ones, then on a second line
-    the rest of the catalogue."""
+    """List the groups of conf/ and their options: first the everyday options, then, on a second
+    line, the catalogue."""
     from rlkit.config.options import conf_dir, group_options_by_shelf
 
     lines = []
@@ -85,7 +85,7 @@ def command_help(name: str, module: str | None) -> str:
     the terminal. Its blocks are prose, rows of a word and its meaning, and indented examples.
 
     Args:
-      module: read without an import; None for a command of another package.
+      module: the command's module, read without an import; None for a command of another package.
     """
     if module is None:
         doc = inspect.getdoc(extras.load_command(name))
@@ -112,7 +112,7 @@ def _wrap_block(block: str, width: int) -> str:
 
 
 def behind_label(label: str, text: str, width: int = WIDTH) -> str:
-    """Write a text behind a label, in lines of at most so many characters."""
+    """Write a text behind a label, in lines of at most `width` characters."""
     return textwrap.fill(
         " ".join(text.split()),
         width,

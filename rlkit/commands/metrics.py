@@ -34,7 +34,7 @@ def command(arguments: Arguments) -> Answer:
 
 def find_entries(name: str, every: list[Entry]) -> list[Entry]:
     """Find the entry of a metric, or the entries of all metrics below a name, for example kl.
-    Raises: ConfigError for a name without one."""
+    Raises: ConfigError for a name without an entry."""
     found = find_meaning(name)
     entries = (
         [found]

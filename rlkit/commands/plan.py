@@ -22,28 +22,28 @@ EFFECT = 0.02  # two points of accuracy
 
 
 class Need(NamedTuple):
-    """The needs of a comparison of two lines: seeds that keep the promise, however much of the
-    spread a small pilot hides."""
+    """The needs of a comparison of two lines. The seeds are enough even if a small pilot
+    underestimates the spread."""
 
     first: str
     second: str
     seeds: int
-    seconds: float  # of all their runs
+    seconds: float  # seconds of all runs together
     pilot_seeds: int
     pilot_spread: float
     spread_bound: float
-    likely_seeds: int  # enough if the spread is the pilot's
+    likely_seeds: int  # enough seeds if the true spread equals the pilot's
     given_seeds: int | None
     seen: float | None  # the smallest difference found by the given seeds
 
 
 def command(arguments: Arguments) -> Answer:
-    """Say how many seeds a comparison needs and how long they take, from the spread of a pilot of
-    at least three seeds a line.
+    """Say how many seeds a comparison needs and how long they take, from the spread of a pilot with
+    at least three seeds per line.
 
     FOLDER…        run folders or folders of runs of two lines or more
     effect=NUMBER  the difference to see; 0.02 by default
-    seeds=N        also say what so many seeds would find
+    seeds=N        also say what difference N seeds would find
     figure=NAME    as for rlkit compare
     --json         the same for a program
 
@@ -84,7 +84,7 @@ def plan_seeds(
 
     Args:
       each: seconds of one run of each line together.
-      seeds: a number of the user's, at least TO_CLAIM.
+      seeds: the user's number of seeds, at least TO_CLAIM.
     """
     spread = verdict.found.spread
     bound = spread_bound(spread, verdict.found.n)

@@ -1,5 +1,5 @@
 """`rlkit rollout`: episodes without training, recorded, scored, summed up and saved. The loop is
-the one of training."""
+the same as in training."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     """Play the episodes, score and write them, with summary.json and transcripts. Return the
     rollouts and their folder.
 
-    Each episode is written at its end to unscored.jsonl.gz. The file goes once all episodes are
-    scored, so an early end leaves them behind.
-    Raises: ConfigError if the settings are out of range or there are no tasks. DataError that names
-      a row with an unreadable truth. RewardError if a reward fails.
+    Each episode is written at its end to unscored.jsonl.gz. The file is removed once all episodes
+    are scored, so after an early end the played episodes are still there.
+    Raises: ConfigError if the settings are out of range or there are no tasks. DataError naming a
+      row with an unreadable truth. RewardError if a reward fails.
     """
     refuse_problems(sampling_problems(x.generation))
     tasks = list(x.task(split=x.split))[: x.n]
     if not tasks:
         raise ConfigError(f"split={x.split}: the task has no rows there")
     if len(tasks) < x.n:
-        print(f"n={x.n}: the task has {len(tasks)} rows in split={x.split}, which are all played")
+        print(f"n={x.n}: the task has only {len(tasks)} rows in split={x.split}; all are played")
     from rlkit.config.problems.rows import check_truths
     from rlkit.episodes import collect, write_transcript
     from rlkit.rewards import score
@@ -111,8 +111,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
 @contextmanager
 def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
-    """Yield a function to call with each episode at its end: it goes into the file, and on a
-    terminal onto a bar. The file is removed after a good end."""
+    """Yield a function to call with each episode at its end: it writes the episode to the file, and
+    moves a bar on a terminal. The file is removed if the block ends well."""
     from rich.progress import Progress
 
     done = 0
@@ -196,7 +196,7 @@ def command(arguments: Arguments) -> int:
     """Play episodes without training: they are recorded, scored and summed up.
 
     n=N                     tasks to play
-    num_return_sequences=N  samples a task
+    num_return_sequences=N  samples per task
     split=NAME              test (by default), validation or train
     KEY=VALUE               any other setting; GROUP=OPTION an option
 

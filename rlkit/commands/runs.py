@@ -1,5 +1,4 @@
-"""`rlkit runs`: all runs, newest first, filtered by settings; and in what two of
-them differ."""
+"""`rlkit runs`: all runs, newest first, filtered by settings; and the differences of two runs."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from rlkit.training.schedules.paths import flatten_numbers
 TAKES_TEXTS = True
 GIVES_JSON = True
 
-SHOWN = 30  # runs of a list, without limit=
+SHOWN = 30  # listed runs without limit=
 RESULTS = {
     "steps": "steps",
     "wall_seconds": "seconds",
@@ -43,7 +42,7 @@ class Listed(NamedTuple):
 
 
 def command(arguments: Arguments) -> Answer:
-    """List runs, newest first, or show in what two of them differ.
+    """List runs, newest first, or show the differences of two runs.
 
     FOLDER…    where to look; by default outputs
     KEY=VALUE  only runs with this setting or override
@@ -156,7 +155,7 @@ def _passes(folder: Path, wanted: Sequence[str]) -> bool:
 
 
 def _same(value: str, *found: str | None) -> bool:
-    """Whether one of the texts is the value, numbers by their size: 3e-4 is 0.0003."""
+    """Whether one of the texts is the value. Numbers are compared as numbers: 3e-4 is 0.0003."""
     for text in found:
         if text is None:
             continue

@@ -1,4 +1,5 @@
-"""`rlkit show`: what a run is made of, on one screen. rlkit.config.origins has the rule."""
+"""`rlkit show`: the options and keys of a run on one screen, with their origins
+(rlkit.config.origins)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ NAMES = 22  # columns of keys; a longer key widens them, unless it is very long
 LONG_NAME = 36  # columns of a very long key
 # the functions and classes of tools; they are always shown
 TOOL = re.compile(r"^(environment\..*\btools\.\w+)\._target_$")
-# keys shown even if they are as in the default run
+# keys that are shown even if they equal the default run's
 MATTER = (
     "name",
     "seed",
@@ -54,7 +55,7 @@ def command(arguments: Arguments) -> Answer:
     from.
 
     KEY=VALUE   the overrides of the run; GROUP=OPTION an option
-    run=FOLDER  a run that there is, with the overrides on top
+    run=FOLDER  an existing run, with the overrides on top
     --json      every key with its origin, for a program
 
         rlkit show algorithm=dapo kl=none
@@ -136,7 +137,7 @@ def screen(explained: Explained, words: Sequence[str] = ()) -> list[str]:
 
 
 def _is_shown(value: Value, options: Mapping[str, Option]) -> bool:
-    """Whether a key has a line: it differs or matters, and does not only repeat its option's
+    """Whether a key gets a line: it differs or matters, and does not just repeat its option's
     name."""
     above, _, name = value.key.rpartition(".")
     named = options.get(above)
@@ -191,7 +192,8 @@ def _written(value: Any) -> str:
 
 
 def _nested(options: Sequence[Option], above: str) -> Iterator[str]:
-    """The options within an option: a line for each chosen by somebody, the others side by side."""
+    """The options within an option: a line for each one that was chosen, and the others in one
+    line."""
     own = [inner for inner in options if _is_below(inner.place, above)]
     own = [inner for inner in own if not _is_below(inner.place, "schedule.phases")]
     quiet = [inner for inner in own if not inner.origin]
@@ -208,7 +210,7 @@ def _is_below(place: str, above: str) -> bool:
 
 
 def _phases(explained: Explained, values: Sequence[Value]) -> Iterator[str]:
-    """Show the changes of each phase of a schedule from the whole run."""
+    """Show how each phase of a schedule differs from the whole run."""
     whole = {chosen.place: chosen.name for chosen in explained.options}
     found = (PHASE.fullmatch(value.key) for value in explained.values)
     for name in dict.fromkeys(match[1] for match in found if match):

@@ -1,4 +1,4 @@
-"""What a command does with the config of a folder that is not known as the user's own."""
+"""How a command treats the config of a folder that is not known as the user's own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def asker(
     Args:
       where: the folder in the user's words. mine: the user's overrides.
       entry: of the composed config.
-      own_model: whether the model may lie in the folder.
+      own_model: whether the folder may hold the model itself.
     Returns: a function of the composed config, with values of the environment as ${oc.env:NAME}.
     Raises: ConfigError if composing alone would import something.
     """

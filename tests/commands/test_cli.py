@@ -169,7 +169,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch,
         [
             (["trian"], "there is no command 'trian'"),
             (["train", "--stesp"], "there is no flag '--stesp'"),
-            (["train", "seed"], "'seed' is no override"),
+            (["train", "seed"], "'seed' is not an override"),
             (["train", "--config-dir", "nowhere"], "no such folder"),
             (["train", "resume=nowhere"], "no run folder"),
             (["evaluate", "run=nowhere"], "no run folder"),

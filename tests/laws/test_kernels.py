@@ -206,7 +206,7 @@ def test_a_gpu_names_its_engine_and_large_models_are_advised_vllm():
     assert "vllm" not in small and large.startswith(f"{small}; for a model of 4.0 billion")
     assert "we advise generation=vllm" in large and "not a measurement" in large
     served = engine_line(Served(lambda *_: []), GPU, 4_022_468_096)
-    assert served.startswith("engine: Served, ") and "advise" not in served
+    assert served.startswith("engine: Served; ") and "advise" not in served
     assert engine_line(Cached(), torch.device("cpu"), 4_022_468_096) == ""
 
 
