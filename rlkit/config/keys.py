@@ -25,7 +25,7 @@ from rlkit.config.trust import (
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import FROM_ENVIRONMENT, is_secret_key
 
-# Variables that a logger's package sends to the logger's address, without rlkit.
+# Variables sent by a logger's package to the logger's address, without rlkit.
 SENT = {
     "rlkit.training.loggers.mlflow": (
         "MLFLOW_TRACKING_TOKEN",
@@ -55,7 +55,7 @@ def find_leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
     function that only the folder names.
 
     Even trust=true does not allow it. A key among the arguments with such an address is a leak. If
-    there is any such address, every value that the folder takes from the environment is a leak too,
+    there is any such address, every value taken by the folder from the environment is a leak too,
     even a value for a prompt.
 
     Args: as for `outside`.

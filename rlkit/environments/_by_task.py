@@ -15,8 +15,8 @@ from rlkit.types import Environment, Messages, Task, safe
 def by_task(
     *, environments: Mapping[str, Environment], system_prompt: str | None = None
 ) -> Callable[[Task], Environment]:
-    """Return a lookup of `task.environment` in named environments, so that a mixture runs each row
-    its own way.
+    """Return a lookup of `task.environment` in named environments, so each row of a mixture gets
+    its own environment.
 
     Args:
       environments: name → environment.
@@ -34,7 +34,7 @@ def by_task(
         if task.environment not in known:
             every = ",".join([*known, task.environment])
             raise ConfigError(
-                f"task {task.id!r} asks for the environment {task.environment!r}, which is not in "
+                f"task {task.id!r} asks for the environment {task.environment!r}, but it is not in "
                 "environment.environments; the known ones are:"
                 f" {', '.join(sorted(known)) or 'none'}. Set environment={task.environment} or"
                 " another option for all rows, or add it with"
