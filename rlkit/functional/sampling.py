@@ -15,7 +15,7 @@ from torch import Tensor
 from rlkit.functional._arguments import require
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: the increment of splitmix64
-# # shift and multiplier of the two mixing rounds of splitmix64
+# shift and multiplier of the two mixing rounds of splitmix64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _WORD = (1 << 64) - 1
 

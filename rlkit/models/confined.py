@@ -24,7 +24,8 @@ CHILD = Path(__file__).with_name("_template_child.py")
 SECONDS = 2  # of the processor, for one prompt
 MEMORY = 256 << 20  # bytes beyond the process's own need
 CHARACTERS = 4 << 20  # of a rendered prompt
-# seconds until a silent process is ended: it waits for something, or the machine is overloaded
+# seconds until a process without an answer is ended: it waits for something, or the machine is
+# overloaded
 PATIENCE = 120.0
 
 

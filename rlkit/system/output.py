@@ -55,12 +55,12 @@ def guard_output() -> None:
         stream = getattr(sys, name) or open(number, "w", closefd=False)  # noqa: SIM115
         try:
             own = not isinstance(stream, Output) and stream.fileno() == number
-        except (AttributeError, OSError, ValueError):  # a notebook's or a test's
+        except (AttributeError, OSError, ValueError):  # a stream of a notebook or a test
             continue
         if own:
             stream.flush()
             raw = io.BufferedWriter(Descriptor(number, "wb", closefd=False))
-            errors = "backslashreplace"  # for half a character from a model
+            errors = "backslashreplace"  # a model may write half a character
             setattr(
                 sys,
                 name,

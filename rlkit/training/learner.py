@@ -50,8 +50,8 @@ class Learner:
 
     Its state is explicit: the weights and the optimizers, `rl_step`, `progress` (phase and
     controllers), `moments` (of the rewards), `kept` (references and teachers) and `micro`
-    (micro-batches). After a step `metrics` holds its row, `rollouts` the scored episodes
-    and `trained` the rollouts in `batch`.
+    (micro-batches). After a step `metrics` holds its row, `rollouts` the scored episodes and
+    `trained` the rollouts in `batch`.
 
     Args:
       experiment: the whole run. policy: trained in place, in evaluation mode.

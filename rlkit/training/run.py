@@ -388,8 +388,9 @@ def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int
     path = None
     step = -1
     rows = None
-    # else the run was killed before its first checkpoint
-    if resume.suffix == SUFFIX or list_checkpoints(resume):
+    if resume.suffix == SUFFIX or list_checkpoints(
+        resume
+    ):  # else the run was killed before its first checkpoint
         path, state = load_checkpoint(resume)
         refuse_foreign(path, state, folder, identity)
         step = state["rlkit"]["rl_step"]

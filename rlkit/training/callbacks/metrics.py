@@ -84,9 +84,8 @@ class MetricsFile(L.Callback):
             self.line = ""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        check_ownership(
-            self.path.parent
-        )  # checked again, because an evaluation may have taken long
+        # checked again, because an evaluation may have taken long
+        check_ownership(self.path.parent)
         module.metrics = with_own(module.metrics, module.logged)
         module.logged = {}
         if ranks.rank() == 0:

@@ -59,9 +59,9 @@ class Schedule(NamedTuple):
     A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}; a command line
     can override the latter. A function takes the step, counted from 0, and also the configured
     number if it has a second positional parameter `value`. If its keyword `steps` defaults to None,
-    it gets the length of the run (trainer.steps), or of its phase. `phases` maps names to phases,
-    in order. `name` is the name of a run with phases, because it has no single algorithm to be
-    named after.
+    it gets the length of the run (trainer.steps), or of its phase. `phases` maps names to
+    phases, in order. `name` is the name of a run with phases, because it has no single algorithm to
+    be named after.
     """
 
     numbers: Mapping[str, Any] = {}
