@@ -54,7 +54,7 @@ def wrap_with_checks(function: Callable[..., Any], name: str) -> Callable[..., A
             kind = signature.parameters[key].kind
             where = f"rlkit.{name}: {key}"
             hint = hints.get(key, Any)
-            # further settings further settings further settings of an episode, or of a config
+            # further settings of an episode, or of a config
             if kind is inspect.Parameter.VAR_KEYWORD:
                 params = hints_of(SamplingParams)
                 call.arguments[key] = {

@@ -246,7 +246,7 @@ PLAIN = ("role", "content")  # of a message; its other keys are JSON text
 # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
 LONE = "d[89a-f][0-9a-f]{2}"
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
-# a value of a value of any other type is stored as text
+# a value of any other type is stored as text
 SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}
 _fields = functools.cache(typing.get_type_hints)
 

@@ -44,7 +44,7 @@ class Sweep(NamedTuple):
     root: Path
     config_dir: str | None
     parallel: int  # jobs sharing this machine's cores
-    environment: Mapping[str, str]  # environment environment of every job, see `settle`
+    environment: Mapping[str, str]  # environment of every job, see `settle`
     process: Mapping[str, Any]  # the process that handles signals, from `owner.describe_process`
 
 

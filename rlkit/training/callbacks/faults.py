@@ -47,7 +47,7 @@ class DebugBundle(L.Callback):
         together = ranks.size() == 1 or isinstance(exception, NonFinite)
         echo = isinstance(exception, ranks.RankError)
         failed = module.learner.micro.minibatch is not None and not echo
-        # else rank 0 writes the same files files
+        # else rank 0 writes the same files
         writes = ranks.rank() == 0 or not (together or echo)
         name = f"step_{module.rl_step + 1:06d}"
         folder = self.run / "debug" / (f"{name}_rank{ranks.rank()}" if ranks.rank() else name)
