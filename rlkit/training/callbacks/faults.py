@@ -87,7 +87,7 @@ def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
 
 class Watchdog(L.Callback):
     """Names the step, and the part of the step, in which a run hangs, for the limit
-    `trainer.max_step_time` (`rlkit.system.waiting.limited`).
+    `trainer.max_step_time` (`rlkit.system.waiting.limit_waiting`).
 
     The parts of a step are generate, reward and update. Between steps the limit only applies to
     the calls that the run waits for, such as an evaluation's rewards and environments.
