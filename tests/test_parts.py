@@ -497,6 +497,7 @@ def test_a_reference_whose_update_forgets_its_state_is_named_and_a_pair_is_a_sta
 # -------------------------------------------------------------------------------------------- a run
 
 
+@pytest.mark.slow
 def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
     from rlkit.config.problems.rows import load_tasks
     from rlkit.training.run import train_in

@@ -172,6 +172,7 @@ ASKING = [c for c in ("evaluate", "train", "replay", "export", "agent", "serve")
 CASES = [(command, *case) for command, case in zip(itertools.cycle(ASKING), REACHING, strict=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command, target, key", cases(CASES, len(ASKING) + 2, unpack=True))
 def test_each_command_refuses_what_is_not_declared_safe(
     command, target, key, tmp_path, capsys, monkeypatch
@@ -349,6 +350,7 @@ OVERRIDES = {kind: case for kind, case in OVERRIDES.items() if all(map(available
 FAST = {"a weaker sandbox", "a search path behind a space", "a program"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
 @pytest.mark.parametrize("kind", cases(OVERRIDES, FAST & OVERRIDES.keys()))
 def test_every_way_around_is_closed(kind, tmp_path, monkeypatch):

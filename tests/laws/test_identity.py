@@ -559,6 +559,7 @@ REFUSED = {  # (file, damage) → the sentence of a refusal
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, damage, sentence",
     cases([(*key, text) for key, text in GOES_ON.items()], 3, unpack=True),
@@ -717,6 +718,7 @@ def test_no_new_run_begins_in_the_folder_of_one_that_lost_its_config(mine, capsy
     assert "but no file config.yaml" in capsys.readouterr().err and names_in(mine) == before
 
 
+@pytest.mark.slow
 def test_a_refused_run_leaves_the_files_that_were_in_its_folder(tmp_path, monkeypatch):
     """It removed the whole folder that hydra.run.dir named."""
 

@@ -145,6 +145,7 @@ def test_a_wrong_call_is_answered_by_a_sentence(case, tmp_path, monkeypatch):
     assert 20 < len(str(raised.value)) < 1_500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -47,6 +47,7 @@ def test_lora_trains_float32_adapters_over_a_frozen_base():
         assert any(f".{target}." in n for n in trained), target
 
 
+@pytest.mark.slow
 def test_a_folder_of_adapters_is_its_base_with_them_added(tiny, tmp_path, monkeypatch):
     """Whatever folder it is loaded from, and again when further adapters are trained on it."""
     monkeypatch.chdir(tmp_path)

@@ -116,6 +116,7 @@ def held_bytes() -> int:
     return found.uordblks + found.hblkhd
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize(
     "settings, rows, width",
@@ -191,6 +192,7 @@ def test_terms_are_those_that_a_check_counts_by_hand(machine):
     )  # with a reference, at most a second adapter
 
 
+@pytest.mark.slow
 def test_shards_of_a_model_are_parts_of_it(machine, monkeypatch):
     machine(16 * GIB)
     policy = load_policy(path="tiny")
@@ -207,6 +209,7 @@ def test_shards_of_a_model_are_parts_of_it(machine, monkeypatch):
 # ----------------------------------------------------------------------------------- the decision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "total, expected", [(16 * GIB, False), (int(1.2 * GIB), True), (GIB, True)]
 )

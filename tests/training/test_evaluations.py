@@ -128,6 +128,7 @@ def test_validation_problems_are_loaded_where_they_are_played(tmp_path):
     assert not never.validation and never.test and len(often.validation) == len(often.test) == 3
 
 
+@pytest.mark.slow
 def test_an_empty_validation_split_is_refused_with_what_to_set(tmp_path):
     words = ["task=jsonl", f"task.path={rows_file(tmp_path, 60)}", "task.validation=0.0"]
     load_tasks(experiment(compose(words)))
@@ -252,6 +253,7 @@ def test_the_best_checkpoint_is_the_best_on_validation(run):
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_back_both_splits(run):
     folder, _, summary = run
     results = load_checkpoint(folder / "checkpoints")[1]["callbacks"]["HeldOut"]["results"]

@@ -46,6 +46,7 @@ def test_a_missing_package_is_refused_with_what_to_install(name, monkeypatch, tm
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     cases(
@@ -309,6 +310,7 @@ def test_the_run_wrote_its_completions_as_a_flat_table(folder):
     ).all()
 
 
+@pytest.mark.slow
 def test_tensorboard_has_scalars_in_groups_histograms_and_texts(events):
     tags = events.Tags()
     assert {"reward/mean", "kl/ref_k3", "test/accuracy", "perf/step_s"} <= set(tags["scalars"])

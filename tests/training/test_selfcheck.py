@@ -189,6 +189,7 @@ def test_tokens_that_a_thinking_budget_wrote_are_no_difference(tiny, tasks, expe
     assert any(reply.forced for reply in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [Transformers, Cached])
 def test_logits_that_change_behind_the_trainers_back_are_refused(tiny, tasks, experiment, engine):
     """A forward put in the place of the model's own is not what the trainer applies. An engine may
@@ -236,6 +237,7 @@ def off_by(gap, sampled_by=None):
     return engine
 
 
+@pytest.mark.slow
 def test_half_precision_is_compared_with_what_its_own_two_paths_differ_by(tiny, tasks, experiment):
     """A fixed limit of 0.05 nats passed over an error of 0.02 here, and lay on SmolLM2's noise."""
     policy = half(tiny)
@@ -283,6 +285,7 @@ def rounding_more_with_a_cache(tiny):
     return Rounding
 
 
+@pytest.mark.slow
 def test_a_model_whose_own_two_paths_differ_may_differ_as_much_and_a_fifth_more(
     tiny, tasks, experiment
 ):

@@ -487,6 +487,7 @@ def test_regret_is_1_at_random_and_0_at_best():
     assert [Value(0.25, 0.75).regret(r) for r in (0.25, 0.5, 0.75)] == [1.0, 0.5, 0.0]
 
 
+@pytest.mark.slow
 @each(
     "words, expected",
     [

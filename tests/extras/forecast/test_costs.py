@@ -136,6 +136,7 @@ def test_longer_replies_of_two_samples_differ():
     assert len(ended.steps[-1].response_ids) == 3
 
 
+@pytest.mark.slow
 def test_check_says_what_the_run_costs(capsys):
     words = [
         "task.max_samples=60",

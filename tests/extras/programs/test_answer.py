@@ -43,6 +43,7 @@ def ask_once(task, client):
 # ------------------------------------------------------------------------------------------- answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer, code, text",
     [

@@ -189,6 +189,7 @@ CONFINED = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confined", [False, CONFINED])
 @pytest.mark.parametrize("attempt", cases(ATTEMPTS, ["conftest.py", "a pipe"]))
 def test_no_attempt_of_a_program_raises_its_reward(attempt, confined, tiny, tmp_path):

@@ -402,6 +402,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_fork_without_a_remedy_is_the_run(run, monkeypatch):
     """From the checkpoint of step 2, two steps give the weights of step 4, bit for bit."""
     from rlkit.config.problems.rows import load_tasks
