@@ -19,8 +19,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments, drop, option
-from rlkit.commands.trust import model_of, with_limits
+from rlkit.commands.arguments import Arguments, drop, find_option
+from rlkit.commands.trust import read_model, with_limits
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.engines import Cached
 from rlkit.environments import (
@@ -122,7 +122,7 @@ def run_agent(
                 "run_agent: no model given; give policy=…, or model=… and tokenizer=…"
             )
         policy = make_policy(model, tokenizer)
-    named = named_tools(tools, tool_implementations or {}, executed=tool_executor is not None)
+    named = name_tools(tools, tool_implementations or {}, executed=tool_executor is not None)
     check_template(policy.renderer, [tool_schema(tool) for tool in named.values()])
     if named:
         environment = tool_use(
@@ -130,7 +130,7 @@ def run_agent(
             max_turns=max_turns,
             max_calls=max_calls,
             system_prompt=system_prompt,
-            parse_calls=core_parser(tool_parser),
+            parse_calls=make_core_parser(tool_parser),
             max_chars=max_chars,
             timeout=timeout,
         )
@@ -159,13 +159,13 @@ def _read_result(rollout: Rollout, conversation: Messages) -> AgentResult:
     return AgentResult(
         messages=rollout.conversation if rollout.steps else list(conversation),
         final_response=rollout.final_content if answered else "",
-        tool_calls=[as_dict(call) for step in rollout.steps for call in step.tool_calls],
+        tool_calls=[convert_to_dict(call) for step in rollout.steps for call in step.tool_calls],
         turns=len(rollout.steps),
         rollout=rollout,
     )
 
 
-def named_tools(
+def name_tools(
     tools: Sequence[Tool] | Mapping[str, Callable[..., Any]],
     implementations: Mapping[str, Callable[..., Any]],
     *,
@@ -187,7 +187,7 @@ def named_tools(
             )
             function: Any = implementations.get(name)
             if function is None and executed:
-                function = _by_the_executor
+                function = _stand_in_for_tool
             tool = with_schema(schema, function)
         if tool_name(tool) in named:
             raise ConfigError(
@@ -203,11 +203,11 @@ def named_tools(
     return named
 
 
-def _by_the_executor(**arguments: Any) -> None:
+def _stand_in_for_tool(**arguments: Any) -> None:
     """Stand in for a tool run by tool_executor."""
 
 
-def core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
+def make_core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
     """Turn a tool_parser into a parser of the core. A list of calls does not tell where they are in
     the text, so the content of a reply with calls is left out."""
 
@@ -216,7 +216,7 @@ def core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
         found = tool_parser(content, **given)
         if isinstance(found, tuple):
             return found
-        calls = [to_call(call) for call in found]
+        calls = [read_call(call) for call in found]
         return "" if calls else content, calls
 
     return parse
@@ -238,7 +238,7 @@ def _with_hooks(
         async def answer(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> ToolResult:
             """Run the executor in place of the tool, with the same limits; its errors become
             text."""
-            given = {call.name: partial(tool_executor, as_dict(call))}
+            given = {call.name: partial(tool_executor, convert_to_dict(call))}
             return await execute(
                 call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout
             )
@@ -250,7 +250,7 @@ def _with_hooks(
 # ----------------------------------------------------------------------------------- calls as dicts
 
 
-def as_dict(call: ToolCall) -> dict[str, Any]:
+def convert_to_dict(call: ToolCall) -> dict[str, Any]:
     """{id, type, function {name, arguments}}, and `error` if the text is no call."""
     plain: dict[str, Any] = {
         "id": call.id,
@@ -260,7 +260,7 @@ def as_dict(call: ToolCall) -> dict[str, Any]:
     return plain | {"error": call.error} if call.error else plain
 
 
-def to_call(call: Any, id: str = "call_0") -> ToolCall:
+def read_call(call: Any, id: str = "call_0") -> ToolCall:
     """Read a call in any of its shapes. Anything else becomes a call with an `error`."""
     if isinstance(call, ToolCall):
         return call
@@ -298,12 +298,12 @@ def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> Agent
     settings are out of range."""
     refuse_problems(sampling_problems(x.generation))
     tools = find_tools(x)
-    from rlkit.commands.evaluate import restored_policy
+    from rlkit.commands.evaluate import restore_policy
     from rlkit.system.device import autocast, load_on_device
 
     policy, device = load_on_device(x)
     if checkpoint is not None:
-        restored_policy(policy, checkpoint)
+        restore_policy(policy, checkpoint)
     with autocast(x, device):
         return run_agent(
             question,
@@ -344,7 +344,7 @@ def show(rollout: Rollout) -> None:
             "",
             sep="\n",
         )
-    console.print(_ending(rollout))
+    console.print(_describe_end(rollout))
 
 
 def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
@@ -370,7 +370,7 @@ def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
             yield f"{'result' if result.ok else 'failed'} {result.id}", result.content
 
 
-def _ending(rollout: Rollout) -> str:
+def _describe_end(rollout: Rollout) -> str:
     """Describe the end of a conversation in one line."""
     calls = sum(len(step.tool_calls) for step in rollout.steps)
     counts = (
@@ -409,7 +409,7 @@ def command(arguments: Arguments) -> int:
             f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?"'
             " tools=[calculator]"
         )
-    config, checkpoint = composed(arguments, "agent")
+    config, checkpoint = compose_command(arguments, "agent")
     show(
         _ask(
             with_limits(build(config), arguments), arguments.texts[0], checkpoint=checkpoint
@@ -418,7 +418,7 @@ def command(arguments: Arguments) -> int:
     return 0
 
 
-def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | None]:
+def compose_command(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | None]:
     """Compose the config of a command with a model. Return it with the checkpoint of
     run=FOLDER; the run's model then replaces the config's.
 
@@ -428,7 +428,7 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     from rlkit.config.schema import check
     from rlkit.runs import folder as runs
 
-    named = option(arguments.overrides, "run")
+    named = find_option(arguments.overrides, "run")
     overrides = drop(arguments.overrides, "run")
     run = runs.find_run(named, "run") if named else None
     other = [o for o in overrides if re.match(r"[+~]*model\b", o)]
@@ -437,6 +437,6 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     config = compose(overrides, entry=entry, config_dir=arguments.config_dir).config
     if named is None or run is None:
         return config, None
-    config["model"] = model_of(run, f"run={named}", arguments)
+    config["model"] = read_model(run, f"run={named}", arguments)
     refuse_problems(check(config["model"], f"{run}/config.yaml, model"))
     return config, runs.find_checkpoint(named, run)

@@ -39,19 +39,19 @@ class Memory(NamedTuple):
     peak: int  # of the device on a GPU, else of the process, the framework included
 
 
-def memory(learner: Any, device: Any) -> Memory:
+def measure_memory(learner: Any, device: Any) -> Memory:
     """Memory of a learner after its one small step."""
     from rlkit.training.metrics import peak_memory
 
     held = [list(learner.nets.parameters()), list(learner.nets.buffers())]
-    weights = size_of(held)
+    weights = count_bytes(held)
     return Memory(
         weights=weights,
         gradients=sum(
             p.numel() * p.element_size() for p in learner.nets.parameters() if p.requires_grad
         ),
-        optimizer=sum(size_of(o.state) for o in learner.optimizers.made),
-        reference=size_of([*held, learner.kept.references]) - weights,
+        optimizer=sum(count_bytes(o.state) for o in learner.optimizers.made),
+        reference=count_bytes([*held, learner.kept.references]) - weights,
         peak=int(peak_memory(device) * 2**30),
     )
 
@@ -67,7 +67,7 @@ class Report(NamedTuple):
     learner: Learner  # after its step
 
 
-def small(x: Experiment) -> Experiment:
+def shrink_experiment(x: Experiment) -> Experiment:
     """Cut the experiment to one step of one update on one prompt: short replies, no evaluation, no
     logger, no callbacks."""
     from rlkit.training.schedules import Schedule
@@ -114,7 +114,7 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     policy, device, agreement = prepare_policy(x, tasks)
     loaded = time.perf_counter() - started
     played: list[Rollout] = []
-    cut = small(x)._replace(reward=telling(x.reward, played))
+    cut = shrink_experiment(x)._replace(reward=record_rewards(x.reward, played))
     learner = Learner(cut, policy, exact=agreement.exact, host=host or Host())
     with (
         autocast(cut, device, updates=True),
@@ -126,7 +126,7 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
             learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock
         )
         metrics = learner.step(sampled, trained)
-        found = memory(learner, device)
+        found = measure_memory(learner, device)
     seconds = {
         "load": loaded,
         "generate": metrics["perf/generate_s"],
@@ -135,7 +135,7 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     return Report(agreement.warnings, played, metrics, found, seconds, learner)
 
 
-def telling(reward: Reward, played: list[Rollout]) -> Reward:
+def record_rewards(reward: Reward, played: list[Rollout]) -> Reward:
     """Keep the scored rollouts in `played`. If all rewards are equal, alternate 0 and 1 to
     give the algorithm something to learn from."""
 
@@ -147,7 +147,7 @@ def telling(reward: Reward, played: list[Rollout]) -> Reward:
     return Reward(reward.name, {"check": Term(1.0, scores, batched=True)})
 
 
-def size_of(node: Any) -> int:
+def count_bytes(node: Any) -> int:
     """Count the bytes of all tensors in nested modules, mappings, tuples and lists; shared storage
     counts once."""
     import torch

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 
 from rlkit.commands.arguments import Answer, Arguments, parse
-from rlkit.commands.help import command_help, full_help
+from rlkit.commands.help import format_command_help, format_full_help
 from rlkit.errors import (
     TRACEBACK,
     ConfigError,
@@ -77,7 +77,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
         )
     own = f"rlkit.commands.{name}" if name in COMMANDS else extras.find_commands().get(name)
     if {"-h", "--help"}.intersection(words):
-        print(command_help(name, own))
+        print(format_command_help(name, own))
         return 0
     as_json = "--json" in words
     # With --json warnings and progress go to standard error: standard output is one document.
@@ -127,7 +127,7 @@ def run_command(argv: Sequence[str]) -> int:
         print(f"rlkit {own.version if own else 'of a checkout that is not installed'}")
         return 0
     if not words or words[0] in ("-h", "--help"):
-        print(full_help())
+        print(format_full_help())
         return 0
     with hold_warnings() as held:
         status = _answer(words)

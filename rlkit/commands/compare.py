@@ -32,7 +32,7 @@ def command(arguments: Arguments) -> Answer:
         rlkit compare outputs/grpo outputs/dapo
         rlkit compare outputs/grpo outputs/dapo pairs=all effect=0.02
     """
-    groups, given = lines_of(arguments, "compare")
+    groups, given = read_lines(arguments, "compare")
     compared = verdicts.find_shared_figure(groups, given.get("figure"), given.get("at"))
     if compared is None:
         raise ConfigError(
@@ -48,7 +48,7 @@ def command(arguments: Arguments) -> Answer:
         groups,
         compared,
         every_pair=given.get("pairs") == "all",
-        effect=effect_of(given, verdicts.EFFECT),
+        effect=read_effect(given, verdicts.EFFECT),
     )
     if not found:
         raise ConfigError(
@@ -80,7 +80,7 @@ def list_suspicions(folders: Sequence[Path]) -> list[str]:
         return []
 
 
-def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
+def read_lines(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
     """Read the lines of a command's folders, and its settings. Raises: ConfigError for fewer than
     two lines."""
     given = take_settings(arguments, SETTINGS, name)
@@ -94,7 +94,7 @@ def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, st
     return groups, given
 
 
-def effect_of(given: dict[str, str], usual: float) -> float:
+def read_effect(given: dict[str, str], usual: float) -> float:
     """The difference to see, > 0."""
     try:
         effect = float(given.get("effect", usual))

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, option
-from rlkit.commands.trust import asker, with_limits
+from rlkit.commands.arguments import STARTED, Arguments, append_overrides, drop, find_option
+from rlkit.commands.trust import make_asker, with_limits
 from rlkit.episodes.record import keep_failed_rollout, save_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
@@ -48,7 +48,7 @@ def evaluate_run(
 
     policy, device = load_on_device(x)
     path, step = (
-        restored_policy(policy, checkpoint, x.generation.engine) if checkpoint else (None, None)
+        restore_policy(policy, checkpoint, x.generation.engine) if checkpoint else (None, None)
     )
     settings = x.evaluation
     with autocast(x, device):
@@ -122,7 +122,7 @@ def _evaluate_samples(
     return result
 
 
-def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
+def restore_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
     """Load a checkpoint's policy; return the checkpoint's file and RL step. The engine keeps the
     kernels of the run, or reports the difference.
 
@@ -154,7 +154,7 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
     return path, int(state["rlkit"]["rl_step"])
 
 
-def held_out_rows(
+def list_held_out_rows(
     label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = ""
 ) -> list[tuple[str, float, Any]]:
     """(name, value, interval) of the figures of a result, or of a part of it. The reward is left
@@ -168,13 +168,13 @@ def held_out_rows(
     ]
 
 
-def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
+def format_accuracy(result: Mapping[str, Any], out: Path) -> str:
     """The result in columns."""
     greedy = result["greedy"]
     sampled = result["sampled"]
-    rows = held_out_rows("greedy", greedy, sampled)
+    rows = list_held_out_rows("greedy", greedy, sampled)
     for part, own in greedy.get("parts", {}).items():
-        rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
+        rows += list_held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
     head = f"{result['split']}, n = {count_in_words(result['n'], result['distinct'])}"
     width = max(22, len(head) + 1, *(len(name) + 1 for name, *_ in rows))
     lines = [f"{head:<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
@@ -208,17 +208,19 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import find_embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split
 
-    named = option(arguments.overrides, "run")
+    named = find_option(arguments.overrides, "run")
     overrides = drop(arguments.overrides, "run", "split")
-    asked = option(arguments.overrides, "split") or "test"
+    asked = find_option(arguments.overrides, "split") or "test"
     split = next((known for known in SPLITS if known == asked), None)
     if split is None:
         raise ConfigError(f"split={asked}: there are {', '.join(SPLITS)}")
     run = runs.find_run(named, "run") if named else None
     ask = None
     if named and run is not None:
-        ask = asker(f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True)
-        overrides = added(runs.read_overrides(run), overrides)
+        ask = make_asker(
+            f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True
+        )
+        overrides = append_overrides(runs.read_overrides(run), overrides)
     composed = compose(
         overrides,
         entry="evaluate",
@@ -245,7 +247,7 @@ def command(arguments: Arguments) -> int:
         print(f"warning: {line}")
     LOST.clear()
     print(
-        accuracy_table(
+        format_accuracy(
             *evaluate_run(
                 x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.commands.arguments import Arguments, read_flag, take_settings
-from rlkit.commands.trust import model_of
+from rlkit.commands.trust import read_model
 from rlkit.errors import ConfigError, refuse_problems
 from rlkit.runs import folder as runs
 from rlkit.runs.card import model_card
@@ -38,7 +38,7 @@ def export(
     Raises: ConfigError if `out` exists, or if other programs cannot find the adapters' base model.
       DataError if there is no checkpoint.
     """
-    from rlkit.commands.evaluate import restored_policy
+    from rlkit.commands.evaluate import restore_policy
     from rlkit.config.schema import build, check
     from rlkit.models.load import EMBEDDED, find_adapters_base
     from rlkit.models.save import save_policy
@@ -62,7 +62,7 @@ def export(
             f"model.path={model['path']}: no other program can load adapters on this {what}; use"
             " merge=true"
         )
-    path, step = restored_policy(policy, checkpoint)
+    path, step = restore_policy(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
     card = model_card(run, step, adapters=adapters and not merge) if run else ""
     with refuse_unwritable(out):
@@ -92,7 +92,7 @@ def command(arguments: Arguments) -> int:
     name = "merged" if merged else "export"
     out = Path(place).expanduser() if place else run / name
     path, step = export(
-        model_of(run, f"run={named}", arguments),
+        read_model(run, f"run={named}", arguments),
         checkpoint=runs.find_checkpoint(named, run),
         out=out,
         merge=merged,

@@ -71,7 +71,7 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
         f"step {learner.rl_step + 1}, {learner.x.algorithm.name}: {len(batch.ids)} rows of up to"
         f" {batch.ids.shape[1]} tokens"
     ]
-    lines += not_finite({name: p for name, p in learner.nets.named_parameters()}, "weights")
+    lines += find_nonfinite({name: p for name, p in learner.nets.named_parameters()}, "weights")
     mask = batch.response_mask
     for name, value in vars(batch).items():
         if (
@@ -118,10 +118,10 @@ def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[st
         loss.backward()
     grads = {name: p.grad for name, p in learner.nets.named_parameters() if p.grad is not None}
     norm = sum(float(g.float().square().sum()) for g in grads.values()) ** 0.5
-    return float(loss.detach()), norm, not_finite(grads, "the gradient")
+    return float(loss.detach()), norm, find_nonfinite(grads, "the gradient")
 
 
-def not_finite(tensors: Mapping[str, Any], what: str) -> list[str]:
+def find_nonfinite(tensors: Mapping[str, Any], what: str) -> list[str]:
     """Name the first tensor with nan or infinity in a sentence."""
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     return [f"{what} of {bad[0]} and {len(bad) - 1} more: not finite"] if bad else []

@@ -61,12 +61,12 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
     check_truths(tasks, x.reward, x.environment)
     policy, device = load_on_device(x)
-    environment = limited(x.environment, x.max_steps)
+    environment = limit_environment(x.environment, x.max_steps)
     with autocast(x, device):
         tools, prompts = check_contexts(policy, tasks, environment)
         out = runs.make_fresh_folder(parent)
         with (
-            unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep,
+            keep_unscored(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep,
             keep_failed_rollout(out),
         ):
             rollouts = collect(
@@ -110,7 +110,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
 
 @contextmanager
-def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
+def keep_unscored(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
     """Yield a function to call with each episode at its end: it writes the episode to the file, and
     moves a bar on a terminal. The file is removed if the block ends well."""
     from rich.progress import Progress
@@ -137,7 +137,7 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
                 )
 
 
-def limited(
+def limit_environment(
     environment: Environment | Callable[[Task], Environment], max_steps: int | None
 ) -> Environment | Callable[[Task], Environment]:
     """Give the environment another limit of replies; None leaves its own."""
@@ -151,7 +151,7 @@ def step_counts(rollouts: Sequence[Rollout]) -> dict[int, int]:
     return dict(sorted(Counter(len(r.steps) for r in rollouts).items()))
 
 
-def episode_table(rollouts: Sequence[Rollout]) -> str:
+def tabulate_episodes(rollouts: Sequence[Rollout]) -> str:
     """Write the episodes in columns: counts, steps, rewards, endings, tool calls."""
     row = summarize(rollouts)
     steps = [len(r.steps) for r in rollouts]
@@ -218,7 +218,7 @@ def command(arguments: Arguments) -> int:
     LOST.clear()
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
     print(
-        f"{'split':<34}{x.split}\n{episode_table(rollouts)}\n\nwritten to {runs.shorten_path(out)}"
-        + (f", but for {', '.join(LOST)}" if LOST else "")
+        f"{'split':<34}{x.split}\n{tabulate_episodes(rollouts)}\n\nwritten to"
+        f" {runs.shorten_path(out)}" + (f", but for {', '.join(LOST)}" if LOST else "")
     )
     return int(bool(LOST))

@@ -10,8 +10,15 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlkit.commands.arguments import Answer, Arguments, added, drop, key_of, option
-from rlkit.commands.trust import asker
+from rlkit.commands.arguments import (
+    Answer,
+    Arguments,
+    append_overrides,
+    drop,
+    find_option,
+    read_key,
+)
+from rlkit.commands.trust import make_asker
 from rlkit.config.options import find_shelf
 from rlkit.config.origins import PHASE, Explained, Option, Value, explain
 from rlkit.runs import folder as runs
@@ -64,15 +71,15 @@ def command(arguments: Arguments) -> Answer:
     overrides = drop(arguments.overrides, "run")
     sources = dict(arguments.sources)
     ask = None
-    where = _folder_named(arguments.overrides)
+    where = _find_named_folder(arguments.overrides)
     if where:
         folder = runs.find_run(where.partition("=")[2], where.partition("=")[0])
         runs.require_overrides(folder)
-        ask = asker(where, folder, overrides, arguments, entry="train")
-        said = set(map(key_of, overrides))
+        ask = make_asker(where, folder, overrides, arguments, entry="train")
+        said = set(map(read_key, overrides))
         saved = runs.read_overrides(folder)
-        sources |= {key: where for key in map(key_of, saved) if key not in said}
-        overrides = added(saved, overrides)
+        sources |= {key: where for key in map(read_key, saved) if key not in said}
+        overrides = append_overrides(saved, overrides)
     explained = explain(
         overrides,
         sources=sources,
@@ -101,10 +108,10 @@ def with_decision(values: Sequence[Value], start: Mapping[str, Any]) -> list[Val
     ]
 
 
-def _folder_named(overrides: Sequence[str]) -> str:
+def _find_named_folder(overrides: Sequence[str]) -> str:
     """run=FOLDER or resume=FOLDER, if the command line has one; otherwise empty."""
-    run = option(overrides, "run")
-    resume = option(overrides, "resume")
+    run = find_option(overrides, "run")
+    resume = find_option(overrides, "resume")
     if run:
         return f"run={run}"
     return f"resume={resume}" if resume and resume not in ("never", "auto") else ""
@@ -128,7 +135,7 @@ def screen(explained: Explained, words: Sequence[str] = ()) -> list[str]:
     ]
     for top in tops:
         lines.append(_row(options[top], f"{top} = {_with_shelf(options[top])}"))
-        lines += _nested(explained.options, top)
+        lines += _format_nested(explained.options, top)
         own = [value for value in shown if _head(value.key) == top]
         lines += _rows([value for value in own if not PHASE.fullmatch(value.key)], top)
         if top == "schedule":
@@ -183,15 +190,15 @@ def _rows(values: Sequence[Value], above: str, indent: str = "    ") -> Iterator
     names = [value.key[len(above) + 1 :] if above else value.key for value in values]
     width = max(NAMES, *(len(name) for name in names if len(name) < LONG_NAME), 0)
     for name, value in zip(names, values, strict=True):
-        yield _row(value, f"{indent}{name:<{width}} {_written(value.value)}")
+        yield _row(value, f"{indent}{name:<{width}} {_format_value(value.value)}")
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Write a value in the form of the command line."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
-def _nested(options: Sequence[Option], above: str) -> Iterator[str]:
+def _format_nested(options: Sequence[Option], above: str) -> Iterator[str]:
     """The options within an option: a line for each one that was chosen, and the others in one
     line."""
     own = [inner for inner in options if _is_below(inner.place, above)]

@@ -12,9 +12,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
+from rlkit.commands.arguments import STARTED, Arguments, append_overrides, drop, find_option, quote
 from rlkit.commands.compare import list_suspicions
-from rlkit.commands.trust import asker
+from rlkit.commands.trust import make_asker
 from rlkit.config.changes import find_differences, identify, refuse_changes
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError, Refusal, report
@@ -67,8 +67,8 @@ def command(arguments: Arguments) -> int:
     from rlkit.training.loggers import check_loggers
 
     overrides = arguments.overrides
-    named = option(overrides, "resume")
-    folder = _given_folder(overrides)
+    named = find_option(overrides, "resume")
+    folder = _find_given_folder(overrides)
     resume: Path | None = None
     ask = None
     if named and named not in ("never", "auto"):
@@ -77,8 +77,8 @@ def command(arguments: Arguments) -> int:
         runs.require_overrides(folder)
         require_secrets(named, folder, overrides)
         mine = [*drop(overrides, "resume"), f"resume={quote(named)}"]
-        ask = asker(f"resume={named}", folder, mine, arguments, entry="train")
-        overrides = added(runs.read_overrides(folder), mine)
+        ask = make_asker(f"resume={named}", folder, mine, arguments, entry="train")
+        overrides = append_overrides(runs.read_overrides(folder), mine)
     outputs = runs.OUTPUTS.absolute()  # before any code of the user runs
     composed = compose(overrides, config_dir=arguments.config_dir, before_import=ask)
     x = experiment(composed)
@@ -111,9 +111,9 @@ def command(arguments: Arguments) -> int:
     return status
 
 
-def _given_folder(overrides: Sequence[str]) -> Path | None:
+def _find_given_folder(overrides: Sequence[str]) -> Path | None:
     """The run folder of the command line. Raises: ConfigError for an impossible name."""
-    place = option(overrides, "hydra.run.dir")
+    place = find_option(overrides, "hydra.run.dir")
     if not place:
         return None
     with refuse_unwritable(place):
@@ -165,7 +165,7 @@ def _train_owned(
         def job() -> int:
             return run_in_folder(x, composed.config, tasks, target, started=STARTED, resume=resume)
 
-        status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
+        status = run_in_hydra(composed, target, job) if ranks.rank() == 0 else job()
         if status == 2 and not known and ranks.rank() == 0 and not owner.explain_loss(target):
             remove_start(target, whole=not occupied)
             if folder is None:
@@ -176,7 +176,9 @@ def _train_owned(
 def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
     """Raise ConfigError if an override of the run held a secret and is not given again, because no
     run folder keeps a secret."""
-    missing = [key for key in runs.list_withheld_keys(folder) if option(overrides, key) is None]
+    missing = [
+        key for key in runs.list_withheld_keys(folder) if find_option(overrides, key) is None
+    ]
     if missing:
         raise ConfigError(
             f"resume={named}: {missing[0]} held a secret, and no run folder keeps one; give it"
@@ -243,7 +245,7 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
     refuse_changes(folder, changed)
     for key, (was, now) in changed.items():
         print(f"resume: {key} was {was} and is now {now}")
-    summary = ranks.broadcast(lambda: own_summary(folder))
+    summary = ranks.broadcast(lambda: read_own_summary(folder))
     done = 0 if summary.get("unsaved") else summary.get("steps") or 0
     if resume.is_dir() and done >= steps:
         raise ConfigError(
@@ -253,7 +255,7 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
     return identity
 
 
-def own_summary(folder: Path) -> dict[str, Any]:
+def read_own_summary(folder: Path) -> dict[str, Any]:
     """summary.json of the continued run. A damaged file, or another run's, goes to aside/, and a
     printed line says so."""
     summary = runs.read_summary(folder)
@@ -266,7 +268,7 @@ def own_summary(folder: Path) -> dict[str, Any]:
     return summary or {}
 
 
-def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
+def run_in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
     """Run a job as Hydra's main does, with the config composed before: .hydra/ in its folder,
     Hydra's state, its callbacks."""
     from hydra.core.hydra_config import HydraConfig
@@ -339,7 +341,7 @@ def run_in_folder(
         with report_write_errors("config.yaml"):
             # a resumed run writes it only after it has continued with this config
             runs.write_config(folder, config, provenance["identity"])
-    print(closing_lines(summary, folder), flush=True)
+    print(format_closing_lines(summary, folder), flush=True)
     return _exit_status(x, summary, folder)
 
 
@@ -396,7 +398,7 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
     ]
 
 
-def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
+def format_closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """Write the before/after table of the test problems, the folder and the next commands."""
     where = shlex.quote(runs.shorten_path(folder))
     lines = [""]
@@ -410,7 +412,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
         f" {summary['tokens']:,} tokens"
     )
     lines += [why] if why else []
-    lines += [f"warning: {text}" for text in doubts(folder)]
+    lines += [f"warning: {text}" for text in list_doubts(folder)]
     lines += list_suspicions([folder])
     if LOST:
         named = [
@@ -462,7 +464,7 @@ def draw_page(folders: Sequence[Path], file: Path) -> None:
         print(f"none: {error}")
 
 
-def doubts(folder: Path) -> list[str]:
+def list_doubts(folder: Path) -> list[str]:
     """List harmful drifts over the whole run, and the number of steps of each warning
     printed only once."""
     from rlkit.runs.reading import read_run

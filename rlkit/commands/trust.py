@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, option
+from rlkit.commands.arguments import Arguments, find_option
 from rlkit.config.compose import compose_without_values, conf_dir
 from rlkit.config.keys import find_leaks, refuse_leaks
 from rlkit.config.trust import (
@@ -24,7 +24,7 @@ from rlkit.system.noted import is_noted
 from rlkit.system.redaction import learn
 
 
-def asker(
+def make_asker(
     where: str,
     folder: Path,
     mine: Sequence[str],
@@ -63,7 +63,7 @@ def asker(
     return ask
 
 
-def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
+def read_model(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
     """Read the model of a run from its config, as data.
 
     Raises: ConfigError unless it is declared safe or the user gave trust=true; DataError if it
@@ -91,7 +91,7 @@ def with_limits(x: Any, arguments: Arguments) -> Any:
     from rlkit.models.confined import confine_template
     from rlkit.models.load import EMBEDDED
 
-    named = option(arguments.overrides, "run")
+    named = find_option(arguments.overrides, "run")
     if (
         not named
         or x.model.path in (None, *EMBEDDED)

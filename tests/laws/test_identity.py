@@ -21,7 +21,7 @@ import torch
 from laws.test_kill import TINY, arm
 from parametrise import cases
 from rlkit.commands.cli import list_commands, main
-from rlkit.commands.train import own_summary
+from rlkit.commands.train import read_own_summary
 from rlkit.config.changes import identify
 from rlkit.errors import DataError, RLKitError
 from rlkit.runs import folder as run_folders
@@ -462,7 +462,7 @@ def take_up_in_child(folder: Path) -> None:
     clear_places(folder)
     identity = run_folders.require_identity(folder)
     run_folders.require_overrides(folder)
-    own_summary(folder)
+    read_own_summary(folder)
     take_up(folder / "checkpoints", folder, identity)
 
 

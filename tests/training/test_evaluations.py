@@ -15,7 +15,7 @@ import pytest
 
 from parametrise import cases
 from rlkit.commands.cli import main
-from rlkit.commands.train import closing_lines
+from rlkit.commands.train import format_closing_lines
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import schedule_problems
@@ -224,7 +224,7 @@ def test_rows_and_summary_name_the_split(run, tmp_path):
         summary["after"]["accuracy"] == rows[-1]["test/accuracy"]
         and summary["validation"]["accuracy"] == rows[-1]["eval/accuracy"]
     )
-    table = closing_lines(summary, tmp_path).splitlines()
+    table = format_closing_lines(summary, tmp_path).splitlines()
     assert any(line.split() == ["test", "before", "after"] for line in table)
 
 
@@ -307,7 +307,9 @@ def test_a_run_that_ends_below_its_start_says_so_first(tmp_path):
     def said(right: int) -> list[str]:
         sides = [measured(n) for n in (48, right)]
         ended = {"ended": "finished", "steps": 9, "wall_seconds": 1.0, "tokens": 1}
-        return closing_lines(dict(zip(("before", "after"), sides, strict=True)) | ended, tmp_path)
+        return format_closing_lines(
+            dict(zip(("before", "after"), sides, strict=True)) | ended, tmp_path
+        )
 
     def measured(right: int) -> dict:
         low, high = wilson(right, 64)

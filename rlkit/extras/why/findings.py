@@ -41,10 +41,10 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
         for symptom in find_symptoms(e.run)
         if not symptom.steps
     ]
-    return without_symptoms([f for f in (*broken, paid, *rest, *drifts) if f is not None])
+    return drop_symptoms([f for f in (*broken, paid, *rest, *drifts) if f is not None])
 
 
-def without_symptoms(findings: Sequence[Finding]) -> list[Finding]:
+def drop_symptoms(findings: Sequence[Finding]) -> list[Finding]:
     """Drop findings explained by an earlier one: a cut reply earns nothing, so its problem only
     looks too hard."""
     causes = {finding.cause for finding in findings}

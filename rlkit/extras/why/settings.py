@@ -259,7 +259,7 @@ def mean_gaps(e: Evidence) -> list[float]:
     return [abs(predicted - returned) for predicted, returned in pairs]
 
 
-def suited_rate(e: Evidence) -> float:
+def find_suited_rate(e: Evidence) -> float:
     """The rate suggested by the model; nan if it suggests none."""
     adapters = e.number("model.lora.rank") > 0
     return e.number(f"model.suggests.{'lora_lr' if adapters else 'lr'}")
@@ -278,7 +278,7 @@ def steps_far(e: Evidence) -> bool:
 def high_rate(e: Evidence) -> Finding | None:
     """Too large steps destroy the policy."""
     rate = e.number("optimizer.lr")
-    suited = suited_rate(e)
+    suited = find_suited_rate(e)
     moved = e.mean("kl/step")
     if e.progress.rose or not (steps_far(e) or rate >= TIMES * suited):
         return None
@@ -297,7 +297,7 @@ def high_rate(e: Evidence) -> Finding | None:
 def low_rate(e: Evidence) -> Finding | None:
     """The policy has not moved, although there was something to learn."""
     rate = e.number("optimizer.lr")
-    suited = suited_rate(e)
+    suited = find_suited_rate(e)
     moved = (e.values("kl/start") or e.values("kl/ref_k3") or [math.nan])[-1]
     still = moved < STILL and e.mean("optim/updates") > 0 and e.mean("group/frac_zero_std") < HARD
     if e.progress.rose or not (still or rate <= suited / TIMES):

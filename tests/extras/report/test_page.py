@@ -17,7 +17,7 @@ from parametrise import cases
 from rlkit.commands.cli import main
 from rlkit.errors import install
 from rlkit.extras.report import charts, drawing, write_report
-from rlkit.extras.report.conversations import compressed
+from rlkit.extras.report.conversations import compress_data
 from run_folders import damage_run
 
 HOSTILE = (
@@ -95,7 +95,7 @@ def test_a_runs_name_is_no_markup(page):
 
 
 def test_json_that_html_cannot_end():
-    text = compressed({"a": HOSTILE, "b": float("nan")})
+    text = compress_data({"a": HOSTILE, "b": float("nan")})
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", text)
     assert json.loads(gzip.decompress(base64.b64decode(text))) == {"a": HOSTILE, "b": None}
 
