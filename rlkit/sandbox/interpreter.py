@@ -99,7 +99,7 @@ class Interpreter:
             why = said[0][1].decode("utf-8", "replace") if said else "the child said nothing"
             raise SandboxError(
                 f"the sandbox could not be set up, and the program did not run: {why}; see"
-                " `rlkit.sandbox.probe()`"
+                " `rlkit.sandbox.find_level()`"
             )
 
     def _send(self, data: bytes, seconds: float) -> bool:

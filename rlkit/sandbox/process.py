@@ -260,7 +260,7 @@ def _outcome(said: list[tuple[str, bytes]], job: Job, how: str, seconds: float) 
         why = said[0][1].decode("utf-8", "replace") if said else f"the child said nothing ({how})"
         raise SandboxError(
             f"the sandbox could not be set up, and the program did not run: {why}; see"
-            " `rlkit.sandbox.probe()`"
+            " `rlkit.sandbox.find_level()`"
         )
     first = {
         tag: payload.decode("utf-8", "replace")

@@ -171,7 +171,7 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
                       updates
     kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start:
                       KL(the start‖after the last update), on rollouts of the first step
-                      (rlkit.training.drift); k3, nats per token
+                      (rlkit.training.update.drift); k3, nats per token
     kl/estimate       mean of the estimator named by `kl`; nonzero_frac: share of tokens with an
                       estimate other than 0
     mismatch/*        trainer against sampler on the same tokens, before any correction. Of the

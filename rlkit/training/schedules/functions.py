@@ -1,7 +1,7 @@
 """Numbers as functions of the step, counted from 0.
 
 In a schedule, `steps` may be left out: it is then the length of the run or, inside a phase, of the
-phase (`rlkit.training.schedules.at`).
+phase (`rlkit.training.schedules.resolve_schedules`).
 """
 
 from __future__ import annotations
