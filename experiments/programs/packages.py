@@ -114,7 +114,9 @@ PACKAGES = {
     "semantic_kernel_agent": Package(("semantic-kernel",), CHAT),
     "google_adk_agent": Package(("google-adk", "litellm"), CHAT, settings={"variables": LITELLM}),
     "crewai_crew": Package(("crewai",), CHAT),
-    "qwen_agent_assistant": Package(("qwen-agent",), CHAT),
+    "qwen_agent_assistant": Package(  # it imports four packages that it does not require
+        ("qwen-agent", "numpy", "soundfile", "tqdm", "python-dateutil"), CHAT
+    ),
 }
 
 
