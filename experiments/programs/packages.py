@@ -7,6 +7,7 @@ its own and plays episodes with its agent in agents/, unmodified and confined. T
 sum, and the agent has a tool for it. In three episodes the policy says what a script says: a call
 and the answer, a call and a wrong answer, and both with thinking. In two more it is the embedded
 model, which says what it likes. Appends a row to packages.csv; a package that has one is left out.
+Then writes the table of README.md again from all rows.
 
   unchanged    each file of the package has the digest of its record
   exact        each sampled reply stands in one training row, once, with its context, ids and
@@ -24,6 +25,7 @@ import base64
 import csv
 import hashlib
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,6 +51,7 @@ from rlkit.types import Engine, Environment, Generation, Policy, Rollout, Task
 
 HERE = Path(__file__).parent.resolve()
 RESULTS = HERE / "packages.csv"
+PAGE = HERE / "README.md"
 TOLERANCE = 1e-4  # of a log-prob: batches of another shape round differently
 
 
@@ -331,6 +334,38 @@ FIELDS = (
 )
 
 
+def read_rows() -> list[dict[str, str]]:
+    """The rows so far, in the order of PACKAGES."""
+    if not RESULTS.exists():
+        return []
+    with RESULTS.open(newline="") as file:
+        measured = {row["agent"]: row for row in csv.DictReader(file)}
+    return [measured[name] for name in PACKAGES if name in measured]
+
+
+def make_table(measured: Sequence[Mapping[str, str]]) -> str:
+    """The rows as a table of Markdown."""
+    heads = ("package", "agent", "rows", "failed", "unchanged", "exact", "difference", "scored")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in measured:
+        cells = {
+            "package": f"{row['package']} {row['version']}",
+            "agent": f"[{row['agent']}](agents/{row['agent']}.py)",
+            "rows": f"{row['rows']}, {row['rows_thinking']}",
+        }
+        for name in ("unchanged", "exact", "scored"):
+            cells[name] = {"True": "yes", "False": "no"}.get(row[name], "")
+        lines.append("| " + " | ".join(cells.get(head) or row[head] for head in heads) + " |")
+    return "\n".join(lines)
+
+
+def write_page() -> None:
+    """Put the table of the rows into README.md."""
+    old = re.compile(r"^\| package \| agent \|.*\n(\|.*\n)+", re.MULTILINE)
+    table = make_table(read_rows())
+    PAGE.write_text(old.sub(lambda _: f"{table}\n", PAGE.read_text()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -341,10 +376,7 @@ def main() -> None:
         parser.error(
             f"no row of PACKAGES: {', '.join(sorted(unknown))}; there are {', '.join(PACKAGES)}"
         )
-    known = set()
-    if RESULTS.exists():
-        with RESULTS.open(newline="") as file:
-            known = {row["agent"] for row in csv.DictReader(file)}
+    known = {row["agent"] for row in read_rows()}
     for name in arguments.names or PACKAGES:
         if name in known:
             continue
@@ -356,6 +388,7 @@ def main() -> None:
             if new:
                 writer.writeheader()
             writer.writerow(row)
+    write_page()
 
 
 if __name__ == "__main__":
