@@ -107,7 +107,7 @@ PACKAGES = {
         ),
         {"answer": "tool:bash", "variables": {**LITELLM, "MSWEA_GLOBAL_CONFIG_DIR": "."}},
     ),
-    "magentic_chain": Package(("magentic",), CHAT),
+    "magentic_chain": Package(("magentic",), CHAT, settings=IGNORE),
     "mirascope_call": Package(("mirascope", "openai"), CHAT),
     "agno_agent": Package(("agno", "openai"), CHAT),
     "llama_index_agent": Package(("llama-index-core", "llama-index-llms-openai-like"), CHAT),
@@ -226,8 +226,11 @@ def play_model(policy: Policy, environment: Environment, heard: list[Heard]) -> 
 def largest_difference(
     policy: Policy, rollouts: Sequence[Rollout], heard: Sequence[Heard]
 ) -> float:
-    """The largest difference between a recorded log-prob and a new one. Infinite unless each reply
-    stands in exactly one row as it was sampled, up to a stop text of its request."""
+    """The largest difference between a recorded log-prob and a new one. Infinite without replies, or
+    unless each reply stands in exactly one row as it was sampled, up to a stop text of its
+    request."""
+    if not heard:
+        return math.inf
     left = list(heard)
     worst = 0.0
     for row in (row for rollout in rollouts for row in split_into_rows(rollout)):
@@ -259,6 +262,11 @@ def is_unchanged(package: Distribution) -> bool:
     return True
 
 
+def shorten(error: str) -> str:
+    """The end of an error, as one line."""
+    return " ".join(error.split())[-300:]
+
+
 def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
     """Play the episodes of a package with this interpreter. Returns: figures, see the top."""
     policy = load_policy(path="tiny")._replace(context_length=1 << 16)  # prompts are long
@@ -281,7 +289,7 @@ def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
         "exact": difference <= TOLERANCE,
         "difference": f"{difference:.1e}",
         "scored": agree and rewards == [1.0, 0.0, 1.0],
-        "reason": failed[0].error[-300:] if failed else "",
+        "reason": shorten(failed[0].error) if failed else "",
     }
 
 
@@ -321,7 +329,7 @@ def measure(name: str, envs: Path) -> dict[str, Any]:
     try:
         python = installed(package.requirements, folder)
     except subprocess.CalledProcessError as error:
-        return row | {"reason": f"pip: {error.stderr[-300:]}"}
+        return row | {"reason": f"pip: {shorten(error.stderr)}"}
     (site,) = folder.glob("lib/python*/site-packages")
     (own,) = distributions(name=row["package"], path=[str(site)])
     row["version"] = own.version
