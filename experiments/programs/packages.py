@@ -226,8 +226,8 @@ def play_model(policy: Policy, environment: Environment, heard: list[Heard]) -> 
 def largest_difference(
     policy: Policy, rollouts: Sequence[Rollout], heard: Sequence[Heard]
 ) -> float:
-    """The largest difference between a recorded log-prob and a new one. Infinite without replies, or
-    unless each reply stands in exactly one row as it was sampled, up to a stop text of its
+    """The largest difference between a recorded log-prob and a new one. Infinite without a reply,
+    and unless each reply stands in exactly one row as it was sampled, up to a stop text of its
     request."""
     if not heard:
         return math.inf
