@@ -7,6 +7,7 @@ its own and plays episodes with its agent in agents/, unmodified and confined. T
 sum, and the agent has a tool for it. In three episodes the policy says what a script says: a call
 and the answer, a call and a wrong answer, and both with thinking. In two more it is the embedded
 model, which says what it likes. Appends a row to packages.csv; a package that has one is left out.
+Then writes the table of README.md again from all rows.
 
   unchanged    each file of the package has the digest of its record
   exact        each sampled reply stands in one training row, once, with its context, ids and
@@ -24,6 +25,7 @@ import base64
 import csv
 import hashlib
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,6 +51,7 @@ from rlkit.types import Engine, Environment, Generation, Policy, Rollout, Task
 
 HERE = Path(__file__).parent.resolve()
 RESULTS = HERE / "packages.csv"
+PAGE = HERE / "README.md"
 TOLERANCE = 1e-4  # of a log-prob: batches of another shape round differently
 
 
@@ -104,7 +107,7 @@ PACKAGES = {
         ),
         {"answer": "tool:bash", "variables": {**LITELLM, "MSWEA_GLOBAL_CONFIG_DIR": "."}},
     ),
-    "magentic_chain": Package(("magentic",), CHAT),
+    "magentic_chain": Package(("magentic",), CHAT, settings=IGNORE),
     "mirascope_call": Package(("mirascope", "openai"), CHAT),
     "agno_agent": Package(("agno", "openai"), CHAT),
     "llama_index_agent": Package(("llama-index-core", "llama-index-llms-openai-like"), CHAT),
@@ -114,7 +117,9 @@ PACKAGES = {
     "semantic_kernel_agent": Package(("semantic-kernel",), CHAT),
     "google_adk_agent": Package(("google-adk", "litellm"), CHAT, settings={"variables": LITELLM}),
     "crewai_crew": Package(("crewai",), CHAT),
-    "qwen_agent_assistant": Package(("qwen-agent",), CHAT),
+    "qwen_agent_assistant": Package(  # it imports four packages that it does not require
+        ("qwen-agent", "numpy", "soundfile", "tqdm", "python-dateutil"), CHAT
+    ),
 }
 
 
@@ -221,8 +226,11 @@ def play_model(policy: Policy, environment: Environment, heard: list[Heard]) -> 
 def largest_difference(
     policy: Policy, rollouts: Sequence[Rollout], heard: Sequence[Heard]
 ) -> float:
-    """The largest difference between a recorded log-prob and a new one. Infinite unless each reply
-    stands in exactly one row as it was sampled, up to a stop text of its request."""
+    """The largest difference between a recorded log-prob and a new one. Infinite without a reply,
+    and unless each reply stands in exactly one row as it was sampled, up to a stop text of its
+    request."""
+    if not heard:
+        return math.inf
     left = list(heard)
     worst = 0.0
     for row in (row for rollout in rollouts for row in split_into_rows(rollout)):
@@ -254,6 +262,11 @@ def is_unchanged(package: Distribution) -> bool:
     return True
 
 
+def shorten(error: str) -> str:
+    """The end of an error, as one line."""
+    return " ".join(error.split())[-300:]
+
+
 def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
     """Play the episodes of a package with this interpreter. Returns: figures, see the top."""
     policy = load_policy(path="tiny")._replace(context_length=1 << 16)  # prompts are long
@@ -276,7 +289,7 @@ def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
         "exact": difference <= TOLERANCE,
         "difference": f"{difference:.1e}",
         "scored": agree and rewards == [1.0, 0.0, 1.0],
-        "reason": failed[0].error[-300:] if failed else "",
+        "reason": shorten(failed[0].error) if failed else "",
     }
 
 
@@ -316,7 +329,7 @@ def measure(name: str, envs: Path) -> dict[str, Any]:
     try:
         python = installed(package.requirements, folder)
     except subprocess.CalledProcessError as error:
-        return row | {"reason": f"pip: {error.stderr[-300:]}"}
+        return row | {"reason": f"pip: {shorten(error.stderr)}"}
     (site,) = folder.glob("lib/python*/site-packages")
     (own,) = distributions(name=row["package"], path=[str(site)])
     row["version"] = own.version
@@ -329,6 +342,38 @@ FIELDS = (
 )
 
 
+def read_rows() -> list[dict[str, str]]:
+    """The rows so far, in the order of PACKAGES."""
+    if not RESULTS.exists():
+        return []
+    with RESULTS.open(newline="") as file:
+        measured = {row["agent"]: row for row in csv.DictReader(file)}
+    return [measured[name] for name in PACKAGES if name in measured]
+
+
+def make_table(measured: Sequence[Mapping[str, str]]) -> str:
+    """The rows as a table of Markdown."""
+    heads = ("package", "agent", "rows", "failed", "unchanged", "exact", "difference", "scored")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in measured:
+        cells = {
+            "package": f"{row['package']} {row['version']}",
+            "agent": f"[{row['agent']}](agents/{row['agent']}.py)",
+            "rows": f"{row['rows']}, {row['rows_thinking']}",
+        }
+        for name in ("unchanged", "exact", "scored"):
+            cells[name] = {"True": "yes", "False": "no"}.get(row[name], "")
+        lines.append("| " + " | ".join(cells.get(head) or row[head] for head in heads) + " |")
+    return "\n".join(lines)
+
+
+def write_page() -> None:
+    """Put the table of the rows into README.md."""
+    old = re.compile(r"^\| package \| agent \|.*\n(\|.*\n)+", re.MULTILINE)
+    table = make_table(read_rows())
+    PAGE.write_text(old.sub(lambda _: f"{table}\n", PAGE.read_text()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -339,10 +384,7 @@ def main() -> None:
         parser.error(
             f"no row of PACKAGES: {', '.join(sorted(unknown))}; there are {', '.join(PACKAGES)}"
         )
-    known = set()
-    if RESULTS.exists():
-        with RESULTS.open(newline="") as file:
-            known = {row["agent"] for row in csv.DictReader(file)}
+    known = {row["agent"] for row in read_rows()}
     for name in arguments.names or PACKAGES:
         if name in known:
             continue
@@ -354,6 +396,7 @@ def main() -> None:
             if new:
                 writer.writeheader()
             writer.writerow(row)
+    write_page()
 
 
 if __name__ == "__main__":

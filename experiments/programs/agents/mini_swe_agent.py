@@ -7,7 +7,7 @@ from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 from question import QUESTION, leave
 
-config = yaml.safe_load(Path(package_dir, "config", "default.yaml").read_text())
+config = yaml.safe_load(Path(package_dir, "config", "mini.yaml").read_text())
 model = LitellmModel(
     model_name="openai/policy", cost_tracking="ignore_errors", **config.get("model", {})
 )

@@ -39,6 +39,7 @@ def test_a_reply_that_is_lost_or_changed_is_found(tiny):
     assert packages.largest_difference(tiny, [rollout], heard) < packages.TOLERANCE
     assert packages.largest_difference(tiny, [rollout], heard * 2) == math.inf
     assert packages.largest_difference(tiny, [rollout] * 2, heard) == math.inf
+    assert packages.largest_difference(tiny, [], []) == math.inf
     (step,) = rollout.steps
     other = tuple(p - 1 for p in step.logprobs)
     assert packages.largest_difference(
