@@ -8,7 +8,6 @@ and the data.
 
 import contextlib
 import difflib
-import functools
 import inspect
 import os
 import re
@@ -20,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
+
+from rlkit.types import plain
 
 TRACEBACK = "RLKIT_TRACEBACK"  # set in the environment: errors are printed with their traceback
 
@@ -113,9 +114,7 @@ def describe_raise(error: BaseException) -> str:
 
 def name_function(function: Callable[..., Any]) -> str:
     """The name of a function in the form of a config, for example my_package.loss."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)  # of rlkit.NAME, which checks its arguments
+    function = inspect.unwrap(plain(function))  # of rlkit.NAME, which checks its arguments
     # a package exports the functions of its private files
     module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
@@ -149,8 +148,7 @@ def list_parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 def describe_definition(function: Any) -> str:
     """The name of a function, method or class and where it is defined: "my_tools.Shelf.put
     (/home/me/my_tools.py:7)"."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = plain(function)
     try:
         inner = inspect.unwrap(function)
         if not isinstance(inner, type) and not any(
@@ -293,7 +291,7 @@ def announce(error: BaseException) -> None:
     lines = split_error(error)
     with contextlib.suppress(AttributeError):  # an exception with slots
         error.announced = lines  # type: ignore[attr-defined]
-    tell_user("\n".join(lines), kept="\n")
+    tell_user(*lines)
 
 
 def list_notes(error: BaseException) -> Sequence[str]:
@@ -308,7 +306,7 @@ def say(error: BaseException, lines: Iterable[str]) -> None:
     announced = getattr(error, "announced", ())
     left = [line for line in lines if line not in announced]
     if left:
-        tell_user("\n".join(left), kept="\n")
+        tell_user(*left)
 
 
 def report(error: BaseException, *lines: str) -> int:
@@ -329,9 +327,9 @@ def warn(text: str) -> None:
     tell_user(f"warning: {text}")
 
 
-def tell_user(text: str, kept: str = "") -> None:
-    """Print a line to standard error, as `show_controls` shows it."""
-    print(show_controls(text, kept), file=sys.stderr, flush=True)
+def tell_user(*lines: str) -> None:
+    """Print lines to standard error, as `show_controls` shows them."""
+    print("\n".join(map(show_controls, lines)), file=sys.stderr, flush=True)
 
 
 def show_controls(text: str, kept: str = "") -> str:

@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 
 from rlkit.commands.arguments import Answer, Arguments, parse
 from rlkit.commands.help import format_command_help, format_full_help
@@ -28,7 +30,7 @@ from rlkit.errors import (
 from rlkit.system import extras
 from rlkit.system.files import replace_nonfinite
 from rlkit.system.leaving import leave_process, raise_exits
-from rlkit.system.output import guard_output, hold_warnings
+from rlkit.system.output import guard_output, hold_unawaited
 from rlkit.system.parent import end_with_parent
 from rlkit.system.processors import wait_without_spinning
 
@@ -129,8 +131,11 @@ def run_command(argv: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(format_full_help())
         return 0
-    with hold_warnings() as held:
-        status = _answer(words)
+    held: dict[str, None] = {}
+    show = warnings.showwarning
+    warnings.showwarning = partial(hold_unawaited, held, show)
+    status = _answer(words)
+    warnings.showwarning = show
     for warning in held if status == 0 else ():
         warn(warning)
     return status

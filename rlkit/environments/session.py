@@ -225,13 +225,10 @@ async def answer_calls(
         results = await run_together(answered(i, asked) for i, asked in enumerate(step.tool_calls))
     else:
         results = [await answered(i, asked) for i, asked in enumerate(step.tool_calls)]
-    messages: Messages = [
-        {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content}
-        for r in results
-    ]
+    step = step._replace(tool_results=tuple(results))
     return (
-        rollout._replace(steps=(*rollout.steps[:-1], step._replace(tool_results=tuple(results)))),
-        messages,
+        rollout._replace(steps=(*rollout.steps[:-1], step)),
+        [result.message for result in results],
     )
 
 

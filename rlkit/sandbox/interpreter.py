@@ -26,6 +26,7 @@ from rlkit.sandbox.process import (
     _job,
     make_folder,
     read_output,
+    require_start,
     start_child,
 )
 from rlkit.sandbox.values import split_records
@@ -95,12 +96,7 @@ class Interpreter:
         job = _job(Job("", interactive=True), self.sandbox, features) | {"cpu_s": LIFETIME}
         self._send(marshal.dumps(job), START_LIMIT)
         said, _ = self._read_answer(START_LIMIT, "RX")
-        if not said or said[0][0] != "R":
-            why = said[0][1].decode("utf-8", "replace") if said else "the child said nothing"
-            raise SandboxError(
-                f"the sandbox could not be set up, and the program did not run: {why}; see"
-                " `rlkit.sandbox.find_level()`"
-            )
+        require_start(said)
 
     def _send(self, data: bytes, seconds: float) -> bool:
         """Whether the interpreter has read all of it in time: a thread of an earlier program may

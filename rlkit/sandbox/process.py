@@ -255,13 +255,18 @@ def read_output(
             data += chunk
 
 
-def _outcome(said: list[tuple[str, bytes]], job: Job, how: str, seconds: float) -> Outcome:
+def require_start(said: list[tuple[str, bytes]], how: str = "no answer") -> None:
+    """Raise a SandboxError unless the child has said that the program starts."""
     if not said or said[0][0] != "R":
         why = said[0][1].decode("utf-8", "replace") if said else f"the child said nothing ({how})"
         raise SandboxError(
             f"the sandbox could not be set up, and the program did not run: {why}; see"
             " `rlkit.sandbox.find_level()`"
         )
+
+
+def _outcome(said: list[tuple[str, bytes]], job: Job, how: str, seconds: float) -> Outcome:
+    require_start(said, how)
     first = {
         tag: payload.decode("utf-8", "replace")
         for tag, payload in reversed(said[1:])

@@ -7,9 +7,6 @@ import errno
 import io
 import os
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rlkit.system.files import LOST, reason
@@ -73,26 +70,15 @@ def guard_output() -> None:
             )
 
 
-@contextmanager
-def hold_warnings() -> Iterator[dict[str, None]]:
-    """Keep Python's warnings about coroutines that were never awaited, once each.
+def hold_unawaited(held: dict[str, None], show: Any, message: Any, *place: Any) -> None:
+    """Show a warning of Python, or keep it in `held` if a coroutine was never awaited.
 
     A command that refuses such a coroutine says so in its own sentence.
     """
-    held: dict[str, None] = {}
-    show = warnings.showwarning
-
-    def hold(message: Any, *more: Any) -> None:
-        if "was never awaited" not in str(message):
-            show(message, *more)
-        else:
-            held[str(message)] = None
-
-    warnings.showwarning = hold  # type: ignore[assignment]
-    try:
-        yield held
-    finally:
-        warnings.showwarning = show
+    if "was never awaited" in str(message):
+        held[str(message)] = None
+    else:
+        show(message, *place)
 
 
 def clock(seconds: float) -> str:

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import Refusal, RLKitError, warn
-from rlkit.system.files import read_regular
+from rlkit.system.files import read_regular, reason
 
 NAME = "owner.json"
 BEAT = 30.0  # seconds between two signs of life
@@ -78,7 +78,7 @@ def own_folder(folder: Path, *, takeover: bool = False) -> Iterator[None]:
         if said:
             print(f"resume: {said}", flush=True)
     except OSError as error:
-        why = error.strerror or error
+        why = reason(error)
         warn(f"{folder / NAME} not written ({why}); nothing keeps a second process from this run")
         yield
         return

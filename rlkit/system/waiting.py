@@ -357,7 +357,7 @@ def look(now: float) -> None:
         if not reached and age >= WATCHER.named.get(name, NAMED_AFTER):
             # a hanging call is named again, each time after twice the time
             WATCHER.named[name] = 2 * age
-            line = show_controls(f"rlkit: {_rank()}{lines[name]}")
+            line = f"rlkit: {_rank()}{lines[name]}"
             tell_user(line)
             WATCHER.tell(line)
     if reached:

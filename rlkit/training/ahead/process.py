@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.distributed.launch import describe_exit
-from rlkit.errors import ConfigError, EngineError
+from rlkit.errors import ConfigError, EngineError, tell_user
 from rlkit.system.fingerprints import fingerprint
 from rlkit.system.shared_state import say_once
 from rlkit.system.waiting import waiting_outside
@@ -225,7 +225,7 @@ class SamplingProcess:
                 if isinstance(answer, str):  # a line of the watcher
                     # without a log the process has printed the line to this output itself
                     if self.log:
-                        print(answer, file=sys.stderr, flush=True)
+                        tell_user(answer)
                     continue
                 if isinstance(answer, Answer):
                     answer.seconds["handover_s"] += time.perf_counter() - begun
