@@ -332,7 +332,7 @@ def compare_together(
 
     Args:
       sides: for each comparison, [n] figures of both arms and their smallest step, as for
-      `compare_pairs`.
+        `compare_pairs`.
     """
     tests = [compare_pairs(first, second, resolution=step) for first, second, step in sides]
     rates = false_discovery([test.evidence() for test in tests])

@@ -58,7 +58,7 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
     beside = {path.parent for path in found}
     odd = [path for path in without if path.parent not in beside or not path.exists()]
     if odd:
-        # its message its message names the newest run if there is one
+        # its message names the newest run if there is one
         runs.find_run(str(odd[0]), command)
         raise ConfigError(f"{command}: {odd[0]} holds no run")
     return list(dict.fromkeys(found))

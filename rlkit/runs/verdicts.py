@@ -332,7 +332,7 @@ class Fall(NamedTuple):
     line: str
     before: float
     found: Difference  # after - before, within seeds
-    # whether it is whether it is beyond chance, at a level corrected for the number of lines
+    # whether it is beyond chance, at a level corrected for the number of lines
     claim: bool
     sentence: str
 

@@ -90,8 +90,7 @@ class Evaluation(NamedTuple):
     temperature: float = 1.0  # of the sampled replies
     max_new_tokens: int | None = None  # None: as in training
     seed: int = 0  # of the sampled replies
-    # temperature of the one reply per task before, during and after training; 0 is
-    # greedy
+    # temperature of the one reply per task before, during and after training; 0 is greedy
     curve_temperature: float = 0.0
     stop_at: float | None = None  # training ends at this validation accuracy
     max_time: float | None = None  # minutes of one evaluation; None: no limit

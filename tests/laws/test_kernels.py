@@ -313,7 +313,7 @@ def test_jobs_of_a_sweep_are_decided_together(without_compiler, tmp_path, capsys
     (tmp_path / NAME).write_text('{"auto": "fused"}')
     away()
     with pytest.raises(
-        ConfigError, match=r"its jobs so far used compiled kernels, and here .*no licence"
+        ConfigError, match=r"its jobs so far used compiled kernels, but here .*no licence"
     ):
         decide_kernels(tmp_path)
 
