@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, require_arguments, written
+from rlkit.errors import ConfigError, nearest, require_arguments, written
 from rlkit.system.copies import copy_value
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Task, safe
@@ -35,9 +35,9 @@ def by_task(
             every = ",".join([*known, task.environment])
             raise ConfigError(
                 f"task {task.id!r} asks for the environment {task.environment!r}, which is not in "
-                f"environment.environments; known are {', '.join(sorted(known)) or 'none'}. "
-                f"Set environment={task.environment} or another option for all rows, or add it"
-                f" with task.environments=[{every}]"
+                f"environment.environments; known are {', '.join(sorted(known)) or 'none'}."
+                f"{nearest(task.environment, known)} Set environment={task.environment} or another"
+                f" option for all rows, or add it with task.environments=[{every}]"
             )
         return known[task.environment]
 
