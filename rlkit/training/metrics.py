@@ -268,10 +268,8 @@ def _measure_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     found |= {
         name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values
     }
-    kept = {name: values[~values.isnan()].cpu().double() for name, values in found.items()}
-    return {
-        name: float(values.mean()) if len(values) else NAN for name, values in kept.items()
-    } | terms.reference
+    means = {name: float(v[~v.isnan()].cpu().double().mean()) for name, v in found.items()}
+    return means | terms.reference
 
 
 def _ratios(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
@@ -465,8 +463,6 @@ def _advantages(batch: Weighted) -> dict[str, float]:
 
 
 def _scale(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    if not batch.response_mask.any():
-        return {"scale/mean": NAN, "scale/zero_frac": NAN}
     measured = terms.get("scale")  # of every update, if the scale changes with the policy
     values = batch.scale[batch.response_mask].float() if measured is None else measured
     return {
