@@ -39,13 +39,13 @@ run = loaded("run")
 
 # What tells how sure something is: who calls one of these says something that can be false.
 ESTIMATORS = {
-    "paired",
+    "compare_pairs",
     "estimate_bounded_mean",
     "seeds_interval",
     "bootstrap",
     "compare_together",
     "count_needed_seeds",
-    "detectable",
+    "find_detectable_effect",
     "compute_power",
     "holm",
     "false_discovery",
@@ -53,7 +53,7 @@ ESTIMATORS = {
     "wilson",
     "share_interval",
     "newcombe",
-    "thirds",
+    "average_thirds",
     "spread_bound",
     "holm_levels",
     "improvement",

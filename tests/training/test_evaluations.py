@@ -59,7 +59,7 @@ def play(folder, *, steps: int, every: int, stop_at: float | None = None, tasks=
         total_steps=steps,
         metrics={},
         experiment=SimpleNamespace(evaluation=settings),
-        out_of_time=lambda: False,
+        is_out_of_time=lambda: False,
     )
     trainer = SimpleNamespace(should_stop=False, loggers=[], print=lambda *_: None)
     held_out = Played(tasks, folder / "metrics.jsonl", {})
