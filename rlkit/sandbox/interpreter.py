@@ -39,11 +39,11 @@ STARTER = ThreadPoolExecutor(1, "interpreters")
 
 
 class Interpreter:
-    """One child for many programs, under the limits of `Sandbox`; time and output are counted anew
+    """One child for many programs, under the limits of `Sandbox`. Time and output are counted anew
     for each program.
 
-    Its first program starts it. A program that runs out of time, says too much or ends the
-    interpreter takes all names with it; the next one starts afresh. One program at a time.
+    Its first program starts it. If a program runs out of time, writes too much or ends the
+    interpreter, all names are lost, and the next program starts a new child. One program at a time.
     """
 
     def __init__(self, sandbox: Sandbox | None = None):
