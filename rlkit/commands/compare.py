@@ -84,7 +84,7 @@ def read_lines(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, 
     """Read the lines of a command's folders, and its settings. Raises: ConfigError for fewer than
     two lines."""
     given = take_settings(arguments, SETTINGS, name)
-    groups = group_runs([read_run(folder) for folder in find_runs(arguments.texts, "compare")])
+    groups = group_runs([read_run(folder) for folder in find_runs(arguments.texts, name)])
     if len(groups) < 2:
         said = "one line of runs" if groups else "no run with finished steps"
         raise ConfigError(

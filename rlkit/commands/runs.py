@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rlkit.commands.arguments import Answer, Arguments, drop, find_option, unquote
 from rlkit.config.changes import find_differences
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import ConfigError, DataError, suggest_name
 from rlkit.runs import folder as runs
 from rlkit.training.schedules.paths import flatten_numbers
 
@@ -78,10 +78,20 @@ def command(arguments: Arguments) -> Answer:
     lines = _columns([HEAD, *map(_row, shown)])
     if not found:
         asked = f" with {' '.join(wanted)}" if wanted else ""
-        lines = [f"no run{asked} below {', '.join(map(str, places))}"]
+        hint = _name_nearest(wanted, find_folders(places, ())[:1])
+        lines = [f"no run{asked} below {', '.join(map(str, places))}.{hint}"]
     if more:
         lines.append(f"{more} more; limit=0 shows all")
     return Answer({"runs": shown, "more": more}, "\n".join(lines))
+
+
+def _name_nearest(wanted: Sequence[str], folders: Sequence[Path]) -> str:
+    """ " Did you mean …?" for settings that these runs do not have."""
+    known = {
+        key.removesuffix(".name") for f in folders for key in flatten_numbers(runs.read_config(f))
+    }
+    keys = [text.partition("=")[0] for text in wanted]
+    return "".join(suggest_name(key, known) for key in keys if key not in known)
 
 
 def find_folders(places: Sequence[Path], wanted: Sequence[str]) -> list[Path]:

@@ -9,6 +9,7 @@ together, and no stage imports more than torch.
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import importlib.util
 import os
@@ -396,6 +397,8 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
         )
         for path in _find_target_paths(raw, target):
             parts = OmegaConf.select(full, f"{path}.{kind}")
+            for name in {*declared} - {*(parts or ())}:  # a near miss, for the refusal to name
+                declared += difflib.get_close_matches(name, list(parts or ()), 1, 0.5)
             for name in shipped & set(parts or ()):
                 touched = any(f".{kind}.{name}." in key for key in keys)
                 missing = explain_missing(str(parts[name].get("_target_")))

@@ -120,6 +120,11 @@ def lift_part(part: Any, hint: Any, where: str) -> Any:
         hint = Callable[..., Any]
     elif where == "model":
         part = wrap_policy(part) if isinstance(part, Policy) else part
+        if hasattr(part, "named_parameters"):
+            raise ConfigError(
+                "model: a network alone has no tokenizer; give rlkit.models.make_policy(model,"
+                " tokenizer)"
+            )
         if callable(part):
             require_arguments(part, "model", device="cpu")
         hint = Callable[..., Any] | Policy
@@ -186,7 +191,7 @@ def explain_misfit(part: Any, hint: Any, where: str) -> str:
         takes = f", or replace one of its parts: {own}"
     elif isinstance(part, type):
         takes = f", made of this class: {part.__name__}(…)"
-    elif is_protocol(hint):
+    elif is_protocol(hint) and not is_function(hint):
         takes = f"; it has no {', '.join(missing(part, hint))}"
     words = " or ".join(map(describe_type, wanted))
     if isinstance(part, str | int | float | NoneType):

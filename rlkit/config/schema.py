@@ -200,18 +200,21 @@ def find_mismatches(value: Any, hint: Any, where: str) -> list[str]:
             ]
         return [f"{where}: {value!r} is not {describe(hint)}"]
     inside = typing.get_args(holding[0])
-    if len(holding) > 1 or not inside or typing.get_origin(holding[0]) is tuple:
+    if len(holding) > 1 or not inside:
         return []
     if isinstance(value, dict):
-        return [
-            problem
-            for key, item in value.items()
-            for problem in find_mismatches(item, inside[-1], _join(where, key))
-        ]
+        items = [(_join(where, key), item) for key, item in value.items()]
+    else:
+        items = [(f"{where}[{i}]", item) for i, item in enumerate(value)]
+    hints = [inside[-1]] * len(items)
+    if typing.get_origin(holding[0]) is tuple:
+        hints = [inside[0]] * len(items) if ... in inside else [*inside]
+        if len(hints) != len(items):
+            return [f"{where}: {value!r} has {len(items)} values; give {len(hints)}"]
     return [
         problem
-        for i, item in enumerate(value)
-        for problem in find_mismatches(item, inside[-1], f"{where}[{i}]")
+        for (place, item), own in zip(items, hints, strict=True)
+        for problem in find_mismatches(item, own, place)
     ]
 
 

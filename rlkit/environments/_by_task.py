@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, name_function, require_arguments
+from rlkit.errors import ConfigError, name_function, require_arguments, suggest_name
 from rlkit.system.copies import copy_value
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Task, safe
@@ -36,8 +36,8 @@ def by_task(
             raise ConfigError(
                 f"task {task.id!r} asks for the environment {task.environment!r}, but it is not in "
                 "environment.environments; the known ones are:"
-                f" {', '.join(sorted(known)) or 'none'}. Set environment={task.environment} or"
-                " another option for all rows, or add it with"
+                f" {', '.join(sorted(known)) or 'none'}.{suggest_name(task.environment, known)} Set"
+                f" environment={task.environment} or another option for all rows, or add it with"
                 f" task.environments=[{every}]"
             )
         return known[task.environment]

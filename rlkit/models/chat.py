@@ -219,7 +219,7 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
     before = _render(renderer, _ASKED, ())
     after = _render(renderer, [*_ASKED, *masked], ())
     end = _read_text_after_reply(renderer, [])
-    who = f"the chat template of '{renderer.tokenizer.name_or_path}'"
+    who = name_template(renderer.tokenizer)
     if not after.startswith(before) or not end or not after.endswith(end):
         raise TemplateError(f"{who} writes a reply in another place than the policy would")
     text = after[len(before) : -len(end)]
@@ -262,9 +262,17 @@ def _render(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str,
             **dict(renderer.template_arguments),
         )
     except Exception as error:  # jinja2 raises many kinds; all of them are the template's
-        raise TemplateError(
-            f"the chat template of '{renderer.tokenizer.name_or_path}' fails: {error}"
-        ) from error
+        raise TemplateError(f"{name_template(renderer.tokenizer)} fails: {error}") from error
+
+
+def name_template(tokenizer: Any) -> str:
+    """A chat template by its own file, or by its model's path."""
+    file = getattr(tokenizer, "template_file", None)
+    return (
+        f"model.chat_template={file}"
+        if file
+        else f"the chat template of '{tokenizer.name_or_path}'"
+    )
 
 
 def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], list[str]]:
@@ -355,10 +363,7 @@ def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
     )
     if missing or result not in rendered:
         lost = f"the tools {missing}" if missing else "a tool's result"
-        raise TemplateError(
-            f"model.path: the chat template of '{renderer.tokenizer.name_or_path}' does not write"
-            f" {lost}; {remedy}"
-        )
+        raise TemplateError(f"{name_template(renderer.tokenizer)} does not write {lost}; {remedy}")
 
 
 def decode(renderer: Renderer, ids: Sequence[int], *, control_tokens: bool = True) -> str:

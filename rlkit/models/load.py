@@ -131,6 +131,7 @@ def load_policy(
         if not file.is_file():
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
+        tokenizer.template_file = chat_template
     # before the weights, to refuse a tokenizer without a template at once
     renderer = make_renderer(
         tokenizer, enable_thinking=enable_thinking, interruption=interruption, tools=tools
@@ -438,6 +439,11 @@ def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
         if not (known or damaged or "gguf_file" in place):
             raise
         said = str(error).partition("\n")[0] if known or damaged else repr(error)
+        folder = Path(source)
+        if source.startswith(("/", ".")) and not folder.exists():
+            said = "there is no such folder or file"
+        elif folder.is_dir() and not (folder / "config.json").exists():
+            said = "the folder holds no config.json"
         raise ConfigError(
             f"model.path={path}: cannot be loaded ({said}). Give a local folder, or a hub id"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, suggest_name
 from rlkit.rewards.calls import call_each
 from rlkit.rewards.declarations import batched, reads_truths, truth_problems
 from rlkit.rewards.terms import Term
@@ -51,7 +51,8 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
         if rollout.task.reward not in rewards:
             raise ConfigError(
                 f"task {rollout.task.id!r} asks for the reward {rollout.task.reward!r}, but the"
-                f" known rewards are: {', '.join(sorted(rewards)) or 'none'}. Add it with"
+                f" known rewards are: {', '.join(sorted(rewards)) or 'none'}."
+                f"{suggest_name(rollout.task.reward, rewards)} Add it with"
                 f" task.rewards=[{','.join([*rewards, rollout.task.reward])}], correct the row's"
                 " reward, or set reward= to one option for all rows"
             )

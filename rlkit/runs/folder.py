@@ -16,7 +16,7 @@ import yaml
 
 from rlkit.config.changes import ONCE, find_departures, identify
 from rlkit.config.trust import read_yaml
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import ConfigError, DataError, suggest_name
 from rlkit.system.contents import require_readable
 from rlkit.system.files import put_aside, read_regular, refuse_unwritable, write_atomic
 from rlkit.system.identity import identity_line, read_identity
@@ -156,7 +156,8 @@ def find_run(text: str, key: str) -> Path:
         key=lambda p: p.stat().st_mtime,
     )
     newest = f" The newest run is {runs[-1]}" if runs else ""
-    raise ConfigError(f"{key}={text}: no run folder of rlkit.{newest}")
+    near = suggest_name(text, map(str, [*runs, *OUTPUTS.glob("*")]))
+    raise ConfigError(f"{key}={text}: no run folder of rlkit.{near or newest}")
 
 
 def refuse_leftovers(folder: Path) -> None:

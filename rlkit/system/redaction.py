@@ -20,47 +20,14 @@ from urllib.parse import quote
 
 REDACTED = "<redacted>"
 # Keys of a config for secrets, in small letters and with _ in place of -.
-SECRET_KEYS = {
-    "access_key",
-    "access_key_id",
-    "access_token",
-    "api_key",
-    "api_keys",
-    "api_secret",
-    "api_token",
-    "apikey",
-    "auth_token",
-    "authorization",
-    "bearer_token",
-    "client_secret",
-    "cookie",
-    "cookies",
-    "credential",
-    "credentials",
-    "github_token",
-    "hf_token",
-    "hub_token",
-    "id_token",
-    "passphrase",
-    "passwd",
-    "password",
-    "passwords",
-    "private_key",
-    "proxy_authorization",
-    "refresh_token",
-    "secret",
-    "secret_access_key",
-    "secret_key",
-    "secret_token",
-    "secrets",
-    "session_token",
-    "set_cookie",
-    "ssh_key",
-    "token",
-    "wandb_api_key",
-    "x_api_key",
-    "x_auth_token",
-}
+SECRET_WORDS = """
+access_key access_key_id access_token api_key api_keys api_secret api_token apikey
+auth_token authorization bearer_token client_secret cookie cookies credential credentials
+github_token hf_token hub_token id_token passphrase passwd password passwords private_key
+proxy_authorization refresh_token secret secret_access_key secret_key secret_token secrets
+session_token set_cookie ssh_key token wandb_api_key x_api_key x_auth_token
+"""
+SECRET_KEYS = frozenset(SECRET_WORDS.split())
 # names of environment variables with secrets
 VARIABLE = re.compile(
     r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?"

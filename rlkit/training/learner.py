@@ -134,6 +134,9 @@ class Learner:
         """
         x = self.begin()
         self.rollouts, self.trained = list(rollouts), list(rollouts if trained is None else trained)
+        unscored = [r.reward is None and not r.rewards for r in self.trained]
+        if x.algorithm.reward_coef and unscored and all(unscored):
+            raise ValueError("Learner.step: no rollout has a score; score them by rlkit.score")
         self.moments = update_moments(self.moments, self.trained)
         if x.reward.normalize:
             self.trained = normalise(self.trained, self.moments)

@@ -268,10 +268,8 @@ def _measure_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     found |= {
         name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values
     }
-    kept = {name: values[~values.isnan()].cpu().double() for name, values in found.items()}
-    return {
-        name: float(values.mean()) if len(values) else NAN for name, values in kept.items()
-    } | terms.reference
+    means = {name: float(v[~v.isnan()].cpu().double().mean()) for name, v in found.items()}
+    return means | terms.reference
 
 
 def _ratios(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
@@ -307,24 +305,15 @@ def _ratios(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     return out
 
 
+DIVERGENCES = """
+kl/ref kl/ref_k3 kl/old mismatch/kl mismatch/logp_abs_mean
+mismatch/logp_abs_max mismatch/ratio_max mismatch/out_of_bounds_frac mismatch/ess
+mismatch/chi2 mismatch/ess_sequence mismatch/chi2_sequence mismatch/pearson kl/nonzero_frac
+"""
+
+
 def _divergences(batch: Weighted, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
-    names = (
-        "kl/ref",
-        "kl/ref_k3",
-        "kl/old",
-        "mismatch/kl",
-        "mismatch/logp_abs_mean",
-        "mismatch/logp_abs_max",
-        "mismatch/ratio_max",
-        "mismatch/out_of_bounds_frac",
-        "mismatch/ess",
-        "mismatch/chi2",
-        "mismatch/ess_sequence",
-        "mismatch/chi2_sequence",
-        "mismatch/pearson",
-        "kl/nonzero_frac",
-    )
-    out = dict.fromkeys(names, NAN)
+    out = dict.fromkeys(DIVERGENCES.split(), NAN)
     out["kl/coef"] = require_number(experiment.kl.coef)
     out["kl/estimate"] = terms.mean("kl")
     estimates = terms.get("kl")
@@ -384,6 +373,9 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
     return {f"mismatch/{name}": float(value) for name, value in values.items()}
 
 
+STALENESS = "steps_mean steps_max updates_mean kl ess_seq chi2_token chi2_seq out_of_bounds_frac"
+
+
 def staleness_metrics(
     batch: Weighted, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
 ) -> dict[str, float]:
@@ -404,16 +396,7 @@ def staleness_metrics(
     Args:
       step: RL steps done before this one. updates: version → optimiser steps so far.
     """
-    names = (
-        "steps_mean",
-        "steps_max",
-        "updates_mean",
-        "kl",
-        "ess_seq",
-        "chi2_token",
-        "chi2_seq",
-        "out_of_bounds_frac",
-    )
+    names = STALENESS.split()
     out = dict.fromkeys((f"staleness/{name}" for name in names), NAN)
     old, sampler, versions = (
         _before(batch, terms, name) for name in ("logprobs_old", "logprobs_sampler", "versions")
@@ -465,8 +448,6 @@ def _advantages(batch: Weighted) -> dict[str, float]:
 
 
 def _scale(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    if not batch.response_mask.any():
-        return {"scale/mean": NAN, "scale/zero_frac": NAN}
     measured = terms.get("scale")  # of every update, if the scale changes with the policy
     values = batch.scale[batch.response_mask].float() if measured is None else measured
     return {

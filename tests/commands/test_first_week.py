@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 
 import pytest
 
 from rlkit.commands.arguments import parse
 from rlkit.commands.cli import main
-from rlkit.config.compose import compose
+from rlkit.config.compose import compose, experiment
 from rlkit.config.hints import PEERS, suggest_key
+from rlkit.config.problems.rows import load_tasks
 from rlkit.config.schema import resolve
 from rlkit.environments import by_task, single_turn
 from rlkit.errors import ConfigError
@@ -88,6 +90,41 @@ def test_a_preset_that_cannot_be_read_names_its_place(name, tmp_path):
     (tmp_path / "experiment" / f"{name}.yaml").write_text(PRESETS[name][0])
     with pytest.raises(ConfigError, match=PRESETS[name][1]):
         compose([f"experiment={name}"], config_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("betas", "said"),
+    [
+        ("[0.9]", r"has 1 values; give 2"),
+        ("[0.9,0.99,0.9]", r"has 3 values; give 2"),
+        ("[0.9,high]", r"\[1\]: 'high' is not a number"),
+    ],
+)
+def test_a_list_of_another_length_than_its_type_is_refused(betas, said):
+    """Three betas were taken, and ended the first step in torch's words."""
+    with pytest.raises(ConfigError, match=rf"optimizer\.betas.*{said}"):
+        experiment(compose([f"optimizer.betas={betas}"]))
+
+
+@pytest.mark.parametrize("name", ["numeri", "exactmatch"])
+def test_a_misspelt_reward_of_a_task_is_answered_with_the_nearest(name, tmp_path):
+    """The names it could have meant had left the config, so "known are none" was said."""
+    rows = [json.dumps({"prompt": f"{i} + 1?", "answer": f"{i + 1}"}) for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    x = experiment(
+        compose(
+            [
+                "task=jsonl",
+                f"task.path={tmp_path}/rows.jsonl",
+                f"task.reward={name}",
+                "evaluation.n=0",
+                "environment=single_turn",
+            ]
+        )
+    )
+    meant = {"numeri": "numeric", "exactmatch": "exact_match"}[name]
+    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+        load_tasks(x)
 
 
 @pytest.mark.parametrize("given", PLAIN)

@@ -56,7 +56,8 @@ ONLY: dict[str, set[str]] = {
     "system": {"types", "errors"},
     "distributed": {"errors", "system"},  # a rank that waits for the others says so
     "statistics": set(),
-    "functional": {"types"},  # for what an advantage with a critic gives
+    # for what an advantage with a critic gives, and for sentences on wrong arguments
+    "functional": {"types", "errors"},
     "sandbox": {"types", "errors", "system"},
     "rewards": {"types", "errors", "system", "sandbox", "distributed"},
     "tasks": {"types", "errors", "environments", "sandbox"},

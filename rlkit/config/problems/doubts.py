@@ -240,26 +240,26 @@ def _adapter_rate(x: Experiment) -> list[str]:
 
 def _find_unreached(x: Experiment) -> list[tuple[str, int, str]]:
     """(path, RL steps, consequence) for each number of steps that a short run never reaches."""
-    out = []
-    every = bound(x.reference.update).get("every")
-    if x.needs_reference and isinstance(every, int):
-        out.append(
-            (
-                "reference.every",
-                every,
-                "no update sees a new copy of the policy, so the reference is the frozen start",
-            )
-        )
-    if x.asynchrony.staleness:
-        out.append(
-            (
-                "asynchrony.staleness",
-                x.asynchrony.staleness,
-                "every step samples with the weights of the start",
-            )
-        )
-    if x.algorithm.critic.active:
-        out.append(
-            ("algorithm.critic.warmup", x.algorithm.critic.warmup, "the policy is never trained")
-        )
-    return out
+    every = bound(x.reference.update).get("every", 0)
+    critic = x.algorithm.critic
+    late = [
+        (
+            x.needs_reference and isinstance(every, int),
+            "reference.every",
+            every,
+            "no update sees a new copy of the policy, so the reference is the frozen start",
+        ),
+        (
+            x.asynchrony.staleness,
+            "asynchrony.staleness",
+            x.asynchrony.staleness,
+            "every step samples with the weights of the start",
+        ),
+        (
+            critic.active,
+            "algorithm.critic.warmup",
+            critic.warmup,
+            "the policy is never trained",
+        ),
+    ]
+    return [(path, steps, why) for acts, path, steps, why in late if acts]
