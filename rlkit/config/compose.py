@@ -396,10 +396,10 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
             re.findall(rf"(?:@{kind}\.|^        )(\w+):", (conf_dir() / option).read_text(), re.M)
         )
         for path in _find_target_paths(raw, target):
-            parts = OmegaConf.select(full, f"{path}.{kind}")
-            for name in {*declared} - {*(parts or ())}:  # a near miss, for the refusal to name
-                declared += difflib.get_close_matches(name, list(parts or ()), 1, 0.5)
-            for name in shipped & set(parts or ()):
+            parts = OmegaConf.select(full, f"{path}.{kind}") or {}
+            for name in {*declared} - {*parts}:  # a near miss, for the refusal to name
+                declared += difflib.get_close_matches(name, list(parts), 1, 0.5)
+            for name in shipped & set(parts):
                 touched = any(f".{kind}.{name}." in key for key in keys)
                 missing = explain_missing(str(parts[name].get("_target_")))
                 if name not in declared and (declared or missing) and not touched:

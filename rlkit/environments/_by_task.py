@@ -36,9 +36,9 @@ def by_task(
             raise ConfigError(
                 f"task {task.id!r} asks for the environment {task.environment!r}, but it is not in "
                 "environment.environments; the known ones are:"
-                f" {', '.join(sorted(known)) or 'none'}."
-                f"{suggest_name(task.environment, known)} Set environment={task.environment} or"
-                f" another option for all rows, or add it with task.environments=[{every}]"
+                f" {', '.join(sorted(known)) or 'none'}.{suggest_name(task.environment, known)} Set"
+                f" environment={task.environment} or another option for all rows, or add it with"
+                f" task.environments=[{every}]"
             )
         return known[task.environment]
 

@@ -9,8 +9,6 @@ proximal, ratios, sampling, value_losses, filters, kl, log_probs, policy_losses,
 corrections, diagnostics, divergences, advantages, normalization.
 """
 
-import sys
-
 from rlkit.errors import explain_arguments
 from rlkit.functional.advantages import (
     batch_mean,
@@ -119,6 +117,5 @@ __all__ = [
     if callable(part) and part is not explain_arguments
 ]
 for _name in __all__:
-    # also in its module, where pickle looks it up
-    _part = explain_arguments(globals()[_name])
-    globals()[_name] = vars(sys.modules[_part.__module__])[_name] = _part
+    globals()[_name] = explain_arguments(globals()[_name])
+    globals()[_name].__module__ = __name__  # the name pickle looks up

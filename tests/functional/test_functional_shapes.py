@@ -13,7 +13,7 @@ import torch
 
 import rlkit.functional as functional
 from rlkit import notebook
-from rlkit.errors import explained
+from rlkit.errors import explain_arguments
 
 B, T, N, V = 4, 6, 3, 5
 TOKENS = torch.linspace(-2, -0.1, B * T).view(B, T)
@@ -130,4 +130,4 @@ def test_an_error_of_the_users_own_code_or_of_memory_passes_as_it_is():
 
     for function, text in ((own, "mine"), (grows, "alloc")):
         with pytest.raises(RuntimeError, match=text):
-            explained(function)(TOKENS)
+            explain_arguments(function)(TOKENS)
