@@ -76,7 +76,7 @@ def test_no_function_is_longer_than_a_page():
     longer = {
         (name, node.name)
         for name in FILES
-        for node in size.find_functions(tree_of(name))
+        for node in size.functions_of(tree_of(name))
         if size.length_of(node) > FUNCTION_LINES
     }
     assert {(name, function) for name, function in longer if not rebuilt(name)} == set()
