@@ -80,11 +80,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 **x.generation.params,
             )
             print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
-            said = (
-                count_failures(rollouts),
-                count_refusals(rollouts),
-                *describe_failing_tools(rollouts),
-            )
+            said = [count_failures(rollouts), count_refusals(rollouts)]
+            said += describe_failing_tools(rollouts)
             for line in filter(None, said):
                 warn(line)
             rollouts = score(rollouts, x.reward)
