@@ -9,7 +9,6 @@ proximal, ratios, sampling, value_losses, filters, kl, log_probs, policy_losses,
 corrections, diagnostics, divergences, advantages, normalization.
 """
 
-from rlkit.errors import explain_arguments
 from rlkit.functional.advantages import (
     batch_mean,
     best_minus_second,
@@ -111,11 +110,4 @@ from rlkit.functional.sampling import cut_distribution, gumbel_choice, gumbel_no
 from rlkit.functional.value_losses import clipped_squared_error, squared_error
 
 # all that is imported above
-__all__ = [
-    name
-    for name, part in list(globals().items())
-    if callable(part) and part is not explain_arguments
-]
-for _name in __all__:
-    globals()[_name] = explain_arguments(globals()[_name])
-    globals()[_name].__module__ = __name__  # the name pickle looks up
+__all__ = [name for name, part in list(globals().items()) if callable(part)]

@@ -6,8 +6,8 @@ parts, and its episodes become rollouts in the document's shape (`rlkit.extras.n
 Users import these names from `rlkit.notebook`. docs/notebooks.md lists the differences, name by
 name.
 
-Files in the order of their imports: borrowed, data, checkpoints, configs, kl, rewards, views,
-algorithms, generation, chat, hooks, rollouts, manager, training, trainer.
+Files in the order of their imports: arguments, borrowed, data, checkpoints, configs, kl, rewards,
+views, algorithms, generation, chat, hooks, rollouts, manager, training, trainer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import importlib
 import inspect
 from typing import Any
 
-from rlkit.errors import explain_arguments
+from rlkit.extras.notebook.arguments import explain_arguments
 
 _HOMES = {
     "algorithms": (

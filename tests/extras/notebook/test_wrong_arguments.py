@@ -1,5 +1,5 @@
-"""Arguments of the wrong shape, type or size: a function computes, or says which argument is what
-in a ValueError or a TypeError, never in a raw error of torch."""
+"""Arguments of the wrong shape, type or size: a function of the notebooks computes, or says which
+argument is what in a ValueError or a TypeError, never in a raw error of torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import rlkit.functional as functional
 from rlkit import notebook
-from rlkit.errors import explain_arguments
+from rlkit.extras.notebook.arguments import explain_arguments
 
 B, T, N, V = 4, 6, 3, 5
 TOKENS = torch.linspace(-2, -0.1, B * T).view(B, T)
@@ -98,19 +98,17 @@ def check(call, given: dict[str, Any]) -> str:
     return ""
 
 
-FUNCTIONS = {name: getattr(functional, name) for name in functional.__all__}
-OF_THE_NOTEBOOK = """
+FUNCTIONS = """
 compute_advantages compute_dapo_loss compute_policy_gradient_loss compute_ppo_loss
 compute_forward_kl compute_kl compute_reverse_kl truncated_kl
 compute_advantages_and_returns compute_kl_divergence compute_value_loss
 """
-NOTEBOOK = {name: getattr(notebook, name) for name in OF_THE_NOTEBOOK.split()}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch casts with one
-@pytest.mark.parametrize("name", FUNCTIONS | NOTEBOOK)
+@pytest.mark.parametrize("name", FUNCTIONS.split())
 def test_wrong_arguments_are_computed_with_or_named(name):
-    function = (FUNCTIONS | NOTEBOOK)[name]
+    function = getattr(notebook, name)
     given = arguments_of(function)
     said = {}
     for parameter, value in given.items():
