@@ -449,7 +449,7 @@ RUNS = {
 @pytest.mark.parametrize(
     "row",
     [row for row in TABLE if row["kind"] in RUNS],
-    ids=lambda row: " ".join([row["kind"], row.get("of", ""), next(iter(row["keys"]))]),
+    ids=lambda row: " ".join(filter(None, (row["kind"], row.get("of"), next(iter(row["keys"]))))),
 )
 def test_another_value_of_a_key_changes_the_run(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
