@@ -263,8 +263,8 @@ def is_unchanged(package: Distribution) -> bool:
 
 
 def shorten(error: str) -> str:
-    """The end of an error, as one line."""
-    return " ".join(error.split())[-300:]
+    """The last line of an error, which names an exception of Python."""
+    return (error.strip().splitlines() or [""])[-1][:300]
 
 
 def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
