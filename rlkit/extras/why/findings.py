@@ -86,7 +86,7 @@ def say_healthy(e: Evidence) -> str:
     said = f"No known fault was found in these {e.steps} steps."
     if e.progress.rose:
         return said
-    return f"{said} More steps show smaller changes (trainer.steps={4 * e.steps})."
+    return f"{said} More steps show smaller changes: set trainer.steps={4 * e.steps}."
 
 
 def say_progress(e: Evidence) -> str:
