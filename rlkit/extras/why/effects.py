@@ -95,7 +95,11 @@ def sum_up(
     if control.rewards:
         base = sum(control.rewards.values()) / len(control.rewards)
         lines.append(f"The run as it is, the baseline: mean reward {base:.3f}.")
-    same = [own for own in ordered if own.found.n >= TO_CLAIM and is_equal(own)]
+    same = []
+    for own in ordered:
+        before, after = pair_rewards(control, own.fork)
+        if before == after and own.found.n >= TO_CLAIM:
+            same.append(own)
     lines += [say_effect(own) for own in ordered if own not in same]
     if same:
         names = "; ".join(" ".join(own.fork.overrides) for own in same)
@@ -118,8 +122,3 @@ def sum_up(
         " algorithm.)"
     )
     return lines
-
-
-def is_equal(effect: Effect) -> bool:
-    """Whether every prompt earned the same with the change as without it."""
-    return effect.found.low == effect.found.mean == effect.found.high == 0

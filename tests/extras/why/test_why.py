@@ -394,7 +394,7 @@ def test_an_effect_is_claimed_where_the_pairs_show_it_and_no_effect_is_said_to_b
     assert [own.helps for own in effects] == [False, True]
     assert say_effect(effects[1]).startswith("Better (a=b): reward is higher by 0.156 (")
     assert "no measurable effect" in say_effect(effects[0])
-    assert "Better" in sum_up(control, [same, better], effects)[0]
+    assert "Better" in sum_up(control, [same, better], effects)[1]
     few = list_effects(fork("", base[:9], ()), [fork("Few", [1.0] * 9)])
     assert not few[0].claim and "9 prompts claim nothing" in say_effect(few[0])
     assert "Nothing can be told" in " ".join(sum_up(control, [same], list_effects(control, [same])))
