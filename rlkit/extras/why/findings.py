@@ -102,5 +102,5 @@ def say_progress(e: Evidence) -> str:
         return f"The reward rises: {went}."
     if first - last <= e.progress.chance:
         return f"The reward is flat: {went}. A change below {e.progress.chance:.2g} may be chance."
-    verb = "collapsed" if last < settings.LOST * first else "falls"
+    verb = "collapsed" if first > 0 and last < settings.LOST * first else "falls"
     return f"The reward {verb}: {went}."

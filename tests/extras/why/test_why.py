@@ -540,6 +540,7 @@ def test_a_change_quotes_the_overrides_that_it_replaces():
         (FLAT, "flat: it was 0.500 on average in the first 3 of 9 steps, and 0.497 in the last 3."),
         (RISING[::-1], "falls: it was 0.703"),
         ([0.6, 0.6, 0.6, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0], "collapsed: it was 0.600"),
+        ([-r for r in RISING], "falls: it was -0.423"),
         (FLAT[:2], "The run has 2 of the 3 steps"),
     ],
 )
