@@ -40,21 +40,23 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
     if truth is None or not known:
         return None
     best = max(known, key=known.__getitem__)
-    shown = repr(best) if len(best) < 40 else f"{best[:20]!r} repeated"
+    shown = f"the answer {best!r}" if len(best) < 40 else f"the answer {best[:20]!r}, repeated,"
+    if not best:
+        shown = "an empty answer"
     if truth < min(known.values()):
         return Finding(
             "sign",
             "The reward pays less for the truth than for anything else.",
-            f"On {len(rows)} rows the truth earns {truth:.2f}, and the answer {shown}"
-            f" {known[best]:.2f}.",
-            "Look at the signs of reward.terms.*.weight, and at what the function returns.",
+            f"On {len(rows)} rows the right answer earns {truth:.2f}, and {shown}"
+            f" {known[best]:.2f}. A reward that rises here means worse answers.",
+            "Check the signs of reward.terms.*.weight, and the values that the function returns.",
             tuple(f"{key}={-weight:g}" for key, weight in find_negative_weights(reward)),
         )
     if known[best] > 0 and known[best] >= PAID * truth:
         return Finding(
             "hackable",
             "The reward pays for a senseless answer.",
-            f"On {len(rows)} rows the answer {shown} earns {known[best]:.2f}, and the truth"
+            f"On {len(rows)} rows {shown} earns {known[best]:.2f}, and the right answer"
             f" {truth:.2f}.",
             "Change the reward so that only a right answer earns it, or train on the task's own"
             " verifier (reward=by_task).",
