@@ -106,7 +106,8 @@ def token_correction(
     """Each token's own importance weight, bounded.
 
     ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20)); w_t = min(max(ρ_t, floor), cap), or with
-    mode=mask ρ_t if floor ≤ ρ_t ≤ cap, else 0: with a floor this is IcePop; with mode=keep 1 there, else 0
+    mode=mask ρ_t if floor ≤ ρ_t ≤ cap, else 0: with a floor this is IcePop; with mode=keep
+    1 there, else 0
     normalise: w_t / mean of w over the trained tokens of the batch
 
     Args:

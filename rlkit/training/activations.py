@@ -114,8 +114,8 @@ def fit_activations(model: nn.Module) -> tuple[float, float, float]:
     """Coefficients of a + b·L + c·L², the bytes kept by a trunk for the backward pass of a row
     of L tokens.
 
-    The trunk reads three rows, of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 is for the weights cast by
-    autocast; c is 0 unless attention writes out its scores.
+    The trunk reads three rows, of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 is for the weights cast
+    by autocast; c is 0 unless attention writes out its scores.
     """
     context = read_model_shape(base_model(model).config).context or MEASURED
     n = max(2, min(MEASURED, context) // 4)
@@ -171,7 +171,8 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
 
     The micro-batch has trainer.micro_batch_tokens tokens, or all rollouts of an update at their
     longest if this is less. On one GPU at most MOST_COUNTED tokens are counted, because the memory
-    probe halves larger micro-batches before the first step. Scheduled numbers count with their first value.
+    probe halves larger micro-batches before the first step. Scheduled numbers count with
+    their first value.
     """
     with rng.keep_generators(), autocast(x, device, updates=True):
         width = max(

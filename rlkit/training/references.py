@@ -140,8 +140,8 @@ def ema(*, decay: float) -> Reference:
     - B̄)(A - Ā), and the difference is the covariance of the factors over the average's memory.
     On the embedded model (rank 2, twenty steps of AdamW) this difference, as a share of the norm of
     the averaged change, was 5 % at a learning rate of 0.001 and 13 % at 0.01 with decay 0.9, and
-    54 % at 0.01 with decay 0.99 and gradients of pure noise. It vanishes while the policy stands still. The
-    average of the products has a higher rank, so no adapter of this rank can hold it.
+    54 % at 0.01 with decay 0.99 and gradients of pure noise. It vanishes while the policy stands
+    still. The average of the products has a higher rank, so no adapter of this rank can hold it.
 
     Args:
       decay: in [0, 1). 0 is the policy of one step ago; 0.99 looks back about 100 steps.

@@ -10,8 +10,8 @@ Row = dict[str, Any]
 INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 
 
-# largest allowed mean difference of sampler and trainer in float32, in nats per token; the same limit
-# as in the check at the start
+# largest allowed mean difference of sampler and trainer in float32, in nats per token; the same
+# limit as in the check at the start
 MISMATCH = 0.001
 PROOF = 6  # digits that prove a version (rlkit.training.update.claims)
 LEAST_BAD = "least_bad"  # the least group/frac_all_bad of the run so far
