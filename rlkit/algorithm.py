@@ -384,12 +384,12 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def require_number(coefficient: float | Controller) -> float:
-    """A coefficient in an experiment of a step; rlkit.training.schedules.at has turned every
-    controller into a number."""
+    """A coefficient in an experiment of a step, whose controllers
+    `rlkit.training.schedules.resolve_schedules` has turned into numbers."""
     if isinstance(coefficient, Controller):
         raise TypeError(
             "a controller is no number; take the experiment of a step,"
-            " rlkit.training.schedules.at(experiment, progress)"
+            " rlkit.training.schedules.resolve_schedules(experiment, progress)"
         )
     return coefficient
 

@@ -293,7 +293,7 @@ def announce(error: BaseException) -> None:
     lines = split_error(error)
     with contextlib.suppress(AttributeError):  # an exception with slots
         error.announced = lines  # type: ignore[attr-defined]
-    tell_user("\n".join(lines), kept="\n")
+    tell_user(*lines)
 
 
 def list_notes(error: BaseException) -> Sequence[str]:
@@ -308,7 +308,7 @@ def say(error: BaseException, lines: Iterable[str]) -> None:
     announced = getattr(error, "announced", ())
     left = [line for line in lines if line not in announced]
     if left:
-        tell_user("\n".join(left), kept="\n")
+        tell_user(*left)
 
 
 def report(error: BaseException, *lines: str) -> int:
@@ -329,9 +329,9 @@ def warn(text: str) -> None:
     tell_user(f"warning: {text}")
 
 
-def tell_user(text: str, kept: str = "") -> None:
-    """Print a line to standard error, as `show_controls` shows it."""
-    print(show_controls(text, kept), file=sys.stderr, flush=True)
+def tell_user(*lines: str) -> None:
+    """Print lines to standard error, as `show_controls` shows them."""
+    print("\n".join(map(show_controls, lines)), file=sys.stderr, flush=True)
 
 
 def show_controls(text: str, kept: str = "") -> str:

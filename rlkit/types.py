@@ -75,6 +75,16 @@ class ToolResult(NamedTuple):
     ok: bool
     seconds: float = 0.0
 
+    @property
+    def message(self) -> Message:
+        """The message that answers the call."""
+        return {
+            "role": "tool",
+            "tool_call_id": self.id,
+            "name": self.name,
+            "content": self.content,
+        }
+
 
 class Task(NamedTuple):
     """One row of a dataset. It names its reward and its environment, so that a mixture scores each
@@ -299,10 +309,7 @@ class Rollout(NamedTuple):
                     for c in step.tool_calls
                 ]
             messages.append(reply)
-            messages += [
-                {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content}
-                for r in step.tool_results
-            ]
+            messages += [result.message for result in step.tool_results]
         return messages
 
 

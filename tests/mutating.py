@@ -44,7 +44,9 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("mutations.yaml")
 UNUSABLE = 4  # exit status of pytest for a command that it cannot run
-LIMIT = 300  # seconds of a test; one that hangs has noticed the mutation
+# seconds in which a test computes, or sleeps; one that hangs has noticed the mutation
+LIMIT = 300
+LOOK = 0.05  # seconds between two looks at a test
 MARKED = ("not slow and not gpu", "slow and not gpu")  # fast tests first
 ALLOWED = 0.03  # share of survivors
 KEY = ("file", "function", "before", "after")  # names a mutation
@@ -136,9 +138,14 @@ def run_tests(tree: Path, tests: str, marked: str = "not gpu") -> tuple[str, str
         finally:
             sys.stdout.flush()
             os._exit(status)
+    seen, slept, begun = 0.0, 0.0, 0.0  # of the test under way
     while True:
+        ready, computed = read_progress(child)
         pid, status = os.waitpid(child, os.WNOHANG)
-        late = time.time() - note.stat().st_mtime > LIMIT
+        if note.stat().st_mtime != seen:
+            seen, slept, begun = note.stat().st_mtime, 0.0, computed
+        slept += 0.0 if ready else LOOK
+        late = max(slept, computed - begun) > LIMIT
         if pid or late:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)  # what a test has started and left behind
@@ -147,12 +154,19 @@ def run_tests(tree: Path, tests: str, marked: str = "not gpu") -> tuple[str, str
         if late:
             os.waitpid(child, 0)
             return "timeout", note.read_text()
-        time.sleep(0.05)
+        time.sleep(LOOK)
     code = os.waitstatus_to_exitcode(status)
     if code in (0, 5):  # 5: no test has these marks
         return "passed", ""
     how = "failed" if code in (1, 2) else "unusable"
     return ("died" if code < 0 else how), note.read_text()
+
+
+def read_progress(pid: int) -> tuple[bool, float]:
+    """Whether a process computes, or would if others left it a core, and its seconds of the
+    processor so far."""
+    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return state == "R", (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
 
 
 def in_child(tree: Path, tests: str, marked: str, note: Path) -> int:

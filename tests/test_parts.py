@@ -230,9 +230,7 @@ def test_a_metric_that_is_taken_or_is_no_number_is_refused():
     def ratio(logprobs, logprobs_old):
         return (logprobs - logprobs_old).exp(), {"mean": 1.0}
 
-    with pytest.raises(
-        PartError, match="ratio/mean, which rlkit has already; give it another name"
-    ):
+    with pytest.raises(PartError, match="ratio/mean, a metric of rlkit; give it another name"):
         updated(*built(PLAIN | {"ratio": ratio}), budget=20)
     for value, said in (
         (torch.zeros(5), r"shape \(5,\)"),
@@ -499,6 +497,7 @@ def test_a_reference_whose_update_forgets_its_state_is_named_and_a_pair_is_a_sta
 # -------------------------------------------------------------------------------------------- a run
 
 
+@pytest.mark.slow
 def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
     from rlkit.config.problems.rows import load_tasks
     from rlkit.training.run import train_in

@@ -27,14 +27,14 @@ def write_again(folder: Path) -> None:
     rows = list(csv.DictReader((folder / "results.csv").open()))
     old = (folder / "README.md").read_text()
     failed = re.search(r"Failed:\n\n(.*?)\n\n", old, re.DOTALL)
-    text = bench.page(rows, {})
+    text = bench.format_page(rows, {})
     if failed:
         text = text.replace(
             "\n\n## Scores by task", f"\n\n{failed[0].strip()}\n\n## Scores by task", 1
         )
     (folder / "README.md").write_text(text)
     compared = []
-    for pair in bench.pairs(bench.scores(rows)):
+    for pair in bench.compare_arms(bench.arrange_scores(rows)):
         compared.append(
             {
                 key: round(value, 5) if isinstance(value, float) else value

@@ -54,7 +54,7 @@ def trained(task: str, seed: int) -> dict[str, Any]:
 
     from rlkit.config.experiment import experiment
     from rlkit.config.problems.rows import load_tasks
-    from rlkit.extras.bench.tasks import mean_value
+    from rlkit.extras.bench.tasks import average_value
 
     x = experiment(
         f"experiment=bench/{task}", "algorithm=grpo", *OWN[task].overrides, f"seed={seed}"
@@ -124,7 +124,7 @@ def trained(task: str, seed: int) -> dict[str, Any]:
     trainer.train()
     test = {t.messages[0]["content"]: t for t in tasks.test}.values()
     chance = fmean(chance_of(policy._replace(model=trainer.model), t) for t in test)
-    value = mean_value(list(test))
+    value = average_value(list(test))
     return {
         "task": task,
         "seed": seed,

@@ -213,9 +213,9 @@ def vllm_side(folder: str) -> None:
     room = (
         {} if given["device"] == "cuda" else {"kv_cache_memory_bytes": 2 << 30}
     )  # else most of the machine's memory
-    from rlkit.extras.vllm.in_process import own_process
+    from rlkit.extras.vllm.in_process import use_own_process
 
-    with own_process():  # as rlkit starts it: a container may forbid it to choose processors
+    with use_own_process():  # as rlkit starts it: a container may forbid it to choose processors
         from vllm import LLM, SamplingParams
 
         engine = LLM(

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from aiohttp import web
 
-from rlkit.extras.programs.server import opened_door
+from rlkit.extras.programs.server import open_door
 from rlkit.types import Step
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "word " * 1600}]}
@@ -51,7 +51,7 @@ async def measure(requests: int) -> dict[str, dict[str, float]]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     found: dict[str, dict[str, float]] = {}
     async with (
-        opened_door(answer) as (door, address),
+        open_door(answer) as (door, address),
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64)) as session,
     ):
         for name, at in (

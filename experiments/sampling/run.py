@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
-from rlkit.extras.bench.fresh import as_tensors, fresh_policy
-from rlkit.extras.bench.tasks import LETTERS, Question, dealt
+from rlkit.extras.bench.fresh import fresh_policy, pad_rows
+from rlkit.extras.bench.tasks import LETTERS, Question, deal_tasks
 from rlkit.types import Policy, Split, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -77,7 +77,7 @@ def pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") ->
         for i, prompt in enumerate(prompts)
     ]
     rows = rows if split == "train" else rows[::ONE_IN]
-    return dealt(
+    return deal_tasks(
         "pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=len(rows), placebo="none"
     )
 
@@ -89,7 +89,7 @@ def known_pool(
     them."""
     rows = _questions(seed, max_samples)
     rows, count = (rows, len(rows)) if split == "train" else (rows[::ONE_IN], SAMPLED)
-    return dealt(
+    return deal_tasks(
         "pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=count, placebo="none"
     )
 
@@ -120,7 +120,7 @@ def knowing(
                 else rng.choice(LETTERS[:8])
             )
             texts.append(f"<u>{questions[i].prompt}<end><a>{letter}<end>")
-        ids, targets = as_tensors(
+        ids, targets = pad_rows(
             [policy.renderer.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         )
         loss = torch.nn.functional.cross_entropy(

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rlkit.rewards import judgements
 from rlkit.sandbox import Job, Sandbox, find_level
-from rlkit.sandbox.level import CHOICES
-from rlkit.sandbox.process import count_workers, run_many_with, run_with
+from rlkit.sandbox.level import CHOICES, run_many
+from rlkit.sandbox.process import count_workers, run_with
 from rlkit.tasks import mbpp
 from rlkit.types import Rollout, Step, Task
 
@@ -49,7 +49,7 @@ def processor(jobs: Sequence[Job], features: Sequence[str]) -> float:
 def throughput(jobs: Sequence[Job], features: Sequence[str]) -> float:
     """Programs a second of all workers together."""
     start = time.perf_counter()
-    run_many_with(jobs, SANDBOX, features)
+    run_many(jobs, SANDBOX, features)
     return len(jobs) / (time.perf_counter() - start)
 
 

@@ -233,7 +233,7 @@ def falls_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> C
 
 def planned(page: np.ndarray, setting: Setting, effect: float, seeds: int | None = None) -> str:
     """The lines of `rlkit plan` of a pilot."""
-    return plan.need_text(plan.plan_seeds(judged(page, setting)[0], effect, 1, 0.0, seeds))
+    return plan.phrase_need(plan.plan_seeds(judged(page, setting)[0], effect, 1, 0.0, seeds))
 
 
 def plan_needs(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
@@ -251,7 +251,7 @@ def plan_likely(setting: Setting, pages: int, rng: np.random.Generator) -> Count
     for page in figures(setting, pages, 2, rng):
         verdict = judged(page, setting)[0]
         spread = verdict.found.spread
-        text = plan.need_text(plan.plan_seeds(verdict, spread, 1, 0.0, None))
+        text = plan.phrase_need(plan.plan_seeds(verdict, spread, 1, 0.0, None))
         match = re.search(r"pilot's, (\d+) seeds are enough", text)
         if match:
             n = int(match[1])
@@ -290,7 +290,7 @@ def bench_nulls(setting: Setting, pages: int, rng: np.random.Generator) -> Count
     drawn = figures(setting, pages, 6, rng)
     return Count(
         sum(
-            any(p.q <= ALPHA for p in bench.pairs(matrix(page, [0.0] * 6, "abcdef")))
+            any(p.q <= ALPHA for p in bench.compare_arms(matrix(page, [0.0] * 6, "abcdef")))
             for page in drawn
         ),
         pages,
@@ -316,7 +316,10 @@ def mixed(
     spread = spread_of_differences(setting)
     shifts = [0.0, 0.0, 0.0, spread, 2 * spread, 3 * spread]
     for page in figures(setting, pages, 6, rng):
-        yield bench.pairs(matrix(page, shifts, names)), dict(zip(names, shifts, strict=True))
+        yield (
+            bench.compare_arms(matrix(page, shifts, names)),
+            dict(zip(names, shifts, strict=True)),
+        )
 
 
 def false_share(pairs: Sequence[bench.Pair], truth: dict[str, float]) -> float:
@@ -344,8 +347,8 @@ def bench_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count 
     for page, other in zip(
         figures(setting, pages, 4, rng), figures(setting, pages, 4, rng), strict=True
     ):
-        sees = bench.pairs(matrix(page, [0.0] * 4, "abcd"))[0].sees
-        hits += bench.pairs(matrix(other, [0.0, sees, 0.0, 0.0], "abcd"))[0].q <= ALPHA
+        sees = bench.compare_arms(matrix(page, [0.0] * 4, "abcd"))[0].sees
+        hits += bench.compare_arms(matrix(other, [0.0, sees, 0.0, 0.0], "abcd"))[0].q <= ALPHA
     return Count(hits, pages)
 
 

@@ -2,6 +2,7 @@
 
     python -m venv /tmp/rldoctor && /tmp/rldoctor/bin/pip install rldoctor==0.2
     python experiments/why/rldoctor.py /tmp/rldoctor/bin/rl-doctor [--runs outputs/why]
+    python experiments/why/rldoctor.py /tmp/rldoctor/bin/rl-doctor --folders outputs/latest
 
 It reads metrics alone. Each run's are written under the names that it knows (`rl-doctor fields`).
 Its findings of the severities WARNING and CRITICAL are kept in their order. It names no settings
@@ -97,8 +98,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("program")
     parser.add_argument("--runs", type=Path, default=Path("outputs/why"))
-    parser.add_argument("--half", default="fresh")
+    parser.add_argument("--half", default="fresh", help="of the seeds")
+    parser.add_argument("--folders", type=Path, nargs="*", default=[])
     given = parser.parse_args()
+    for folder in given.folders:
+        print(f"{folder.name}: {', '.join(name_detectors(given.program, folder)) or 'nothing'}")
+    if given.folders:
+        return
     rows = []
     for kind in KINDS:
         for folder in sorted((given.runs / kind).glob("[0-9]*/")):

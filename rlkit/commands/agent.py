@@ -1,12 +1,12 @@
 """A conversation with tools and without training: `rlkit agent` and `run_agent`.
 
-The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use: what is sampled
-here is sampled in training.
+The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use, so episodes are
+sampled as in training.
 
     hook            signature
-    tool_parser     (text without thinking) → list of calls; a parser of the core, (content) →
-                    (content, calls), does as well tool_executor   (call) → str; what it raises is a
-                    sentence that the policy reads
+    tool_parser     (text without thinking) → list of calls; or a parser of the core, (content) →
+                    (content, calls)
+    tool_executor   (call) → str; the policy reads its errors as sentences
     stop_condition  (conversation) → bool, after each reply and before its calls are run
 """
 
@@ -19,8 +19,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments, drop, option
-from rlkit.commands.trust import model_of, with_limits
+from rlkit.commands.arguments import Arguments, drop, find_option
+from rlkit.commands.trust import read_model, with_limits
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.engines import Cached
 from rlkit.environments import (
@@ -62,7 +62,8 @@ Tool = Callable[..., Any] | Mapping[str, Any]
 class AgentResult(NamedTuple):
     """A finished conversation, in the notebooks' shape and as a rollout."""
 
-    # the given ones and all later ones, thinking apart, results with the ids of their calls
+    # the given and all later messages; thinking is separate, and results have the ids of their
+    # calls
     messages: list[Message]
     # content of the last reply; '' if a limit or stop_condition cut the episode off before an
     # answer
@@ -94,21 +95,22 @@ def run_agent(
     seed: int = 0,
     **settings: Any,
 ) -> AgentResult:
-    """Let the policy answer, with as many tool calls on the way as it needs.
+    """Let the policy answer, with as many tool calls as it needs.
 
     Args:
       messages: the conversation so far, or one question.
-      tools: typed functions with docstrings, or schemas of OpenAI's API; none: one reply.
-      tool_implementations: name → function, for tools given as schemas.
+      tools: typed functions with docstrings, or schemas of OpenAI's API. Without tools there is one
+      reply. tool_implementations: name → function, for tools given as schemas.
       policy: the model to talk to; or `model` and `tokenizer`, a causal LM and its tokenizer with a
         chat template.
       engine: samples the replies; None: a new `rlkit.engines.Cached`.
       tool_parser, tool_executor, stop_condition: see the head of this file.
       system_prompt: put in front; None adds none.
-      max_turns: replies, at least 1. max_calls: calls answered in one of them.
-      max_chars: of a tool's result; the rest is cut. timeout: seconds of a call; None: no limit.
-      max_new_tokens: of one reply. temperature: 0 is greedy. seed: the only source of randomness.
-      settings: further ones of the engine, for example max_thinking_tokens or top_p.
+      max_turns: most replies, at least 1. max_calls: most calls answered in one reply.
+      max_chars: longest result of a tool; the rest is cut. timeout: seconds of a call; None: no
+      limit. max_new_tokens: of one reply. temperature: 0 is greedy. seed: the only source of
+      randomness. settings: further settings of the sampling, for example max_thinking_tokens or
+      top_p.
     Returns: an AgentResult. If a limit ends the episode, there is no final response, and the
       rollout names the limit.
     Raises: ConfigError, TemplateError if the tools, the limits or the model do not fit; a tool
@@ -120,7 +122,7 @@ def run_agent(
                 "run_agent: no model given; give policy=…, or model=… and tokenizer=…"
             )
         policy = make_policy(model, tokenizer)
-    named = named_tools(tools, tool_implementations or {}, executed=tool_executor is not None)
+    named = name_tools(tools, tool_implementations or {}, executed=tool_executor is not None)
     check_template(policy.renderer, [tool_schema(tool) for tool in named.values()])
     if named:
         environment = tool_use(
@@ -128,7 +130,7 @@ def run_agent(
             max_turns=max_turns,
             max_calls=max_calls,
             system_prompt=system_prompt,
-            parse_calls=core_parser(tool_parser),
+            parse_calls=make_core_parser(tool_parser),
             max_chars=max_chars,
             timeout=timeout,
         )
@@ -157,13 +159,13 @@ def _read_result(rollout: Rollout, conversation: Messages) -> AgentResult:
     return AgentResult(
         messages=rollout.conversation if rollout.steps else list(conversation),
         final_response=rollout.final_content if answered else "",
-        tool_calls=[as_dict(call) for step in rollout.steps for call in step.tool_calls],
+        tool_calls=[convert_to_dict(call) for step in rollout.steps for call in step.tool_calls],
         turns=len(rollout.steps),
         rollout=rollout,
     )
 
 
-def named_tools(
+def name_tools(
     tools: Sequence[Tool] | Mapping[str, Callable[..., Any]],
     implementations: Mapping[str, Callable[..., Any]],
     *,
@@ -172,7 +174,7 @@ def named_tools(
     """Name → function, for typed functions and for schemas with their implementations.
 
     Args:
-      executed: an executor runs the calls, so schemas need no implementation.
+      executed: whether an executor runs the calls, so that schemas need no implementation.
     Raises: ConfigError for a schema without implementation, an implementation without schema, or
       two tools of one name.
     """
@@ -185,7 +187,7 @@ def named_tools(
             )
             function: Any = implementations.get(name)
             if function is None and executed:
-                function = _by_the_executor
+                function = _stand_in_for_tool
             tool = with_schema(schema, function)
         if tool_name(tool) in named:
             raise ConfigError(
@@ -196,25 +198,25 @@ def named_tools(
     if unknown:
         raise ConfigError(
             f"tool_implementations: {', '.join(unknown)} is in no schema of tools, so the policy"
-            " would never hear of it"
+            " would never know about it"
         )
     return named
 
 
-def _by_the_executor(**arguments: Any) -> None:
+def _stand_in_for_tool(**arguments: Any) -> None:
     """Stand in for a tool run by tool_executor."""
 
 
-def core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
-    """Turn a tool_parser into a parser of the core. A list of calls does not tell their place, so
-    it leaves out the content of a reply with calls."""
+def make_core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
+    """Turn a tool_parser into a parser of the core. A list of calls does not tell where they are in
+    the text, so the content of a reply with calls is left out."""
 
     @wraps(tool_parser)
     def parse(content: str, **given: Any) -> tuple[str, list[ToolCall]]:
         found = tool_parser(content, **given)
         if isinstance(found, tuple):
             return found
-        calls = [to_call(call) for call in found]
+        calls = [read_call(call) for call in found]
         return "" if calls else content, calls
 
     return parse
@@ -234,8 +236,9 @@ def _with_hooks(
     if tool_executor is not None:
 
         async def answer(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> ToolResult:
-            """Run the executor in place of the tool: its limits hold, and its errors are text."""
-            given = {call.name: partial(tool_executor, as_dict(call))}
+            """Run the executor in place of the tool, with the same limits; its errors become
+            text."""
+            given = {call.name: partial(tool_executor, convert_to_dict(call))}
             return await execute(
                 call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout
             )
@@ -247,7 +250,7 @@ def _with_hooks(
 # ----------------------------------------------------------------------------------- calls as dicts
 
 
-def as_dict(call: ToolCall) -> dict[str, Any]:
+def convert_to_dict(call: ToolCall) -> dict[str, Any]:
     """{id, type, function {name, arguments}}, and `error` if the text is no call."""
     plain: dict[str, Any] = {
         "id": call.id,
@@ -257,7 +260,7 @@ def as_dict(call: ToolCall) -> dict[str, Any]:
     return plain | {"error": call.error} if call.error else plain
 
 
-def to_call(call: Any, id: str = "call_0") -> ToolCall:
+def read_call(call: Any, id: str = "call_0") -> ToolCall:
     """Read a call in any of its shapes. Anything else becomes a call with an `error`."""
     if isinstance(call, ToolCall):
         return call
@@ -272,8 +275,8 @@ def to_call(call: Any, id: str = "call_0") -> ToolCall:
 
 
 def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
-    """Find the tools of `tools=[…]`: shipped ones by name, a user's own as module.function. Raises:
-    ConfigError."""
+    """Find the tools of `tools=[…]`: shipped tools by name, the user's own as module.function.
+    Raises: ConfigError."""
     from rlkit.config.schema import resolve, suggest_name
 
     shipped: dict[str, Callable[..., Any]] = {
@@ -295,12 +298,12 @@ def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> Agent
     settings are out of range."""
     refuse_problems(sampling_problems(x.generation))
     tools = find_tools(x)
-    from rlkit.commands.evaluate import restored_policy
+    from rlkit.commands.evaluate import restore_policy
     from rlkit.system.device import autocast, load_on_device
 
     policy, device = load_on_device(x)
     if checkpoint is not None:
-        restored_policy(policy, checkpoint)
+        restore_policy(policy, checkpoint)
     with autocast(x, device):
         return run_agent(
             question,
@@ -319,8 +322,8 @@ def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> Agent
 
 
 def show(rollout: Rollout) -> None:
-    """Print a conversation, each part under its name. Colours appear on a terminal alone, and the
-    model's text never as markup."""
+    """Print a conversation, each part under its name. Colours appear only on a terminal, and the
+    model's text is never read as markup."""
     from rich.console import Console
     from rich.text import Text
 
@@ -341,7 +344,7 @@ def show(rollout: Rollout) -> None:
             "",
             sep="\n",
         )
-    console.print(_ending(rollout))
+    console.print(_describe_end(rollout))
 
 
 def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
@@ -367,7 +370,7 @@ def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
             yield f"{'result' if result.ok else 'failed'} {result.id}", result.content
 
 
-def _ending(rollout: Rollout) -> str:
+def _describe_end(rollout: Rollout) -> str:
     """Describe the end of a conversation in one line."""
     calls = sum(len(step.tool_calls) for step in rollout.steps)
     counts = (
@@ -406,7 +409,7 @@ def command(arguments: Arguments) -> int:
             f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?"'
             " tools=[calculator]"
         )
-    config, checkpoint = composed(arguments, "agent")
+    config, checkpoint = compose_command(arguments, "agent")
     show(
         _ask(
             with_limits(build(config), arguments), arguments.texts[0], checkpoint=checkpoint
@@ -415,25 +418,25 @@ def command(arguments: Arguments) -> int:
     return 0
 
 
-def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | None]:
+def compose_command(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | None]:
     """Compose the config of a command with a model. Return it with the checkpoint of
     run=FOLDER; the run's model then replaces the config's.
 
-    Raises: ConfigError if the run does not exist, or if a model is named beside it.
+    Raises: ConfigError if the run does not exist, or if a model is named in addition to the run.
     """
     from rlkit.config.compose import compose
     from rlkit.config.schema import check
     from rlkit.runs import folder as runs
 
-    named = option(arguments.overrides, "run")
+    named = find_option(arguments.overrides, "run")
     overrides = drop(arguments.overrides, "run")
     run = runs.find_run(named, "run") if named else None
     other = [o for o in overrides if re.match(r"[+~]*model\b", o)]
     if run is not None and other:
-        raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
+        raise ConfigError(f"{other[0]}: run={named} has its own model; leave one of the two out")
     config = compose(overrides, entry=entry, config_dir=arguments.config_dir).config
     if named is None or run is None:
         return config, None
-    config["model"] = model_of(run, f"run={named}", arguments)
+    config["model"] = read_model(run, f"run={named}", arguments)
     refuse_problems(check(config["model"], f"{run}/config.yaml, model"))
     return config, runs.find_checkpoint(named, run)

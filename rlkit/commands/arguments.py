@@ -1,4 +1,4 @@
-"""What a command takes and gives: a command line taken apart, questions to its overrides, an
+"""The input and output of a command: its command line in parts, questions to its overrides, and an
 answer."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlkit.commands.config_file import ENTRIES, overrides_of
+from rlkit.commands.config_file import ENTRIES, read_overrides
 from rlkit.config.hints import MEANT
 from rlkit.errors import ConfigError
 
@@ -25,11 +25,11 @@ class Arguments(NamedTuple):
     multirun: bool = False
     config_dir: str | None = None
     shown: str = ""  # part of the config to print instead of a run: job, hydra, all, info
-    resolved: bool = False  # with it: values in place of references to them
+    resolved: bool = False  # with `shown`: values in place of references to them
     words: tuple[str, ...] = ()  # all words as given
     texts: tuple[str, ...] = ()  # words other than overrides, if the command takes them
     sources: Mapping[str, str] = {}  # key of an override → its file of --config
-    trusted: bool = False  # trust=true, taken by every command; no override
+    trusted: bool = False  # trust=true, a word of every command and not an override
 
 
 class Answer(NamedTuple):
@@ -76,30 +76,30 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
             # name, and Path.exists then raises.
             arguments = arguments._replace(texts=(*arguments.texts, word))
         elif word.startswith("-"):
-            raise ConfigError(_no_flag(word, next(rest, "VALUE")))
+            raise ConfigError(_suggest_flag(word, next(rest, "VALUE")))
         elif "=" not in word and not word.startswith("~"):
-            raise ConfigError(f"'{word}' is no override; write KEY=VALUE or GROUP=OPTION")
+            raise ConfigError(f"'{word}' is not an override; write KEY=VALUE or GROUP=OPTION")
         else:
             arguments.overrides.append(word)
     if name and name.removesuffix(".yaml") not in ENTRIES:
-        files.append(str(_named(name, arguments.config_dir)))
-    said = set(map(key_of, arguments.overrides))  # the command line wins
-    read = [(text, file) for file in files for text in overrides_of(file)]
-    read = [(text, file) for text, file in read if key_of(text) not in said]
+        files.append(str(_find_named(name, arguments.config_dir)))
+    said = set(map(read_key, arguments.overrides))  # the command line wins
+    read = [(text, file) for file in files for text in read_overrides(file)]
+    read = [(text, file) for text, file in read if read_key(text) not in said]
     overrides = [*(text for text, _ in read), *arguments.overrides]
     return arguments._replace(
         overrides=drop(overrides, "trust"),
-        sources={key_of(text): file for text, file in read},
-        trusted=read_flag("trust", option(overrides, "trust")),
+        sources={read_key(text): file for text, file in read},
+        trusted=read_flag("trust", find_option(overrides, "trust")),
     )
 
 
-def key_of(override: str) -> str:
+def read_key(override: str) -> str:
     """The key or group set by an override."""
     return override.lstrip("+~").partition("=")[0]
 
 
-def _named(name: str, folder: str | None) -> Path:
+def _find_named(name: str, folder: str | None) -> Path:
     """The file of --config-name: NAME.yaml in the folder of --config-dir, or here."""
     place = Path(folder or ".") / f"{name.removesuffix('.yaml')}.yaml"
     if not place.is_file():
@@ -111,7 +111,7 @@ def _named(name: str, folder: str | None) -> Path:
     return place
 
 
-def _no_flag(word: str, value: str) -> str:
+def _suggest_flag(word: str, value: str) -> str:
     """The right spelling of an unknown flag."""
     flag, given, behind = word.lstrip("-").partition("=")
     key = flag.replace("-", "_")
@@ -125,15 +125,15 @@ def _no_flag(word: str, value: str) -> str:
     return f"there is no flag '{word}'; settings are written KEY=VALUE, and the flags are {flags}"
 
 
-def option(overrides: Sequence[str], key: str) -> str | None:
+def find_option(overrides: Sequence[str], key: str) -> str | None:
     """A key's value on the command line, or None."""
     values = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == key]
     return unquote(values[-1]) if values else None
 
 
-def added(saved: list[str], overrides: list[str]) -> list[str]:
-    """Append overrides to a run's. An override repeated word for word stands once, because
-    `+group=option` can stand only once."""
+def append_overrides(saved: list[str], overrides: list[str]) -> list[str]:
+    """Append overrides to a run's. An override that is repeated word for word is kept once, because
+    `+group=option` may occur only once."""
     return [text for text in saved if text not in overrides] + overrides
 
 
@@ -143,7 +143,7 @@ def drop(overrides: Sequence[str], *keys: str) -> list[str]:
 
 
 def take_settings(arguments: Arguments, names: Sequence[str], command: str) -> dict[str, str]:
-    """The given ones of a command's own settings. Raises: ConfigError for any other override."""
+    """The settings of a command among its arguments. Raises: ConfigError for any other override."""
     unknown = drop(arguments.overrides, *names)
     if unknown:
         raise ConfigError(
@@ -151,7 +151,9 @@ def take_settings(arguments: Arguments, names: Sequence[str], command: str) -> d
             f" {', '.join(f'{name}=' for name in names)}"
         )
     return {
-        name: value for name in names if (value := option(arguments.overrides, name)) is not None
+        name: value
+        for name in names
+        if (value := find_option(arguments.overrides, name)) is not None
     }
 
 
@@ -168,8 +170,8 @@ def quote(text: str) -> str:
 
 
 def unquote(text: str) -> str:
-    """Invert `quote`. A text without quotes stays as it is, whatever Hydra's grammar would make of
-    it."""
+    """Invert `quote`. A text without quotes stays as it is, even if it means something else in
+    Hydra's grammar."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1].replace("\\" + text[0], text[0])
     return text

@@ -1,9 +1,9 @@
-"""`rlkit check`: one small step of a run, through every part of it, and what the run would take;
-nothing is kept.
+"""`rlkit check`: one small step of a run, through every part of it, and the time and memory of the
+run. Nothing is kept.
 
 The config is composed and dry-run before, as for `rlkit train`. Here the rows are tried with the
 verifier, the model is loaded, trainer and sampler are compared, one prompt's group is played and
-scored, and the policy (and the critic, where there is one) takes one step.
+scored, and the policy (and the critic, if there is one) takes one step.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     reference: int
-    peak: int  # on a GPU the device's; else the process's, the framework included
+    peak: int  # of the device on a GPU, else of the process, the framework included
 
 
-def memory(learner: Any, device: Any) -> Memory:
+def measure_memory(learner: Any, device: Any) -> Memory:
     """Memory of a learner after its one small step."""
     from rlkit.training.metrics import peak_memory
 
     held = [list(learner.nets.parameters()), list(learner.nets.buffers())]
-    weights = size_of(held)
+    weights = count_bytes(held)
     return Memory(
         weights=weights,
         gradients=sum(
             p.numel() * p.element_size() for p in learner.nets.parameters() if p.requires_grad
         ),
-        optimizer=sum(size_of(o.state) for o in learner.optimizers.made),
-        reference=size_of([*held, learner.kept.references]) - weights,
+        optimizer=sum(count_bytes(o.state) for o in learner.optimizers.made),
+        reference=count_bytes([*held, learner.kept.references]) - weights,
         peak=int(peak_memory(device) * 2**30),
     )
 
@@ -60,14 +60,14 @@ class Report(NamedTuple):
     """Result of `run`."""
 
     warnings: list[str]
-    rollouts: list[Rollout]  # played, with their own rewards
+    rollouts: list[Rollout]  # the played rollouts, with their own rewards
     metrics: Mapping[str, Any]
     memory: Memory
     seconds: Mapping[str, float]
     learner: Learner  # after its step
 
 
-def small(x: Experiment) -> Experiment:
+def shrink_experiment(x: Experiment) -> Experiment:
     """Cut the experiment to one step of one update on one prompt: short replies, no evaluation, no
     logger, no callbacks."""
     from rlkit.training.schedules import Schedule
@@ -97,7 +97,7 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     Args:
       x: the whole run at its first step, without open schedules
         (rlkit.config.problems.schedules.build_first_steps).
-      tasks: at least one training row; the others are only counted.
+      tasks: at least one training task; the other splits are only counted.
       host: of the learner.
     Raises: the refusals of a run.
     """
@@ -114,7 +114,7 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     policy, device, agreement = prepare_policy(x, tasks)
     loaded = time.perf_counter() - started
     played: list[Rollout] = []
-    cut = small(x)._replace(reward=telling(x.reward, played))
+    cut = shrink_experiment(x)._replace(reward=record_rewards(x.reward, played))
     learner = Learner(cut, policy, exact=agreement.exact, host=host or Host())
     with (
         autocast(cut, device, updates=True),
@@ -126,7 +126,7 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
             learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock
         )
         metrics = learner.step(sampled, trained)
-        found = memory(learner, device)
+        found = measure_memory(learner, device)
     seconds = {
         "load": loaded,
         "generate": metrics["perf/generate_s"],
@@ -135,7 +135,7 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     return Report(agreement.warnings, played, metrics, found, seconds, learner)
 
 
-def telling(reward: Reward, played: list[Rollout]) -> Reward:
+def record_rewards(reward: Reward, played: list[Rollout]) -> Reward:
     """Keep the scored rollouts in `played`. If all rewards are equal, alternate 0 and 1 to
     give the algorithm something to learn from."""
 
@@ -147,9 +147,9 @@ def telling(reward: Reward, played: list[Rollout]) -> Reward:
     return Reward(reward.name, {"check": Term(1.0, scores, batched=True)})
 
 
-def size_of(node: Any) -> int:
-    """Count the bytes of all tensors in a nest of modules, mappings, tuples and lists; shared
-    storage counts once."""
+def count_bytes(node: Any) -> int:
+    """Count the bytes of all tensors in nested modules, mappings, tuples and lists; shared storage
+    counts once."""
     import torch
 
     sizes: dict[int, int] = {}
@@ -193,7 +193,7 @@ def show_report(
         rows.append(
             (
                 "phases",
-                f"the step was one of '{phases[0]}'; the others were tried on fake data only",
+                f"the step was in phase '{phases[0]}'; the others were only tried on fake data",
             )
         )
     lines = [f"{name:<18}{text}" for name, text in rows]
@@ -221,7 +221,7 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
         for key, label in names.items()
         if isinstance(m.get(key), float) and m[key] == m[key]
     )
-    spread = "all rewards were equal, so 0 and 1 in turn stood for them"
+    spread = "all rewards were equal, so 0 and 1 took their place in turn"
     return [
         (
             "config",
@@ -277,11 +277,11 @@ def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str], list[s
 
 
 def command(arguments: Arguments) -> int | Answer:
-    """Do what `rlkit train` would do with these overrides in one small step, and say what the run
-    takes. Nothing is kept.
+    """Do what `rlkit train` would do with these overrides in one small step, and show how much time
+    and memory the run takes. Nothing is kept.
 
     KEY=VALUE          the overrides of the run; GROUP=OPTION an option
-    check.device=CARD  what the run takes on this card, without a step (the extra forecast)
+    check.device=CARD  time and memory of the run on this card, without a step (the extra forecast)
     --json             the same for a program
 
         rlkit check algorithm=dapo kl=none

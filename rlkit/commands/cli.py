@@ -9,11 +9,13 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 
 from rlkit.commands.arguments import Answer, Arguments, parse
-from rlkit.commands.help import command_help, full_help
+from rlkit.commands.help import format_command_help, format_full_help
 from rlkit.errors import (
     TRACEBACK,
     ConfigError,
@@ -28,11 +30,11 @@ from rlkit.errors import (
 from rlkit.system import extras
 from rlkit.system.files import replace_nonfinite
 from rlkit.system.leaving import leave_process, raise_exits
-from rlkit.system.output import guard_output, hold_warnings
+from rlkit.system.output import guard_output, hold_unawaited
 from rlkit.system.parent import end_with_parent
 from rlkit.system.processors import wait_without_spinning
 
-# a file of this folder each
+# each is a file of this folder
 COMMANDS = (
     "train",
     "evaluate",
@@ -53,8 +55,8 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 0 done, 1 failed, 2 refused, 130 interrupted.
 
-    Without `argv` the words are the process's, and the process belongs to the command: it ends with
-    the command (`rlkit.system.leaving`).
+    Without `argv` the words are those of the process, and the process ends with the command
+    (`rlkit.system.leaving`).
     """
     if argv is not None:
         return run_command(argv)
@@ -77,7 +79,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
         )
     own = f"rlkit.commands.{name}" if name in COMMANDS else extras.find_commands().get(name)
     if {"-h", "--help"}.intersection(words):
-        print(command_help(name, own))
+        print(format_command_help(name, own))
         return 0
     as_json = "--json" in words
     # With --json warnings and progress go to standard error: standard output is one document.
@@ -85,7 +87,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
         found = _run_named(name, [word for word in words if word != "--json"], as_json)
     if isinstance(found, int):
         return found
-    if as_json:  # in ASCII, so that no terminal obeys text of a model or a file
+    if as_json:  # in ASCII, so text of a model or a file cannot control the terminal
         print(json.dumps(replace_nonfinite(found.data), indent=2, default=str))
     else:
         print(show_controls(found.text, kept="\n"))
@@ -115,7 +117,7 @@ def run_command(argv: Sequence[str]) -> int:
     wait_without_spinning()
     guard_output()
     words = list(argv)
-    # in the environment, because ranks and the jobs of a sweep are processes of their own
+    # in the environment, because ranks and the jobs of a sweep are separate processes
     if "debug=true" in words:
         os.environ[TRACEBACK] = "1"
         try:
@@ -127,12 +129,16 @@ def run_command(argv: Sequence[str]) -> int:
         print(f"rlkit {own.version if own else 'of a checkout that is not installed'}")
         return 0
     if not words or words[0] in ("-h", "--help"):
-        print(full_help())
+        print(format_full_help())
         return 0
-    with hold_warnings() as held:
-        status = _answer(words)
-    for warning in held if status == 0 else ():
-        warn(warning)
+    held = set[str]()
+    show = warnings.showwarning
+    warnings.showwarning = partial(hold_unawaited, held, show)
+    status = _answer(words)
+    warnings.showwarning = show
+    if status == 0:
+        for warning in sorted(held):
+            warn(warning)
     return status
 
 
@@ -150,9 +156,9 @@ def _answer(words: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         say(error, [f"rlkit: interrupted: {describe_raise(error)}"])
         return 130
-    except SystemExit as error:  # rlkit raises none
+    except SystemExit as error:  # rlkit itself raises no SystemExit
         what = f"{describe_raise(error)} ended the command"
-        say(error, [f"rlkit: {what}; a part of the config may not do that"])
+        say(error, [f"rlkit: {what}; a part of the config must not do that"])
         return 1
     except BaseException as error:
         return report(error)
@@ -166,8 +172,8 @@ def list_commands() -> tuple[str, ...]:
 
 
 def find_command(name: str) -> Callable[[Arguments], int | Answer]:
-    """Return the function of a command. A name of the core stays the core's, even if others use it
-    too.
+    """Return the function of a command. A name of the core stays the core's, even if an extra or a
+    package uses it too.
 
     Its module may set TAKES_TEXTS, if words without a key are allowed, and GIVES_JSON, if the
     function returns an Answer in place of the exit status.

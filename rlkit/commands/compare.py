@@ -20,11 +20,11 @@ SETTINGS = ("figure", "at", "pairs", "effect", "seeds")
 
 def command(arguments: Arguments) -> Answer:
     """Say which line of runs is better and by how much, in sentences and as a table. Runs that
-    differ by their seed alone are one line.
+    differ only in their seed are one line.
 
     FOLDER…        run folders or folders of runs; each line is compared with the first
-    figure=NAME    test, test_reward, validation, curve or reward; else the first that is there
-    at=UNIT        the validation accuracy where every line has spent as much: at=steps, at=tokens
+    figure=NAME    test, test_reward, validation, curve or reward; else the first available
+    at=UNIT        the validation accuracy at equal spending of all lines: at=steps, at=tokens
     pairs=all      every pair of lines instead
     effect=NUMBER  the difference that matters to you
     --json         the same for a program
@@ -32,7 +32,7 @@ def command(arguments: Arguments) -> Answer:
         rlkit compare outputs/grpo outputs/dapo
         rlkit compare outputs/grpo outputs/dapo pairs=all effect=0.02
     """
-    groups, given = lines_of(arguments, "compare")
+    groups, given = read_lines(arguments, "compare")
     compared = verdicts.find_shared_figure(groups, given.get("figure"), given.get("at"))
     if compared is None:
         raise ConfigError(
@@ -48,7 +48,7 @@ def command(arguments: Arguments) -> Answer:
         groups,
         compared,
         every_pair=given.get("pairs") == "all",
-        effect=effect_of(given, verdicts.EFFECT),
+        effect=read_effect(given, verdicts.EFFECT),
     )
     if not found:
         raise ConfigError(
@@ -69,8 +69,8 @@ def command(arguments: Arguments) -> Answer:
 
 
 def list_suspicions(folders: Sequence[Path]) -> list[str]:
-    """Ask the command `why`, if there is one, for the likeliest cause in runs without progress, and
-    for the command to prove it."""
+    """Ask the command `why`, if it is installed, for the likeliest cause in runs without progress,
+    and for the command that proves it."""
     why = load_command("why")
     if why is None:
         return []
@@ -80,11 +80,11 @@ def list_suspicions(folders: Sequence[Path]) -> list[str]:
         return []
 
 
-def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
+def read_lines(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
     """Read the lines of a command's folders, and its settings. Raises: ConfigError for fewer than
     two lines."""
     given = take_settings(arguments, SETTINGS, name)
-    groups = group_runs([read_run(folder) for folder in find_runs(arguments.texts, "compare")])
+    groups = group_runs([read_run(folder) for folder in find_runs(arguments.texts, name)])
     if len(groups) < 2:
         said = "one line of runs" if groups else "no run with finished steps"
         raise ConfigError(
@@ -94,7 +94,7 @@ def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, st
     return groups, given
 
 
-def effect_of(given: dict[str, str], usual: float) -> float:
+def read_effect(given: dict[str, str], usual: float) -> float:
     """The difference to see, > 0."""
     try:
         effect = float(given.get("effect", usual))
@@ -108,7 +108,7 @@ def effect_of(given: dict[str, str], usual: float) -> float:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Write a row a line: seeds, mean figure, and the spending of a run."""
+    """Write one row per line of runs: seeds, mean figure, and the spending of a run."""
     from rlkit.runs.sweeps.compare import align_columns
 
     spent = data["spent"]

@@ -19,13 +19,13 @@ ENTRIES = {
 
 
 def command(name: str, arguments: Arguments) -> int:
-    """Prints what was asked for, secrets left out. Raises ConfigError for what cannot be
-    composed."""
+    """Print the requested part of the config, without secrets. Raises ConfigError if the config
+    cannot be composed."""
     if name not in ENTRIES:
         raise ConfigError(f"rlkit {name} has no config to print; there are: {', '.join(ENTRIES)}")
     composed = compose(
         arguments.overrides, entry=ENTRIES[name], config_dir=arguments.config_dir
-    )  # nothing of it is run
+    )  # nothing of the config is run
     if arguments.shown == "info":
         print("\n".join(list_choices(composed.full)))
         print(

@@ -1,5 +1,5 @@
-"""`--config FILE`: overrides as YAML, and the flat config of the GSM8K/MBPP trainer that rlkit grew
-out of."""
+"""`--config FILE`: overrides as YAML, and the flat config of the GSM8K/MBPP trainer from which
+rlkit grew."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FLAT = {
     "training.kl_coef": "kl.coef",
     "training.num_iterations": "trainer.steps",
 }
-BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, for the ones missing from the file
+BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, used if the file has none
 # rlkit's own configs; a user's defaults list may build on them
 ENTRIES = ("train", "evaluate", "rollout")
 DATASETS = ("gsm8k", "mbpp")
 
 
-def overrides_of(file: str) -> list[str]:
+def read_overrides(file: str) -> list[str]:
     """Read the overrides of a YAML file. For a flat config they are printed.
 
     Args:
@@ -55,23 +55,23 @@ def overrides_of(file: str) -> list[str]:
         raise ConfigError(
             f"--config {file}: write overrides as KEY: VALUE lines, or as a list of KEY=VALUE"
         )
-    chosen = _chosen(file, given.get("defaults", []))
-    values = dict(_flattened({key: value for key, value in given.items() if key != "defaults"}))
+    chosen = _read_choices(file, given.get("defaults", []))
+    values = dict(_flatten({key: value for key, value in given.items() if key != "defaults"}))
     if {"data", "training"} & given.keys() or FLAT.keys() & values.keys():
-        translated = _translated(file, values)
+        translated = _translate(file, values)
         if os.environ.get("RANK", "0") == "0":
             print(show_controls(f"{file}: {' '.join(translated)}"), flush=True)
         return translated
-    return chosen + [f"{key}={_written(value)}" for key, value in values.items()]
+    return chosen + [f"{key}={_format_value(value)}" for key, value in values.items()]
 
 
-def _chosen(file: str, defaults: Any) -> list[str]:
+def _read_choices(file: str, defaults: Any) -> list[str]:
     """Read the options of a defaults list as overrides: `- override algorithm: dapo` or `-
     algorithm: dapo`."""
     if not isinstance(defaults, list):
         raise ConfigError(
-            f"--config {file}: defaults: {defaults!r} is no list; write one GROUP: OPTION a line,"
-            " each behind a dash"
+            f"--config {file}: defaults: {defaults!r} is not a list; write one GROUP: OPTION per"
+            " line, each behind a dash"
         )
     found = []
     for entry in defaults:
@@ -87,21 +87,20 @@ def _chosen(file: str, defaults: Any) -> list[str]:
     return found
 
 
-def _flattened(given: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(given: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in given.items():
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ConfigError(
                 f"--config: YAML reads the key '{prefix}{key}' as {key!r}; write it in quotes"
             )
         if isinstance(value, Mapping) and value:
-            yield from _flattened(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
-    """Translate a flat config into overrides. Raises: ConfigError that names the file and the
-    key."""
+def _translate(file: str, values: Mapping[str, Any]) -> list[str]:
+    """Translate a flat config into overrides. Raises: ConfigError naming the file and the key."""
     for key in values:
         if key not in FLAT:
             last = [known for known in FLAT if known.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -118,16 +117,16 @@ def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
         )
     if values.get("training.kl_coef") == 0:
         values = {key: value for key, value in values.items() if key != "training.kl_coef"}
-        return [BASE, "kl=none", "reference=none", *_translated(file, values)[1:]]
-    return [BASE, *(f"{FLAT[key]}={_written(value)}" for key, value in values.items())]
+        return [BASE, "kl=none", "reference=none", *_translate(file, values)[1:]]
+    return [BASE, *(f"{FLAT[key]}={_format_value(value)}" for key, value in values.items())]
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """A value in Hydra's override grammar."""
     if isinstance(value, str):
         return (
             value if re.fullmatch(r"[\w./@:+-]+", value) else "'" + value.replace("'", "\\'") + "'"
         )
     if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(map(_format_value, value))}]"
     return json.dumps(value)

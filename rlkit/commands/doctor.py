@@ -1,5 +1,5 @@
-"""`rlkit doctor`: what this machine gives to a run, one line each. Nothing is downloaded and
-nothing is left behind."""
+"""`rlkit doctor`: the resources of this machine for a run, one line each. Nothing is downloaded,
+and no file is left behind."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LOW_DISK_GB = 10.0
 
 
 class Finding(NamedTuple):
-    """One line. `bad`: nothing can be trained here. `warn`: something may go wrong or is slower
-    than it could be."""
+    """One line. `bad`: nothing can be trained here. `warn`: something may go wrong, or is slower
+    than necessary."""
 
     what: str
     text: str
@@ -36,22 +36,22 @@ def _examine() -> list[Finding]:
     """Examine everything, in the order in which a run would miss it. A failing part is a
     finding, never an error."""
     parts: tuple[Callable[[], list[Finding]], ...] = (
-        python,
-        packages,
-        processors,
-        devices,
-        sandbox,
-        disk,
+        check_python,
+        check_packages,
+        check_processors,
+        check_devices,
+        check_sandbox,
+        check_disk,
         models,
-        extras,
+        check_extras,
     )
-    return [finding for part in parts for finding in _kept(part)]
+    return [finding for part in parts for finding in _check_safely(part)]
 
 
-def _kept(part: Callable[[], list[Finding]]) -> list[Finding]:
+def _check_safely(part: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return part()
-    except Exception as error:  # this command is there to show any error of a broken installation
+    except Exception as error:  # this command must show every error of a broken installation
         return [Finding(part.__name__, name_error(error), "bad")]
 
 
@@ -63,14 +63,14 @@ def _show(findings: list[Finding]) -> str:
     return "\n".join([*lines, "", f"not ready: {', '.join(bad)}" if bad else "ready: rlkit train"])
 
 
-def python() -> list[Finding]:
+def check_python() -> list[Finding]:
     """The interpreter and the system."""
     return [
         Finding("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}")
     ]
 
 
-def requirements(own: Distribution, extra: str = "") -> list[tuple[Requirement, str]]:
+def list_requirements(own: Distribution, extra: str = "") -> list[tuple[Requirement, str]]:
     """(requirement, the installed version or "") of rlkit or of an extra."""
     from packaging.requirements import Requirement
 
@@ -91,7 +91,7 @@ def _fits(needed: Requirement, installed: str) -> bool:
     return bool(installed) and needed.specifier.contains(installed, prereleases=True)
 
 
-def packages() -> list[Finding]:
+def check_packages() -> list[Finding]:
     """Check rlkit and its requirements against the accepted versions."""
     from rlkit.errors import find_distribution
 
@@ -106,7 +106,7 @@ def packages() -> list[Finding]:
             )
         ]
     out = [Finding("rlkit", f"{own.name} {own.version} at {Path(__file__).parent.parent}")]
-    for needed, installed in requirements(own):
+    for needed, installed in list_requirements(own):
         wanted = f"{needed.name}{needed.specifier}"
         remedy = (
             f"{installed or 'is not installed'}; rlkit takes {wanted}: pip install -c"
@@ -120,7 +120,7 @@ def packages() -> list[Finding]:
     return out
 
 
-def processors() -> list[Finding]:
+def check_processors() -> list[Finding]:
     """Report the cores for this process, and torch's threads."""
     import torch
 
@@ -131,7 +131,7 @@ def processors() -> list[Finding]:
     ]
 
 
-def devices() -> list[Finding]:
+def check_devices() -> list[Finding]:
     """Report every GPU, with one product computed on it."""
     import torch
 
@@ -161,7 +161,7 @@ def devices() -> list[Finding]:
     return out
 
 
-def sandbox() -> list[Finding]:
+def check_sandbox() -> list[Finding]:
     """Report the level of the sandbox, by its self-test: it runs hostile programs."""
     from rlkit.sandbox import SandboxError, find_level
 
@@ -182,7 +182,7 @@ def sandbox() -> list[Finding]:
     return [Finding("sandbox", text)]
 
 
-def disk() -> list[Finding]:
+def check_disk() -> list[Finding]:
     """Report the room for runs, and whether this folder can be written."""
     from rlkit.runs.folder import OUTPUTS
 
@@ -219,7 +219,7 @@ def models() -> list[Finding]:
     return [Finding("embedded model", str(TINY))]
 
 
-def extras() -> list[Finding]:
+def check_extras() -> list[Finding]:
     """Report the optional parts, and how to get missing ones."""
     from rlkit.errors import find_distribution, install
 
@@ -230,7 +230,7 @@ def extras() -> list[Finding]:
     for name in own.metadata.get_all("Provides-Extra") or ():
         missing = [
             f"{needed.name}{needed.specifier}"
-            for needed, installed in requirements(own, name)
+            for needed, installed in list_requirements(own, name)
             if not _fits(needed, installed)
         ]
         text = f"absent: {', '.join(missing)} ({install(name)})" if missing else "there"
@@ -239,8 +239,8 @@ def extras() -> list[Finding]:
 
 
 def command(arguments: Arguments) -> int:
-    """Show versions, devices, sandbox, disk and extras of this machine. The exit status is 1 where
-    nothing can be trained on it.
+    """Show versions, devices, sandbox, disk and extras of this machine. The exit status is 1 if
+    nothing can be trained here.
 
         rlkit doctor
         rlkit doctor debug=true

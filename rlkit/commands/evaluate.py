@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, option
-from rlkit.commands.trust import asker, with_limits
+from rlkit.commands.arguments import STARTED, Arguments, append_overrides, drop, find_option
+from rlkit.commands.trust import make_asker, with_limits
 from rlkit.episodes.record import keep_failed_rollout, save_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
@@ -27,14 +27,14 @@ def evaluate_run(
     parent: Path,
     started: float,
 ) -> tuple[dict[str, Any], Path]:
-    """Measure greedy accuracy, avg@k, pass@k and mean rewards of tasks by the verifiers of
-    training, and write them as JSON beside the rollouts.
+    """Measure greedy accuracy, avg@k, pass@k and mean rewards of tasks with the verifiers of
+    training, and write them as JSON next to the rollouts.
 
     Args:
       x: the experiment; its evaluation settings decide the sampling.
       tasks: rows of the split, at least one.
       split: its name, for the result.
-      checkpoint: a file, or a folder with its newest checkpoint; None evaluates the model as
+      checkpoint: a file, or a folder (its newest checkpoint is taken); None evaluates the model as
         loaded.
       parent: of a new folder for the results.
       started: time.perf_counter() of the command's start.
@@ -48,7 +48,7 @@ def evaluate_run(
 
     policy, device = load_on_device(x)
     path, step = (
-        restored_policy(policy, checkpoint, x.generation.engine) if checkpoint else (None, None)
+        restore_policy(policy, checkpoint, x.generation.engine) if checkpoint else (None, None)
     )
     settings = x.evaluation
     with autocast(x, device):
@@ -122,9 +122,9 @@ def _evaluate_samples(
     return result
 
 
-def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
-    """Load a checkpoint's policy; return the checkpoint's file and RL step. The engine goes on with
-    the kernels of the run, or reports the difference.
+def restore_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
+    """Load a checkpoint's policy; return the checkpoint's file and RL step. The engine keeps the
+    kernels of the run, or reports the difference.
 
     Raises: DataError if no checkpoint can be read, or if its weights belong to another model.
     """
@@ -145,7 +145,7 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
     if strange:
         raise DataError(
             f"{path} belongs to another model: {strange[0]} and {len(strange) - 1} other weights"
-            " are in one of the two only; use the model settings of its run"
+            " are in only one of the two; use the model settings of its run"
         )
     # under LoRA the frozen base is not in the checkpoint
     policy.model.load_state_dict(weights, strict=False)
@@ -154,11 +154,11 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
     return path, int(state["rlkit"]["rl_step"])
 
 
-def held_out_rows(
+def list_held_out_rows(
     label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = ""
 ) -> list[tuple[str, float, Any]]:
-    """(name, value, interval) of a result or of a part of it; the reward only if it differs from
-    the accuracy."""
+    """(name, value, interval) of the figures of a result, or of a part of it. The reward is left
+    out if it equals the accuracy."""
     shaped = greedy["reward"] != greedy["accuracy"]
     rows = [(f"{label} accuracy", greedy["accuracy"], greedy["interval"])]
     rows += [(f"{label} reward", greedy["reward"], greedy["reward_interval"])] if shaped else []
@@ -168,13 +168,13 @@ def held_out_rows(
     ]
 
 
-def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
+def format_accuracy(result: Mapping[str, Any], out: Path) -> str:
     """The result in columns."""
     greedy = result["greedy"]
     sampled = result["sampled"]
-    rows = held_out_rows("greedy", greedy, sampled)
+    rows = list_held_out_rows("greedy", greedy, sampled)
     for part, own in greedy.get("parts", {}).items():
-        rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
+        rows += list_held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
     head = f"{result['split']}, n = {count_in_words(result['n'], result['distinct'])}"
     width = max(22, len(head) + 1, *(len(name) + 1 for name, *_ in rows))
     lines = [f"{head:<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
@@ -198,7 +198,7 @@ def command(arguments: Arguments) -> int:
     run=FOLDER            a run folder or one of its checkpoints; without it the model of the config
     split=NAME            test (by default), validation or train
     evaluation.n=N        problems
-    evaluation.samples=N  sampled replies a problem, beside the greedy one
+    evaluation.samples=N  sampled replies per problem, besides the greedy one
     KEY=VALUE             any other setting of a run; GROUP=OPTION an option
 
         rlkit evaluate run=outputs/latest
@@ -208,17 +208,19 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import find_embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split
 
-    named = option(arguments.overrides, "run")
+    named = find_option(arguments.overrides, "run")
     overrides = drop(arguments.overrides, "run", "split")
-    asked = option(arguments.overrides, "split") or "test"
+    asked = find_option(arguments.overrides, "split") or "test"
     split = next((known for known in SPLITS if known == asked), None)
     if split is None:
         raise ConfigError(f"split={asked}: there are {', '.join(SPLITS)}")
     run = runs.find_run(named, "run") if named else None
     ask = None
     if named and run is not None:
-        ask = asker(f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True)
-        overrides = added(runs.read_overrides(run), overrides)
+        ask = make_asker(
+            f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True
+        )
+        overrides = append_overrides(runs.read_overrides(run), overrides)
     composed = compose(
         overrides,
         entry="evaluate",
@@ -245,7 +247,7 @@ def command(arguments: Arguments) -> int:
         print(f"warning: {line}")
     LOST.clear()
     print(
-        accuracy_table(
+        format_accuracy(
             *evaluate_run(
                 x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.commands.arguments import Arguments, read_flag, take_settings
-from rlkit.commands.trust import model_of
+from rlkit.commands.trust import read_model
 from rlkit.errors import ConfigError, refuse_problems
 from rlkit.runs import folder as runs
 from rlkit.runs.card import model_card
@@ -23,22 +23,22 @@ def export(
     merge: bool = False,
     run: Path | None = None,
 ) -> tuple[Path, int]:
-    """Write the policy of a checkpoint so that `from_pretrained(out)` gives the same logits. Return
-    the checkpoint's file and RL step.
+    """Write the policy of a checkpoint as a folder for `from_pretrained(out)`, with the same
+    logits. Return the checkpoint's file and RL step.
 
-    Adapters are written as they are, beside the name of their base model, or with `merge` added
-    into its weights. All weights are written in float32, the precision of their training. The
-    folder appears whole or not at all.
+    Adapters are written as they are, with the name of their base model, or with `merge` added to
+    its weights. All weights are written in float32, the precision of their training. The folder
+    appears completely or not at all.
 
     Args:
       model: the config of the run's model, rlkit.models.load_policy.
-      checkpoint: a file, or a folder with its newest one.
+      checkpoint: a file, or a folder (its newest checkpoint is taken).
       out: a new folder.
       run: the run's folder; with it README.md is a model card.
-    Raises: ConfigError if `out` exists, or if others cannot find the adapters' base. DataError if
-      there is no checkpoint.
+    Raises: ConfigError if `out` exists, or if other programs cannot find the adapters' base model.
+      DataError if there is no checkpoint.
     """
-    from rlkit.commands.evaluate import restored_policy
+    from rlkit.commands.evaluate import restore_policy
     from rlkit.config.schema import build, check
     from rlkit.models.load import EMBEDDED, find_adapters_base
     from rlkit.models.save import save_policy
@@ -47,7 +47,7 @@ def export(
 
     refuse_problems(check(dict(model), "model"))
     if out.exists():
-        raise ConfigError(f"to={out}: exists already; name a folder that does not")
+        raise ConfigError(f"to={out}: exists already; name a new folder")
     silence_frameworks()
     # the caller has checked its code: rlkit.config.trust
     policy = build(dict(model))(device="cpu")
@@ -62,7 +62,7 @@ def export(
             f"model.path={model['path']}: no other program can load adapters on this {what}; use"
             " merge=true"
         )
-    path, step = restored_policy(policy, checkpoint)
+    path, step = restore_policy(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
     card = model_card(run, step, adapters=adapters and not merge) if run else ""
     with refuse_unwritable(out):
@@ -92,7 +92,7 @@ def command(arguments: Arguments) -> int:
     name = "merged" if merged else "export"
     out = Path(place).expanduser() if place else run / name
     path, step = export(
-        model_of(run, f"run={named}", arguments),
+        read_model(run, f"run={named}", arguments),
         checkpoint=runs.find_checkpoint(named, run),
         out=out,
         merge=merged,

@@ -53,7 +53,7 @@ WIDTH = 100  # columns, fewer on a narrow terminal
 ROW = re.compile(r"(\S+(?: \S+)* {2,})(.*)", re.DOTALL)  # the words to type, and their meaning
 
 
-def full_help() -> str:
+def format_full_help() -> str:
     """Write the page of `rlkit --help`."""
     lines = [f"  rlkit {name:<40} {said}" for name, said in extras.summarize_commands().items()]
     lines += [
@@ -65,8 +65,8 @@ def full_help() -> str:
 
 
 def list_groups() -> str:
-    """List the groups of conf/ and their options: first the everyday ones, then on a second line
-    the rest of the catalogue."""
+    """List the groups of conf/ and their options: first the everyday options, then, on a second
+    line, the catalogue."""
     from rlkit.config.options import conf_dir, group_options_by_shelf
 
     lines = []
@@ -80,12 +80,12 @@ def list_groups() -> str:
     return "\n".join(lines)
 
 
-def command_help(name: str, module: str | None) -> str:
+def format_command_help(name: str, module: str | None) -> str:
     """Write the page of `rlkit COMMAND --help`: the docstring of the command's function, wrapped to
     the terminal. Its blocks are prose, rows of a word and its meaning, and indented examples.
 
     Args:
-      module: read without an import; None for a command of another package.
+      module: the command's module, read without an import; None for a command of another package.
     """
     if module is None:
         doc = inspect.getdoc(extras.load_command(name))
@@ -106,13 +106,13 @@ def _wrap_block(block: str, width: int) -> str:
     rows = re.split(r"\n(?=\S)", block) if ROW.match(block) else [block]
     found = [ROW.match(row) for row in rows]
     return "\n".join(
-        behind_label(row[1], row[2], width) if row else behind_label("", block, width)
+        wrap_behind_label(row[1], row[2], width) if row else wrap_behind_label("", block, width)
         for row in found
     )
 
 
-def behind_label(label: str, text: str, width: int = WIDTH) -> str:
-    """Write a text behind a label, in lines of at most so many characters."""
+def wrap_behind_label(label: str, text: str, width: int = WIDTH) -> str:
+    """Write a text behind a label, in lines of at most `width` characters."""
     return textwrap.fill(
         " ".join(text.split()),
         width,

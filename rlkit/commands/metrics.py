@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlkit.commands.arguments import Answer, Arguments
-from rlkit.commands.help import behind_label
+from rlkit.commands.help import wrap_behind_label
 from rlkit.errors import ConfigError, suggest_name
 from rlkit.training.glossary import Entry, Section, find_meaning, read_sections
 
@@ -34,7 +34,7 @@ def command(arguments: Arguments) -> Answer:
 
 def find_entries(name: str, every: list[Entry]) -> list[Entry]:
     """Find the entry of a metric, or the entries of all metrics below a name, for example kl.
-    Raises: ConfigError for a name without one."""
+    Raises: ConfigError for a name without an entry."""
     found = find_meaning(name)
     entries = (
         [found]
@@ -52,7 +52,7 @@ def find_entries(name: str, every: list[Entry]) -> list[Entry]:
 def section_text(section: Section) -> str:
     """Write the names of a section."""
     names = ", ".join(name for entry in section.entries for name in entry.names)
-    return f"{section.title}\n{behind_label('  ', names)}\n"
+    return f"{section.title}\n{wrap_behind_label('  ', names)}\n"
 
 
 def entry_text(entry: Entry) -> str:
@@ -63,5 +63,7 @@ def entry_text(entry: Entry) -> str:
         "healthy": entry.usual,
         "otherwise": entry.act,
     }
-    told = [behind_label(f"  {label:<11}", text.replace("`", "")) for label, text in rows.items()]
+    told = [
+        wrap_behind_label(f"  {label:<11}", text.replace("`", "")) for label, text in rows.items()
+    ]
     return "\n".join([", ".join(entry.names), *told, ""])

@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from rlkit.commands.arguments import Answer, Arguments
-from rlkit.commands.compare import effect_of, lines_of
+from rlkit.commands.compare import read_effect, read_lines
 from rlkit.errors import ConfigError
 from rlkit.runs import verdicts
 from rlkit.runs.comparing import TO_CLAIM, count_needed_seeds, find_detectable_effect, spread_bound
@@ -22,35 +22,35 @@ EFFECT = 0.02  # two points of accuracy
 
 
 class Need(NamedTuple):
-    """The needs of a comparison of two lines: seeds that keep the promise, however much of the
-    spread a small pilot hides."""
+    """The needs of a comparison of two lines. The seeds are enough even if a small pilot
+    underestimates the spread."""
 
     first: str
     second: str
     seeds: int
-    seconds: float  # of all their runs
+    seconds: float  # seconds of all runs together
     pilot_seeds: int
     pilot_spread: float
     spread_bound: float
-    likely_seeds: int  # enough if the spread is the pilot's
+    likely_seeds: int  # enough seeds if the true spread equals the pilot's
     given_seeds: int | None
     seen: float | None  # the smallest difference found by the given seeds
 
 
 def command(arguments: Arguments) -> Answer:
-    """Say how many seeds a comparison needs and how long they take, from the spread of a pilot of
-    at least three seeds a line.
+    """Say how many seeds a comparison needs and how long they take, from the spread of a pilot with
+    at least three seeds per line.
 
     FOLDER…        run folders or folders of runs of two lines or more
     effect=NUMBER  the difference to see; 0.02 by default
-    seeds=N        also say what so many seeds would find
+    seeds=N        also say what difference N seeds would find
     figure=NAME    as for rlkit compare
     --json         the same for a program
 
         rlkit plan outputs/grpo outputs/dapo effect=0.02
         rlkit plan outputs/grpo outputs/dapo seeds=10
     """
-    groups, given = lines_of(arguments, "plan")
+    groups, given = read_lines(arguments, "plan")
     compared = verdicts.find_shared_figure(groups, given.get("figure"), given.get("at"))
     found = verdicts.judge_lines(groups, compared) if compared else []
     known = [v for v in found if v.found.n >= FEWEST]
@@ -58,7 +58,7 @@ def command(arguments: Arguments) -> Answer:
         raise ConfigError(
             f"rlkit plan: the pilot needs two kinds of runs with at least {FEWEST} seeds in common"
         )
-    effect = effect_of(given, EFFECT)
+    effect = read_effect(given, EFFECT)
     text = given.get("seeds", "0")
     seeds = int(text) if text.isdigit() else 0
     if "seeds" in given and seeds < TO_CLAIM:
@@ -66,7 +66,7 @@ def command(arguments: Arguments) -> Answer:
             f"seeds={text}: give a whole number, {TO_CLAIM} or more; fewer seeds claim nothing"
         )
     count = len(known)
-    each = seconds_of(groups)
+    each = add_up_seconds(groups)
     corrected = f", {count} comparisons" if count > 1 else ""
     head = (
         f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95"
@@ -74,7 +74,7 @@ def command(arguments: Arguments) -> Answer:
     )
     needs = [plan_seeds(v, effect, count, each, seeds or None) for v in known]
     data = {"figure": compared.name, "effect": effect, "comparisons": needs}
-    return Answer(data, "\n".join([head, *map(need_text, needs)]))
+    return Answer(data, "\n".join([head, *map(phrase_need, needs)]))
 
 
 def plan_seeds(
@@ -84,7 +84,7 @@ def plan_seeds(
 
     Args:
       each: seconds of one run of each line together.
-      seeds: a number of the user's, at least TO_CLAIM.
+      seeds: the user's number of seeds, at least TO_CLAIM.
     """
     spread = verdict.found.spread
     bound = spread_bound(spread, verdict.found.n)
@@ -105,7 +105,7 @@ def plan_seeds(
     )
 
 
-def need_text(need: Need) -> str:
+def phrase_need(need: Need) -> str:
     """Write a need in sentences."""
     known = (
         f"The pilot's spread is {need.pilot_spread:.4f} ({need.pilot_seeds} seeds), and the true"
@@ -126,7 +126,7 @@ def need_text(need: Need) -> str:
     return text
 
 
-def seconds_of(groups: list[Group]) -> float:
+def add_up_seconds(groups: list[Group]) -> float:
     """Wall seconds of one run of each line together, from the pilot's summaries."""
     known = [
         [float(run.summary.get("wall_seconds") or 0.0) for run in group.runs] for group in groups

@@ -1,5 +1,5 @@
-"""`rlkit replay`: the update of a debug bundle once more, portion by portion, and what in it is not
-finite."""
+"""`rlkit replay`: the update of a debug bundle once more, one micro-batch at a time, and the
+numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlkit.system.redaction import learn
 
 
 def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
-    """Run forward and backward over the minibatch of a bundle, with its weights at the time; no
-    optimiser moves.
+    """Run forward and backward over the minibatch of a bundle, with the weights before the failed
+    update; no optimiser takes a step.
 
     Args:
       trusted: whether the config may call code outside rlkit; see docs/security.md.
     Returns: a table and sentences; whether everything was finite this time.
-    Raises: ConfigError if the folder is no bundle, its config no longer fits the code, or it calls
-      untrusted code. DataError if one of its files is damaged or cannot be read.
+    Raises: ConfigError if the folder is not a bundle, if its config no longer fits the code, or if
+      it calls untrusted code. DataError if one of its files is damaged or cannot be read.
     """
     from rlkit.config.compose import conf_dir
     from rlkit.config.keys import drop_paths, find_leaks
@@ -71,7 +71,7 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
         f"step {learner.rl_step + 1}, {learner.x.algorithm.name}: {len(batch.ids)} rows of up to"
         f" {batch.ids.shape[1]} tokens"
     ]
-    lines += not_finite({name: p for name, p in learner.nets.named_parameters()}, "weights")
+    lines += find_nonfinite({name: p for name, p in learner.nets.named_parameters()}, "weights")
     mask = batch.response_mask
     for name, value in vars(batch).items():
         if (
@@ -118,10 +118,10 @@ def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[st
         loss.backward()
     grads = {name: p.grad for name, p in learner.nets.named_parameters() if p.grad is not None}
     norm = sum(float(g.float().square().sum()) for g in grads.values()) ** 0.5
-    return float(loss.detach()), norm, not_finite(grads, "the gradient")
+    return float(loss.detach()), norm, find_nonfinite(grads, "the gradient")
 
 
-def not_finite(tensors: Mapping[str, Any], what: str) -> list[str]:
+def find_nonfinite(tensors: Mapping[str, Any], what: str) -> list[str]:
     """Name the first tensor with nan or infinity in a sentence."""
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     return [f"{what} of {bad[0]} and {len(bad) - 1} more: not finite"] if bad else []
@@ -135,11 +135,11 @@ def _line(rows: Any, mask: Any, loss: float, norm: float) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """Do the failed update of a debug bundle once more: which rows and gradients are not finite.
-    The exit status is 1 where it fails again.
+    """Repeat the failed update of a debug bundle, and show which rows and gradients are not finite.
+    The exit status is 1 if it fails again.
 
     bundle=FOLDER  outputs/NAME/TIME/debug/STEP
-    trust=true     the bundle may run code that nothing declares safe
+    trust=true     the bundle may run code that is not declared safe
 
         rlkit replay bundle=outputs/latest/debug/step_000007
         rlkit replay bundle=outputs/latest/debug/step_000007 trust=true

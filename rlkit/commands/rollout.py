@@ -1,5 +1,5 @@
 """`rlkit rollout`: episodes without training, recorded, scored, summed up and saved. The loop is
-the one of training."""
+the same as in training."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     """Play the episodes, score and write them, with summary.json and transcripts. Return the
     rollouts and their folder.
 
-    Each episode is written at its end to unscored.jsonl.gz. The file goes once all episodes are
-    scored, so an early end leaves them behind.
-    Raises: ConfigError if the settings are out of range or there are no tasks. DataError that names
-      a row with an unreadable truth. RewardError if a reward fails.
+    Each episode is written at its end to unscored.jsonl.gz. The file is removed once all episodes
+    are scored, so after an early end the played episodes are still there.
+    Raises: ConfigError if the settings are out of range or there are no tasks. DataError naming a
+      row with an unreadable truth. RewardError if a reward fails.
     """
     refuse_problems(sampling_problems(x.generation))
     tasks = list(x.task(split=x.split))[: x.n]
     if not tasks:
         raise ConfigError(f"split={x.split}: the task has no rows there")
     if len(tasks) < x.n:
-        print(f"n={x.n}: the task has {len(tasks)} rows in split={x.split}, which are all played")
+        print(f"n={x.n}: the task has only {len(tasks)} rows in split={x.split}; all are played")
     from rlkit.config.problems.rows import check_truths
     from rlkit.episodes import collect, write_transcript
     from rlkit.rewards import score
@@ -61,12 +61,12 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
     check_truths(tasks, x.reward, x.environment)
     policy, device = load_on_device(x)
-    environment = limited(x.environment, x.max_steps)
+    environment = limit_environment(x.environment, x.max_steps)
     with autocast(x, device):
         tools, prompts = check_contexts(policy, tasks, environment)
         out = runs.make_fresh_folder(parent)
         with (
-            unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep,
+            keep_unscored(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep,
             keep_failed_rollout(out),
         ):
             rollouts = collect(
@@ -80,11 +80,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 **x.generation.params,
             )
             print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
-            said = (
-                count_failures(rollouts),
-                count_refusals(rollouts),
-                *describe_failing_tools(rollouts),
-            )
+            said = [count_failures(rollouts), count_refusals(rollouts)]
+            said += describe_failing_tools(rollouts)
             for line in filter(None, said):
                 warn(line)
             rollouts = score(rollouts, x.reward)
@@ -110,9 +107,9 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
 
 @contextmanager
-def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
-    """Yield a function to call with each episode at its end: it goes into the file, and on a
-    terminal onto a bar. The file is removed after a good end."""
+def keep_unscored(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
+    """Yield a function to call with each episode at its end: it writes the episode to the file, and
+    moves a bar on a terminal. The file is removed if the block ends well."""
     from rich.progress import Progress
 
     done = 0
@@ -137,7 +134,7 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
                 )
 
 
-def limited(
+def limit_environment(
     environment: Environment | Callable[[Task], Environment], max_steps: int | None
 ) -> Environment | Callable[[Task], Environment]:
     """Give the environment another limit of replies; None leaves its own."""
@@ -151,7 +148,7 @@ def step_counts(rollouts: Sequence[Rollout]) -> dict[int, int]:
     return dict(sorted(Counter(len(r.steps) for r in rollouts).items()))
 
 
-def episode_table(rollouts: Sequence[Rollout]) -> str:
+def tabulate_episodes(rollouts: Sequence[Rollout]) -> str:
     """Write the episodes in columns: counts, steps, rewards, endings, tool calls."""
     row = summarize(rollouts)
     steps = [len(r.steps) for r in rollouts]
@@ -196,7 +193,7 @@ def command(arguments: Arguments) -> int:
     """Play episodes without training: they are recorded, scored and summed up.
 
     n=N                     tasks to play
-    num_return_sequences=N  samples a task
+    num_return_sequences=N  samples per task
     split=NAME              test (by default), validation or train
     KEY=VALUE               any other setting; GROUP=OPTION an option
 
@@ -218,7 +215,7 @@ def command(arguments: Arguments) -> int:
     LOST.clear()
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
     print(
-        f"{'split':<34}{x.split}\n{episode_table(rollouts)}\n\nwritten to {runs.shorten_path(out)}"
-        + (f", but for {', '.join(LOST)}" if LOST else "")
+        f"{'split':<34}{x.split}\n{tabulate_episodes(rollouts)}\n\nwritten to"
+        f" {runs.shorten_path(out)}" + (f", but for {', '.join(LOST)}" if LOST else "")
     )
     return int(bool(LOST))

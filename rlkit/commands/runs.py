@@ -1,5 +1,4 @@
-"""`rlkit runs`: all runs, newest first, filtered by settings; and in what two of
-them differ."""
+"""`rlkit runs`: all runs, newest first, filtered by settings; and the differences of two runs."""
 
 from __future__ import annotations
 
@@ -9,16 +8,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlkit.commands.arguments import Answer, Arguments, drop, option, unquote
+from rlkit.commands.arguments import Answer, Arguments, drop, find_option, unquote
 from rlkit.config.changes import find_differences
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import ConfigError, DataError, suggest_name
 from rlkit.runs import folder as runs
 from rlkit.training.schedules.paths import flatten_numbers
 
 TAKES_TEXTS = True
 GIVES_JSON = True
 
-SHOWN = 30  # runs of a list, without limit=
+SHOWN = 30  # listed runs without limit=
 RESULTS = {
     "steps": "steps",
     "wall_seconds": "seconds",
@@ -43,7 +42,7 @@ class Listed(NamedTuple):
 
 
 def command(arguments: Arguments) -> Answer:
-    """List runs, newest first, or show in what two of them differ.
+    """List runs, newest first, or show the differences of two runs.
 
     FOLDER…    where to look; by default outputs
     KEY=VALUE  only runs with this setting or override
@@ -60,9 +59,9 @@ def command(arguments: Arguments) -> Answer:
             raise ConfigError("rlkit runs diff takes two run folders: rlkit runs diff A B")
         a, b = (runs.find_run(text, "runs diff") for text in words[1:])
         compared = compare_runs(a, b)
-        lines = [f"A  {a}", f"B  {b}", "", *side_by_side(**compared)]
+        lines = [f"A  {a}", f"B  {b}", "", *format_side_by_side(**compared)]
         return Answer(compared, "\n".join(lines))
-    limit = option(arguments.overrides, "limit") or str(SHOWN)
+    limit = find_option(arguments.overrides, "limit") or str(SHOWN)
     if not limit.isdigit():
         raise ConfigError(f"limit={limit}: give a whole number, 0 for all")
     wanted = drop(arguments.overrides, "limit")
@@ -79,10 +78,20 @@ def command(arguments: Arguments) -> Answer:
     lines = _columns([HEAD, *map(_row, shown)])
     if not found:
         asked = f" with {' '.join(wanted)}" if wanted else ""
-        lines = [f"no run{asked} below {', '.join(map(str, places))}"]
+        hint = _name_nearest(wanted, find_folders(places, ())[:1])
+        lines = [f"no run{asked} below {', '.join(map(str, places))}.{hint}"]
     if more:
         lines.append(f"{more} more; limit=0 shows all")
     return Answer({"runs": shown, "more": more}, "\n".join(lines))
+
+
+def _name_nearest(wanted: Sequence[str], folders: Sequence[Path]) -> str:
+    """ " Did you mean …?" for settings that these runs do not have."""
+    known = {
+        key.removesuffix(".name") for f in folders for key in flatten_numbers(runs.read_config(f))
+    }
+    keys = [text.partition("=")[0] for text in wanted]
+    return "".join(suggest_name(key, known) for key in keys if key not in known)
 
 
 def find_folders(places: Sequence[Path], wanted: Sequence[str]) -> list[Path]:
@@ -95,17 +104,17 @@ def find_folders(places: Sequence[Path], wanted: Sequence[str]) -> list[Path]:
     }
     # leave out a debug bundle inside a run
     folders = {folder for folder in folders if folders.isdisjoint(folder.parents)}
-    return sorted((f for f in folders if _passes(f, wanted)), key=_began, reverse=True)
+    return sorted((f for f in folders if _passes(f, wanted)), key=_read_begin, reverse=True)
 
 
-def _began(folder: Path) -> float:
+def _read_begin(folder: Path) -> float:
     return (folder / "config.yaml").stat().st_mtime
 
 
 def read_listed(folder: Path) -> Listed:
     summary = runs.read_summary(folder) or {}
     return Listed(
-        f"{datetime.fromtimestamp(_began(folder)):%Y-%m-%d %H:%M}",
+        f"{datetime.fromtimestamp(_read_begin(folder)):%Y-%m-%d %H:%M}",
         folder,
         str(summary.get("ended") or "not ended"),
         summary.get("steps"),
@@ -150,13 +159,13 @@ def _passes(folder: Path, wanted: Sequence[str]) -> bool:
         return False
     given = _overrides(folder)
     return all(
-        _same(value, values.get(key), option(given, key), values.get(f"{key}.name"))
+        _is_same(value, values.get(key), find_option(given, key), values.get(f"{key}.name"))
         for key, _, value in (w.partition("=") for w in wanted)
     )
 
 
-def _same(value: str, *found: str | None) -> bool:
-    """Whether one of the texts is the value, numbers by their size: 3e-4 is 0.0003."""
+def _is_same(value: str, *found: str | None) -> bool:
+    """Whether one of the texts is the value. Numbers are compared as numbers: 3e-4 is 0.0003."""
     for text in found:
         if text is None:
             continue
@@ -177,7 +186,7 @@ def compare_runs(a: Path, b: Path) -> dict[str, Any]:
     }
 
 
-def side_by_side(settings: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
+def format_side_by_side(settings: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
     """Write differing settings, then results side by side."""
     return [
         *(_table("setting", settings) or ["the settings are equal"]),

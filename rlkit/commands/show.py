@@ -1,4 +1,5 @@
-"""`rlkit show`: what a run is made of, on one screen. rlkit.config.origins has the rule."""
+"""`rlkit show`: the options and keys of a run on one screen, with their origins
+(rlkit.config.origins)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,15 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlkit.commands.arguments import Answer, Arguments, added, drop, key_of, option
-from rlkit.commands.trust import asker
+from rlkit.commands.arguments import (
+    Answer,
+    Arguments,
+    append_overrides,
+    drop,
+    find_option,
+    read_key,
+)
+from rlkit.commands.trust import make_asker
 from rlkit.config.options import find_shelf
 from rlkit.config.origins import PHASE, Explained, Option, Value, explain
 from rlkit.runs import folder as runs
@@ -23,7 +31,7 @@ NAMES = 22  # columns of keys; a longer key widens them, unless it is very long
 LONG_NAME = 36  # columns of a very long key
 # the functions and classes of tools; they are always shown
 TOOL = re.compile(r"^(environment\..*\btools\.\w+)\._target_$")
-# keys shown even if they are as in the default run
+# keys that are shown even if they equal the default run's
 MATTER = (
     "name",
     "seed",
@@ -54,7 +62,7 @@ def command(arguments: Arguments) -> Answer:
     from.
 
     KEY=VALUE   the overrides of the run; GROUP=OPTION an option
-    run=FOLDER  a run that there is, with the overrides on top
+    run=FOLDER  an existing run, with the overrides on top
     --json      every key with its origin, for a program
 
         rlkit show algorithm=dapo kl=none
@@ -63,15 +71,15 @@ def command(arguments: Arguments) -> Answer:
     overrides = drop(arguments.overrides, "run")
     sources = dict(arguments.sources)
     ask = None
-    where = _folder_named(arguments.overrides)
+    where = _find_named_folder(arguments.overrides)
     if where:
         folder = runs.find_run(where.partition("=")[2], where.partition("=")[0])
         runs.require_overrides(folder)
-        ask = asker(where, folder, overrides, arguments, entry="train")
-        said = set(map(key_of, overrides))
+        ask = make_asker(where, folder, overrides, arguments, entry="train")
+        said = set(map(read_key, overrides))
         saved = runs.read_overrides(folder)
-        sources |= {key: where for key in map(key_of, saved) if key not in said}
-        overrides = added(saved, overrides)
+        sources |= {key: where for key in map(read_key, saved) if key not in said}
+        overrides = append_overrides(saved, overrides)
     explained = explain(
         overrides,
         sources=sources,
@@ -100,10 +108,10 @@ def with_decision(values: Sequence[Value], start: Mapping[str, Any]) -> list[Val
     ]
 
 
-def _folder_named(overrides: Sequence[str]) -> str:
+def _find_named_folder(overrides: Sequence[str]) -> str:
     """run=FOLDER or resume=FOLDER, if the command line has one; otherwise empty."""
-    run = option(overrides, "run")
-    resume = option(overrides, "resume")
+    run = find_option(overrides, "run")
+    resume = find_option(overrides, "resume")
     if run:
         return f"run={run}"
     return f"resume={resume}" if resume and resume not in ("never", "auto") else ""
@@ -127,7 +135,7 @@ def screen(explained: Explained, words: Sequence[str] = ()) -> list[str]:
     ]
     for top in tops:
         lines.append(_row(options[top], f"{top} = {_with_shelf(options[top])}"))
-        lines += _nested(explained.options, top)
+        lines += _format_nested(explained.options, top)
         own = [value for value in shown if _head(value.key) == top]
         lines += _rows([value for value in own if not PHASE.fullmatch(value.key)], top)
         if top == "schedule":
@@ -136,7 +144,7 @@ def screen(explained: Explained, words: Sequence[str] = ()) -> list[str]:
 
 
 def _is_shown(value: Value, options: Mapping[str, Option]) -> bool:
-    """Whether a key has a line: it differs or matters, and does not only repeat its option's
+    """Whether a key gets a line: it differs or matters, and does not just repeat its option's
     name."""
     above, _, name = value.key.rpartition(".")
     named = options.get(above)
@@ -182,16 +190,17 @@ def _rows(values: Sequence[Value], above: str, indent: str = "    ") -> Iterator
     names = [value.key[len(above) + 1 :] if above else value.key for value in values]
     width = max(NAMES, *(len(name) for name in names if len(name) < LONG_NAME), 0)
     for name, value in zip(names, values, strict=True):
-        yield _row(value, f"{indent}{name:<{width}} {_written(value.value)}")
+        yield _row(value, f"{indent}{name:<{width}} {_format_value(value.value)}")
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Write a value in the form of the command line."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
-def _nested(options: Sequence[Option], above: str) -> Iterator[str]:
-    """The options within an option: a line for each chosen by somebody, the others side by side."""
+def _format_nested(options: Sequence[Option], above: str) -> Iterator[str]:
+    """The options within an option: a line for each one that was chosen, and the others in one
+    line."""
     own = [inner for inner in options if _is_below(inner.place, above)]
     own = [inner for inner in own if not _is_below(inner.place, "schedule.phases")]
     quiet = [inner for inner in own if not inner.origin]
@@ -208,7 +217,7 @@ def _is_below(place: str, above: str) -> bool:
 
 
 def _phases(explained: Explained, values: Sequence[Value]) -> Iterator[str]:
-    """Show the changes of each phase of a schedule from the whole run."""
+    """Show how each phase of a schedule differs from the whole run."""
     whole = {chosen.place: chosen.name for chosen in explained.options}
     found = (PHASE.fullmatch(value.key) for value in explained.values)
     for name in dict.fromkeys(match[1] for match in found if match):

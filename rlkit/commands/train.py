@@ -12,9 +12,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
+from rlkit.commands.arguments import STARTED, Arguments, append_overrides, drop, find_option, quote
 from rlkit.commands.compare import list_suspicions
-from rlkit.commands.trust import asker
+from rlkit.commands.trust import make_asker
 from rlkit.config.changes import find_differences, identify, refuse_changes
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError, Refusal, report
@@ -34,8 +34,8 @@ SHOWN = 6  # unwritten files named at the end of a run
 
 
 def command(arguments: Arguments) -> int:
-    """Train a policy: what can be checked without a model is checked first, then the run trains in
-    a new folder outputs/NAME/TIME. outputs/latest leads to the newest.
+    """Train a policy. Everything that needs no model is checked first; then the run trains in a new
+    folder outputs/NAME/TIME. outputs/latest is a link to the newest run.
 
     GROUP=OPTION            an option of a group, such as algorithm=dapo or kl=none; rlkit --help
                             lists them
@@ -67,8 +67,8 @@ def command(arguments: Arguments) -> int:
     from rlkit.training.loggers import check_loggers
 
     overrides = arguments.overrides
-    named = option(overrides, "resume")
-    folder = _given_folder(overrides)
+    named = find_option(overrides, "resume")
+    folder = _find_given_folder(overrides)
     resume: Path | None = None
     ask = None
     if named and named not in ("never", "auto"):
@@ -77,9 +77,9 @@ def command(arguments: Arguments) -> int:
         runs.require_overrides(folder)
         require_secrets(named, folder, overrides)
         mine = [*drop(overrides, "resume"), f"resume={quote(named)}"]
-        ask = asker(f"resume={named}", folder, mine, arguments, entry="train")
-        overrides = added(runs.read_overrides(folder), mine)
-    outputs = runs.OUTPUTS.absolute()  # before any code of the user's runs
+        ask = make_asker(f"resume={named}", folder, mine, arguments, entry="train")
+        overrides = append_overrides(runs.read_overrides(folder), mine)
+    outputs = runs.OUTPUTS.absolute()  # before any code of the user runs
     composed = compose(overrides, config_dir=arguments.config_dir, before_import=ask)
     x = experiment(composed)
     check_loggers(x.logger)
@@ -111,9 +111,9 @@ def command(arguments: Arguments) -> int:
     return status
 
 
-def _given_folder(overrides: Sequence[str]) -> Path | None:
+def _find_given_folder(overrides: Sequence[str]) -> Path | None:
     """The run folder of the command line. Raises: ConfigError for an impossible name."""
-    place = option(overrides, "hydra.run.dir")
+    place = find_option(overrides, "hydra.run.dir")
     if not place:
         return None
     with refuse_unwritable(place):
@@ -154,7 +154,7 @@ def _train_owned(
                 )
             )
         )
-        occupied = not known and target.is_dir() and any(target.iterdir())  # by files of the user
+        occupied = not known and target.is_dir() and any(target.iterdir())  # by the user's files
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
             own(target)
@@ -165,7 +165,7 @@ def _train_owned(
         def job() -> int:
             return run_in_folder(x, composed.config, tasks, target, started=STARTED, resume=resume)
 
-        status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
+        status = run_in_hydra(composed, target, job) if ranks.rank() == 0 else job()
         if status == 2 and not known and ranks.rank() == 0 and not owner.explain_loss(target):
             remove_start(target, whole=not occupied)
             if folder is None:
@@ -174,13 +174,15 @@ def _train_owned(
 
 
 def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if an override of the run held a secret and is not given again. No run
-    folder keeps a secret."""
-    missing = [key for key in runs.list_withheld_keys(folder) if option(overrides, key) is None]
+    """Raise ConfigError if an override of the run held a secret and is not given again, because no
+    run folder keeps a secret."""
+    missing = [
+        key for key in runs.list_withheld_keys(folder) if find_option(overrides, key) is None
+    ]
     if missing:
         raise ConfigError(
-            f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again,"
-            f" as {missing[0]}=VALUE or better as {missing[0]}='${{oc.env:NAME}}'"
+            f"resume={named}: {missing[0]} held a secret, and no run folder keeps one; give it"
+            f" again, as {missing[0]}=VALUE or better as {missing[0]}='${{oc.env:NAME}}'"
         )
 
 
@@ -195,7 +197,7 @@ def note_start(folder: Path, composed: Composed, identity: str) -> None:
     config = composed.config
     overrides = [str(text) for text in composed.full.hydra.overrides.task]
     with refuse_unwritable(folder):
-        # from a process that ended before it wrote config.yaml
+        # an earlier process ended before it wrote config.yaml
         if not identity and (folder / "run.json").exists():
             set_aside(folder, "run.json")
         said = runs.write_start(
@@ -206,8 +208,8 @@ def note_start(folder: Path, composed: Composed, identity: str) -> None:
 
 
 def remove_start(folder: Path, *, whole: bool) -> None:
-    """Remove the files of a refused run from before its first row; the whole folder if it was empty
-    before."""
+    """Remove the files that a refused run wrote before its first row; remove the whole folder if it
+    was empty before."""
     if (folder / "metrics.jsonl").exists():
         return
     if whole:
@@ -227,12 +229,12 @@ def remove_start(folder: Path, *, whole: bool) -> None:
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> str:
     """Print the changes since the run in `folder` was started. Return the run's identity.
 
-    Raises: ConfigError if it cannot go on with them. DataError if a file with the run's identity
-      was damaged or exchanged, or if it has trained and no checkpoint of it is left.
+    Raises: ConfigError if the run cannot continue with them. DataError if a file with the run's
+      identity was damaged or exchanged, or if the run has trained and has no checkpoint left.
     """
     if resume is None:
         raise ConfigError(
-            f"{folder} already holds a run, which is never overwritten; continue it with"
+            f"{folder} already holds a run, and a run is never overwritten; continue it with"
             f" resume={folder}, or choose another folder"
         )
     ranks.broadcast(lambda: clear_places(folder))
@@ -242,20 +244,20 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
     changed = find_differences(runs.read_config(folder), config)
     refuse_changes(folder, changed)
     for key, (was, now) in changed.items():
-        print(f"resume: {key} was {was}, is {now}")
-    summary = ranks.broadcast(lambda: own_summary(folder))
+        print(f"resume: {key} was {was} and is now {now}")
+    summary = ranks.broadcast(lambda: read_own_summary(folder))
     done = 0 if summary.get("unsaved") else summary.get("steps") or 0
     if resume.is_dir() and done >= steps:
         raise ConfigError(
-            f"{folder} has done all of its {done} steps, by its summary.json; to go on, raise"
+            f"{folder} has done all of its {done} steps, by its summary.json; to continue, raise"
             f" trainer.steps, as in trainer.steps={2 * done}"
         )
     return identity
 
 
-def own_summary(folder: Path) -> dict[str, Any]:
-    """summary.json of the continued run. A damaged one, or another run's, goes to aside/, and a
-    sentence says so."""
+def read_own_summary(folder: Path) -> dict[str, Any]:
+    """summary.json of the continued run. A damaged file, or another run's, goes to aside/, and a
+    printed line says so."""
     summary = runs.read_summary(folder)
     if summary is None and (folder / "summary.json").exists():
         print(
@@ -266,7 +268,7 @@ def own_summary(folder: Path) -> dict[str, Any]:
     return summary or {}
 
 
-def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
+def run_in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
     """Run a job as Hydra's main does, with the config composed before: .hydra/ in its folder,
     Hydra's state, its callbacks."""
     from hydra.core.hydra_config import HydraConfig
@@ -280,7 +282,7 @@ def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
     place = config.hydra.output_subdir
     config.hydra.run.dir = str(folder)
     config.hydra.mode = RunMode.RUN
-    # these files are written here: each whole, without secrets, and noted as the user's own
+    # these files are written here: each completely, without secrets, and noted as the user's own
     config.hydra.output_subdir = None
 
     def work(task: Any) -> int:
@@ -311,8 +313,8 @@ def run_in_folder(
     started: float,
     resume: Path | None,
 ) -> int:
-    """Run in a folder and print the end; return the exit status. A refusal removes all its
-    additions."""
+    """Run in a folder and print the end; return the exit status. A refused run removes everything
+    it has added."""
     from rlkit.config.compose import make_builder
 
     fresh = resume is None
@@ -337,9 +339,9 @@ def run_in_folder(
         return report(error, f"run folder: {runs.shorten_path(folder)}")
     if ranks.rank() == 0:
         with report_write_errors("config.yaml"):
-            # for a resumed run, once it has gone on with this config
+            # a resumed run writes it only after it has continued with this config
             runs.write_config(folder, config, provenance["identity"])
-    print(closing_lines(summary, folder), flush=True)
+    print(format_closing_lines(summary, folder), flush=True)
     return _exit_status(x, summary, folder)
 
 
@@ -355,15 +357,15 @@ def _exit_status(x: Experiment, summary: Mapping[str, Any], folder: Path) -> int
         ):
             from rlkit.training.callbacks.stopping import requeue
 
-            owner.release(folder)  # SLURM may end this process as soon as it hears of it
+            owner.release(folder)  # SLURM may end this process as soon as it gets the request
             requeue()
         return 1 if LOST else summary.get("status", 130)
     return 1 if LOST else 0
 
 
 def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Write the table of the test problems, before and after training; first, whether they got
-    worse by more than chance."""
+    """Write the table of the test problems, before and after training; the first line says whether
+    they got worse by more than chance."""
     from rlkit.runs.tables import estimate, newcombe
     from rlkit.training.callbacks.terminal import describe_sampling
 
@@ -396,7 +398,7 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
     ]
 
 
-def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
+def format_closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """Write the before/after table of the test problems, the folder and the next commands."""
     where = shlex.quote(runs.shorten_path(folder))
     lines = [""]
@@ -410,7 +412,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
         f" {summary['tokens']:,} tokens"
     )
     lines += [why] if why else []
-    lines += [f"warning: {text}" for text in doubts(folder)]
+    lines += [f"warning: {text}" for text in list_doubts(folder)]
     lines += list_suspicions([folder])
     if LOST:
         named = [
@@ -447,14 +449,14 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def draw_page(folders: Sequence[Path], file: Path) -> None:
-    """Print why a sweep's runs may not learn, and have the command `report` write one page of them.
-    The command prints the path."""
+    """Print why a sweep's runs may not learn, and let the command `report` write one page about
+    them and print its path."""
     for line in list_suspicions(folders):
         print(line)
     print("report           ", end="", flush=True)
     report = extras.load_command("report")
     if report is None:
-        print("none: there is no command 'report', which the extra 'report' brings")
+        print("none: the command 'report' is missing; it is in the extra 'report'")
         return
     try:
         report(Arguments([f"out={file}"], texts=tuple(map(str, folders))))
@@ -462,7 +464,7 @@ def draw_page(folders: Sequence[Path], file: Path) -> None:
         print(f"none: {error}")
 
 
-def doubts(folder: Path) -> list[str]:
+def list_doubts(folder: Path) -> list[str]:
     """List harmful drifts over the whole run, and the number of steps of each warning
     printed only once."""
     from rlkit.runs.reading import read_run

@@ -1,4 +1,4 @@
-"""What a command does with the config of a folder that is not known as the user's own."""
+"""How a command treats the config of a folder that is not known as the user's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, option
+from rlkit.commands.arguments import Arguments, find_option
 from rlkit.config.compose import compose_without_values, conf_dir
 from rlkit.config.keys import find_leaks, refuse_leaks
 from rlkit.config.trust import (
@@ -24,7 +24,7 @@ from rlkit.system.noted import is_noted
 from rlkit.system.redaction import learn
 
 
-def asker(
+def make_asker(
     where: str,
     folder: Path,
     mine: Sequence[str],
@@ -39,7 +39,7 @@ def asker(
     Args:
       where: the folder in the user's words. mine: the user's overrides.
       entry: of the composed config.
-      own_model: whether the model may lie in the folder.
+      own_model: whether the folder may hold the model itself.
     Returns: a function of the composed config, with values of the environment as ${oc.env:NAME}.
     Raises: ConfigError if composing alone would import something.
     """
@@ -63,7 +63,7 @@ def asker(
     return ask
 
 
-def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
+def read_model(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
     """Read the model of a run from its config, as data.
 
     Raises: ConfigError unless it is declared safe or the user gave trust=true; DataError if it
@@ -91,7 +91,7 @@ def with_limits(x: Any, arguments: Arguments) -> Any:
     from rlkit.models.confined import confine_template
     from rlkit.models.load import EMBEDDED
 
-    named = option(arguments.overrides, "run")
+    named = find_option(arguments.overrides, "run")
     if (
         not named
         or x.model.path in (None, *EMBEDDED)

@@ -1,4 +1,4 @@
-"""Compare two configs, and decide which changes a run can go on with."""
+"""Compare two configs, and decide with which changes a run can continue."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rlkit.training.schedules.paths import flatten_numbers
 ONCE = ("resume", "takeover")  # keys of one process only; they do not describe the run
 
 
-# two configs of one run may differ in these keys
+# two configs of the same run may differ in these keys
 LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)
 
 
-# and in these: the result does not depend on the ranks
+# they may also differ in these, because the result does not depend on the ranks
 PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")
 
 
 FIXED = ("model", "optimizer._target_", "task", "seed")  # keys a continued run may not change
 
 
-# sections about what is written and shown; they do not affect the run's numbers
+# sections about output; they do not affect the run's numbers
 APART = ("logger", "callbacks")
 
 
@@ -35,8 +35,8 @@ def identify(config: Mapping[str, Any]) -> str:
     SHA-256.
 
     Secrets are covered first. Sections APART, keys of one process (ONCE), suggestions and shelves
-    are left out. A folder keeps its identity when it is moved, and when its run goes on with other
-    settings (`rlkit.system.identity`).
+    are left out. A folder keeps its identity when it is moved, and when its run continues with
+    other settings (`rlkit.system.identity`).
     """
     settings = {
         key: value
@@ -74,14 +74,14 @@ def find_differences(
 def find_departures(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Find where a config departs from a run's: `find_differences` without the logger, the
-    callbacks and the number of ranks."""
+    """Find the differences of a config from a run's config: `find_differences` without the logger,
+    the callbacks and the number of ranks."""
     changed = find_differences(old, new, beside=PLACE + beside)
     return {key: values for key, values in changed.items() if key.split(".")[0] not in APART}
 
 
 def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise ConfigError for changes that no run can go on with."""
+    """Raise ConfigError for changes impossible in a continued run."""
     fixed = [key for key in changed if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
     if fixed:
         was, wanted = changed[fixed[0]]

@@ -1,14 +1,15 @@
-"""From a config to an Experiment: composed by Hydra, checked before anything heavy is loaded, built
-from plain functions.
+"""From a config to an Experiment: Hydra composes the config, it is checked before anything heavy is
+loaded, and the Experiment is built from plain functions.
 
 Order: overrides → composed config → every key checked (rlkit.config.schema) → functions built →
-validated, dry-run on fake data (rlkit.config.problems). Each stage reports all of its problems at
-once, and none of them imports more than torch.
+validated, dry-run on fake data (rlkit.config.problems). Each stage reports all of its problems
+together, and no stage imports more than torch.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import importlib.util
 import os
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment
 
 
-# (the task's declaration, the function holding a part for each name, the option with these parts)
+# (the task's declaration, the function with a part for each name, the option with these parts)
 BY_TASK = (
     ("rewards", "rlkit.rewards.by_task", "reward/by_task.yaml"),
     ("environments", "rlkit.environments.by_task", "environment/by_task.yaml"),
@@ -67,15 +68,14 @@ def compose(
     config_dir: str | Path | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
 ) -> Composed:
-    """Compose an entry config and refuse it, with all problems in one message, unless it can be
-    built.
+    """Compose an entry config. If it cannot be built, refuse it with all problems in one message.
 
     Args:
       overrides: as on the command line. A key in a part's signature needs no `+`.
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
-      before_import: a function to inspect the config before any module in it is imported; it may
-        refuse the config. Values of the environment stand there as ${oc.env:NAME}.
+      before_import: a function to inspect the config before any of its modules is imported; it may
+        refuse the config. It sees values of the environment as ${oc.env:NAME}.
     Raises: ConfigError.
     """
     import logging
@@ -130,8 +130,8 @@ def compose_without_values(
 
 
 def with_variables(full: DictConfig) -> dict[str, Any]:
-    """The plain config with ${oc.env:NAME} in place of each value of the environment, also where
-    references carry it."""
+    """The plain config with ${oc.env:NAME} in place of each value of the environment, even if a
+    reference leads to the value."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -149,18 +149,17 @@ PRESETS = ("experiment", "debug")  # their options set keys of other groups
 
 
 class Layer(NamedTuple):
-    """A file of conf/ as it enters a config: later layers win."""
+    """A file of conf/ as a layer of a config: later layers win."""
 
     option: str  # GROUP=NAME; empty for the entry config, and for Hydra's own
-    config: dict[str, Any]  # its keys in their places, references as they are written
+    config: dict[str, Any]  # its keys in their places, with references as written
     overrides: dict[str, str]  # the preset's choices in other groups: group → NAME
 
 
 def list_layers(
     composed: Composed, *, entry: str = "train", config_dir: str | None = None
 ) -> tuple[Layer, ...]:
-    """List the files a config was composed of, in Hydra's order, without values of the command
-    line."""
+    """List the files of a composed config, in Hydra's order, without values of the command line."""
     with initialize_hydra(config_dir) as search:
         groups = [text for text in composed.overrides if is_group(text, search)]
         return _list_layers(entry, (*search, *groups), _stamp(search))
@@ -195,8 +194,8 @@ def _list_layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple
 
 @contextmanager
 def initialize_hydra(config_dir: str | Path | None) -> Iterator[list[str]]:
-    """Let Hydra read conf/ with rlkit's resolvers inside this block. Yields the overrides for
-    searching the user's folder too."""
+    """Within the block, let Hydra read conf/ with rlkit's resolvers. Yield the overrides that make
+    it search the user's folder too."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
@@ -225,8 +224,8 @@ def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
 
 
 def find_length_keys(composed: Composed) -> tuple[str, ...]:
-    """List the dotted keys with values that follow the run's length, as in ${trainer.steps}: they
-    count as length too."""
+    """List the dotted keys whose values follow the run's length, as in ${trainer.steps}. They count
+    as length too."""
     from omegaconf import OmegaConf
 
     longer = copy.deepcopy(composed.full)
@@ -251,8 +250,8 @@ def searchpath(config_dir: str | Path | None) -> list[str]:
 
 
 def _find_clashes(config_dir: str | Path | None) -> list[str]:
-    """Options of a user's folder hidden by a shipped option of the same name. Hydra would say
-    nothing."""
+    """Options of a user's folder hidden by a shipped option of the same name. Hydra would not
+    report them."""
     folder = Path(config_dir) if config_dir else None
     files = sorted(folder.rglob("*.yaml")) if folder else []
     hidden = [f for f in files if folder and (conf_dir() / f.relative_to(folder)).exists()]
@@ -295,7 +294,7 @@ def _load(
     becomes one ConfigError.
 
     Hydra composes the groups. Then the values are set, as Hydra does it. A key absent from the YAML
-    may still stand in a signature: it is added, and the check decides.
+    may still be in a signature. It is added, and the check decides about it.
     """
     import yaml
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -340,7 +339,7 @@ def _load(
 def _make_refusal(
     error: Exception, text: str, entry: str, search: Sequence[str], overrides: Sequence[str]
 ) -> ConfigError:
-    """Turn Hydra's error into one sentence about the user's words. `text` is the override applied
+    """Turn Hydra's error into one sentence about the user's override. `text`: the override applied
     last."""
     absent = re.match(r"(?:In '[^']*': )?Could not find '([\w/]+)/([^/']+)'", str(error))
     if absent:
@@ -358,7 +357,7 @@ def _make_refusal(
         return ConfigError(
             f"{path}: Hydra has no such setting.{suggest_name(path.split('.')[1], known)}"
         )
-    if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
+    if path and "." not in path:  # a whole group: Hydra proposes to add it, and that would not help
         return ConfigError(f"{path}: rlkit {entry} has no such group")
     if str(error).startswith("Error merging override"):
         text = text.lstrip("+")
@@ -397,8 +396,10 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
             re.findall(rf"(?:@{kind}\.|^        )(\w+):", (conf_dir() / option).read_text(), re.M)
         )
         for path in _find_target_paths(raw, target):
-            parts = OmegaConf.select(full, f"{path}.{kind}")
-            for name in shipped & set(parts or ()):
+            parts = OmegaConf.select(full, f"{path}.{kind}") or {}
+            for name in {*declared} - {*parts}:  # a near miss, for the refusal to name
+                declared += difflib.get_close_matches(name, list(parts), 1, 0.5)
+            for name in shipped & set(parts):
                 touched = any(f".{kind}.{name}." in key for key in keys)
                 missing = explain_missing(str(parts[name].get("_target_")))
                 if name not in declared and (declared or missing) and not touched:
@@ -426,10 +427,10 @@ def _find_target_paths(node: Any, target: str, path: str = "") -> Iterator[str]:
 
 @functools.lru_cache(maxsize=64)
 def _compose_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> bytes:
-    """Hydra's composition of options, pickled. Configs with other values but the same options share
+    """Hydra's composition of options, pickled. Configs with the same options but other values share
     it.
 
-    `stamp` changes with the files. To unpickle takes a seventh of the time of a deep copy.
+    `stamp` changes with the files. Unpickling takes a seventh of the time of a deep copy.
     """
     import hydra
 
@@ -439,8 +440,7 @@ def _compose_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> by
 
 
 def drop_shelves(node: Any) -> None:
-    """Remove the key `shelf`, brought along by options, from a composed config, in place and at
-    every depth."""
+    """Remove the key `shelf` of the options from a composed config, in place and at every depth."""
     from omegaconf import Container
 
     children = node._content  # text if the node is missing or refers to another
@@ -454,8 +454,8 @@ def drop_shelves(node: Any) -> None:
 
 
 def _stamp(search: Sequence[str]) -> object:
-    """A value to compare: it changes whenever an option is written, even by a notebook editing its
-    own."""
+    """A value to compare. It changes whenever an option is written, even if a notebook edits the
+    user's own option."""
     folders = [
         conf_dir(),
         *(Path(folder) for text in search for folder in re.findall(r"file://([^],]+)", text)),
@@ -504,7 +504,7 @@ def _require_text(node: Mapping[Any, Any], path: str = "") -> None:
 
 
 def _find_unresolved(node: Any, path: str = "") -> tuple[str, str]:
-    """Return the first key with a reference nothing resolves, and the reference as written.
+    """Return the first key with an unresolvable reference, and the reference as written.
 
     If all can be resolved, both are empty.
     """
@@ -568,8 +568,8 @@ def is_group(override: str, search: Sequence[str]) -> bool:
 
 
 def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
-    """The names of a group's options. Asks Hydra's repository directly: the loader would copy every
-    option registered by a plugin."""
+    """The names of a group's options. It asks Hydra's repository directly, because the loader would
+    copy every option registered by a plugin."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.object_type import ObjectType
 
@@ -599,7 +599,7 @@ def _check_overrides(
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
     parser = OverridesParser.create(config_loader=hydra.config_loader)
-    # options looked for later
+    # the options are looked for later
     elsewhere = bool(search) or any(text.startswith("hydra.searchpath=") for text in overrides)
     problems = []
     accepted = []
@@ -610,7 +610,7 @@ def _check_overrides(
             said = (
                 shorten_to_sentence(error)
                 .partition(" See https://hydra.cc")[0]
-                .replace("no viable alternative at input", "no sense from here on:")
+                .replace("no viable alternative at input", "unreadable from here on:")
             )
             problems.append(
                 f"'{given}' cannot be read: {said}; close each bracket and quote, and quote the"
@@ -648,15 +648,15 @@ def explain_unknown_option(text: str, name: str, group: str, options: Iterable[s
 
 
 def parse_override(parser: Any, text: str) -> tuple[Any, str]:
-    """Parse an override, and return its text in Hydra's grammar. A condition like
-    `reward/mean > 0.8 for 3` gets back the quotes taken by the shell."""
+    """Parse an override, and return its text in Hydra's grammar. A condition like `reward/mean >
+    0.8 for 3` gets back its quotes, because the shell takes them away."""
     from hydra.errors import HydraException
 
     try:
         return parser.parse_overrides([text])[0], text
     except HydraException:
         key, _, value = text.partition("=")
-        if not value or value[0] in "[{'\"":  # a broken list or mapping is no text
+        if not value or value[0] in "[{'\"":  # a broken list or mapping is not a text
             raise
         quoted = f"{key}='{value}'"
         return parser.parse_overrides([quoted])[0], quoted

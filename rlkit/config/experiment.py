@@ -50,8 +50,8 @@ def experiment(
         be a function, a Term, or several of them in a list or by name. A task may be a list of
         Tasks, rows with a prompt and an answer, a `datasets.Dataset`, or a Splits of these. Tools
         may be one function or several. A model may be a Policy. A keyword below a replaced part
-        sets a value in the new one: algorithm__advantage__scale=0.5.
-    Raises: ConfigError with all problems, in the sentences of the command line.
+        sets a value in the new part: algorithm__advantage__scale=0.5.
+    Raises: ConfigError with all problems, in the same sentences as on the command line.
     """
     if "--config-dir" in " ".join(overrides):
         raise ConfigError('--config-dir: from Python, give the folder as config_dir="my_conf"')
@@ -68,7 +68,7 @@ def experiment(
     )
     refuse_problems(problems)
     config = built = composed.config
-    # Python objects passed to the function of an option; the others replace its result
+    # these Python objects are passed to the function of an option; the others replace its result
     early = [
         path
         for path in parts
@@ -96,7 +96,7 @@ def experiment(
 
 
 def is_part(path: str, value: Any) -> bool:
-    """Whether the value of a keyword is a Python object; the rows of a task are one."""
+    """Whether the value of a keyword is a Python object; the rows of a task count as one."""
     rows = isinstance(value, list | tuple) or (isinstance(value, Mapping) and "train" in value)
     return (path == "task" and rows) or not is_plain(value)
 
@@ -150,9 +150,7 @@ def describe_part(part: Any) -> Any:
     if is_record(part):
         return {"_target_": name_function(type(part)), **describe_part(part._asdict())}
     if isinstance(part, list | tuple):
-        return [
-            describe_part(value) for value in part[:8]
-        ]  # of a long list of tasks the first ones
+        return [describe_part(value) for value in part[:8]]  # only the first tasks of a long list
     if isinstance(part, partial):
         return {
             "_target_": name_function(part.func),

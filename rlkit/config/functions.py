@@ -32,5 +32,5 @@ def read_functions(override: str) -> dict[str, Any]:
         short: {"_target_": "rlkit.rewards.Term", "weight": 1.0, "fn": part}
         for short, part in parts.items()
     }
-    chosen = {"hydra.runtime.choices.reward": value}  # as `rlkit show` has it
+    chosen = {"hydra.runtime.choices.reward": value}  # as in `rlkit show`
     return {"reward.name": "+".join(parts), "reward.terms": terms} | chosen

@@ -74,11 +74,11 @@ def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
       named: the valid names at its place.
       leaves: every dotted key of the config.
 
-    First comes a name beside it, one or two letters away. Then come a peer's name, a leaf of the
-    same name anywhere, and similar names.
+    First comes a name at the same place, one or two letters away. Then come a peer's name, a leaf
+    of the same name anywhere, and similar names.
     """
     parent, _, word = path.rpartition(".")
-    # evaluation.reward.terms.task is no other place than reward.terms.task
+    # evaluation.reward.terms.task counts as the same place as reward.terms.task
     same_part = f".{path}" if parent else "."
     below = [
         leaf
@@ -106,8 +106,8 @@ def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
 
 
 def list_leaves(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every dotted key a user can set in a plain config, groups and lists as one key each, without
-    Hydra's own words."""
+    """Every settable dotted key of a plain config. A group or a list is one key. Hydra's own keys
+    are left out."""
     found = []
     for key, value in config.items():
         if key.startswith("_") or key == "suggests":

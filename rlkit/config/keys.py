@@ -1,4 +1,4 @@
-"""Keys: a value of the user goes only to an address named by the user's own command line,
+"""Keys: a value of the user is sent only to addresses named by the user's own command line,
 environment or --config-dir."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlkit.config.trust import (
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import FROM_ENVIRONMENT, is_secret_key
 
-# Variables sent to a logger's address by its package, without rlkit.
+# Variables sent by a logger's package to the logger's address, without rlkit.
 SENT = {
     "rlkit.training.loggers.mlflow": (
         "MLFLOW_TRACKING_TOKEN",
@@ -36,11 +36,11 @@ SENT = {
 
 
 class Leak(NamedTuple):
-    """A value of the user on its way to a place the folder chose."""
+    """A value of the user on its way to a place chosen by the folder."""
 
     path: str
     what: str  # the value, in words
-    place: str  # its destination by the folder, as path=value
+    place: str  # its destination, as named by the folder: path=value
 
     def __str__(self) -> str:
         return (
@@ -54,9 +54,9 @@ def find_leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
     """Find values of the environment and secrets on their way to an address, a program or a
     function that only the folder names.
 
-    Even trust=true does not allow it. A key beside such an address is a leak. If there is any such
-    address, every value the folder takes from the environment is a leak too, even one put into a
-    prompt.
+    Even trust=true does not allow it. A key among the arguments with such an address is a leak. If
+    there is any such address, every value taken by the folder from the environment is a leak too,
+    even a value for a prompt.
 
     Args: as for `outside`.
     """
@@ -105,7 +105,7 @@ def _find_user_values(node: Mapping[str, Any], base: Any, path: str, place: str)
 
 
 def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[str]:
-    """The addresses and programs only the folder names, as path=value. An unknown function is
+    """The addresses and programs named only by the folder, as path=value. An unknown function is
     listed itself."""
     target = node["_target_"]
     if not is_known(target, by) and base is ABSENT:
@@ -130,7 +130,7 @@ def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[s
 
 
 def _leaves(node: Any, base: Any, path: str) -> Iterator[tuple[str, str, bool]]:
-    """(path, text, whether rlkit or the user himself gives it) of every text."""
+    """(path, text, whether it comes from rlkit or from the user) of every text."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from _leaves(value, get_child(base, key), f"{path}.{key}" if path else str(key))
@@ -142,7 +142,7 @@ def _leaves(node: Any, base: Any, path: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def refuse_leaks(found: Sequence[Leak], where: str) -> None:
-    """Raise ConfigError for the first value on its way to a place that only the folder names."""
+    """Raise ConfigError for the first value on its way to a place named only by the folder."""
     if found:
         raise ConfigError(f"{where}: {found[0]}")
 

@@ -1,8 +1,8 @@
 """The files of conf/: where they are, and the shelf of each option.
 
 A line `shelf: everyday` or `shelf: catalogue` in an option's file says whether most users need to
-know it. The word sorts lists of options and changes nothing else: `rlkit.config.compose` takes it
-out of every composed config, so no part is given it and no run folder holds it.
+know it. The word sorts lists of options and changes nothing else: `rlkit.config.compose` removes it
+from every composed config, so no part gets it and no run folder holds it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ LINE = re.compile(rf"^shelf: ({'|'.join(SHELVES)})\b", re.M)
 
 
 def conf_dir() -> Path:
-    """The folder of the shipped options: inside the package when installed, beside it in a
+    """The folder of the shipped options: inside the installed package, or beside the package in a
     checkout."""
     package = Path(__file__).resolve().parent.parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def read_shelf(file: Path) -> str:
-    """Read the shelf from an option's file; "" if the file names none. A user's own file need
-    not."""
+    """Read the shelf from an option's file; "" if the file names none, as a user's own file may."""
     found = LINE.search(file.read_text())
     return found[1] if found else ""
 

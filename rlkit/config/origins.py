@@ -35,7 +35,7 @@ DEFAULT = "default"
 REMOVED = "removed"
 SILENT = {"_target_", "_partial_", "suggests", "shelf"}
 PHASE = re.compile(r"schedule\.phases\.(\w+)\.(.+)")
-PHASE_ONLY = re.compile(r"(until|numbers|reset)\b")  # keys a phase has and the whole run lacks
+PHASE_ONLY = re.compile(r"(until|numbers|reset)\b")  # keys only of phases
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([A-Za-z_][\w.]*)(?=[,}])")
 ADVICE = re.compile(r"\$\{(rlkit_\w+):([^{}]*)\}")
 EXTRA = re.compile(r"rlkit\.extras\.(\w+)\.")
@@ -44,9 +44,9 @@ EXTRA = re.compile(r"rlkit\.extras\.(\w+)\.")
 class Option(NamedTuple):
     """A chosen option."""
 
-    place: str  # the place of its keys: algorithm, algorithm.advantage
+    place: str  # where its keys are: algorithm, algorithm.advantage
     name: str
-    origin: str  # empty if the option above it chooses it
+    origin: str  # empty if a parent option chooses it
     changed: bool
 
 
@@ -105,14 +105,14 @@ def explain(
 
 
 def find_extras(config: Mapping[str, Any]) -> list[str]:
-    """The extras whose functions a config names, sorted."""
+    """The extras with functions named in a config, sorted."""
     names = (EXTRA.match(target) for target in _targets(config))
     return sorted({found[1] for found in names if found})
 
 
 def _choices(composed: Composed) -> dict[str, str]:
-    """Group → option, in the order of the config. A group has @PLACE if its keys stand
-    elsewhere."""
+    """Group → option, in the order of the config. A group has @PLACE if its keys are at another
+    place."""
     chosen = reversed(list(composed.full.hydra.runtime.choices.items()))
     return {
         str(group): str(name)
@@ -137,7 +137,7 @@ def _options(
     said = preset | chosen
     choices = _choices(composed)
     for group, (name, _) in said.items():
-        if name.startswith("["):  # Hydra notes no choice of several options
+        if name.startswith("["):  # Hydra does not record a choice of several options
             choices[group] = name
     before = _choices(standard)
     order = {place: number for number, place in enumerate([*PRESETS, *composed.config])}

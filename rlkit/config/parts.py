@@ -1,5 +1,5 @@
 """Put Python objects in the places of an experiment's parts, and check the arguments of
-the package's top-level functions. Type hints say which object may stand in which place."""
+the package's top-level functions. Type hints decide which object fits into which place."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def wrap_with_checks(function: Callable[..., Any], name: str) -> Callable[..., A
     """Wrap a top-level function of the package: it refuses arguments missing from its signature. A
     bare function becomes a Reward or Term if the signature asks for one.
 
-    Raises: ConfigError in place of Python's TypeError, and of an AttributeError further in.
+    Raises: ConfigError in place of Python's TypeError, or of an AttributeError in the function.
     """
     signature = inspect.signature(function)
-    # a layer below the experiment's has no type for it
+    # modules below the experiment's layer have no type for x
     hints = {**signature_hints(function), "x": Experiment}
 
     @functools.wraps(function)
@@ -54,7 +54,8 @@ def wrap_with_checks(function: Callable[..., Any], name: str) -> Callable[..., A
             kind = signature.parameters[key].kind
             where = f"rlkit.{name}: {key}"
             hint = hints.get(key, Any)
-            if kind is inspect.Parameter.VAR_KEYWORD:  # of an episode, or of a config
+            # further settings of an episode, or of a config
+            if kind is inspect.Parameter.VAR_KEYWORD:
                 params = hints_of(SamplingParams)
                 call.arguments[key] = {
                     own: lift_part(value[own], params.get(own, Any), f"rlkit.{name}: {own}")
@@ -109,8 +110,8 @@ def get_inside(owner: Any, name: str) -> Any:
 
 
 def lift_part(part: Any, hint: Any, where: str) -> Any:
-    """Convert a part, and everything in it, to the type of its place. Raises ConfigError if one of
-    them does not fit."""
+    """Convert a part, and everything in it, to the type of its place. Raises ConfigError if
+    anything does not fit."""
     if hint in (Reward, Term) and not isinstance(part, hint):
         part = (make_reward if hint is Reward else make_term)(part, where)
     elif where == "task":
@@ -119,6 +120,11 @@ def lift_part(part: Any, hint: Any, where: str) -> Any:
         hint = Callable[..., Any]
     elif where == "model":
         part = wrap_policy(part) if isinstance(part, Policy) else part
+        if hasattr(part, "named_parameters"):
+            raise ConfigError(
+                "model: a network alone has no tokenizer; give rlkit.models.make_policy(model,"
+                " tokenizer)"
+            )
         if callable(part):
             require_arguments(part, "model", device="cpu")
         hint = Callable[..., Any] | Policy
@@ -161,7 +167,8 @@ def stands(part: Any, hint: Any) -> bool:
     if is_protocol(base):
         return not missing(part, base)
     kinds = {tuple: tuple | list, int: numbers.Integral, float: numbers.Real}
-    alike = is_record(base) or not is_record(part)  # a record is a tuple, and no sequence
+    # a record is a tuple, but does not count as a sequence
+    alike = is_record(base) or not is_record(part)
     return alike and isinstance(base, type) and isinstance(part, kinds.get(base, base))
 
 
@@ -172,7 +179,7 @@ def is_function(base: Any) -> bool:
 
 
 def explain_misfit(part: Any, hint: Any, where: str) -> str:
-    """Why the part cannot stand there, as a sentence."""
+    """Why the part does not fit there, as a sentence."""
     wanted = [one for one in alternatives(hint) if one is not NoneType]
     hint = wanted[0] if len(wanted) == 1 else hint
     takes = ""
@@ -184,7 +191,7 @@ def explain_misfit(part: Any, hint: Any, where: str) -> str:
         takes = f", or replace one of its parts: {own}"
     elif isinstance(part, type):
         takes = f", made of this class: {part.__name__}(…)"
-    elif is_protocol(hint):
+    elif is_protocol(hint) and not is_function(hint):
         takes = f"; it has no {', '.join(missing(part, hint))}"
     words = " or ".join(map(describe_type, wanted))
     if isinstance(part, str | int | float | NoneType):
@@ -222,8 +229,8 @@ def make_term(part: Any, where: str) -> Term:
 
 
 def make_reward(part: Any, where: str) -> Reward:
-    """Functions and terms as a reward; they are named as they are in a mapping, else as the
-    functions are."""
+    """Functions and terms as a reward. In a mapping the keys are their names; otherwise they have
+    the names of the functions."""
     own = part if type(part) in (list, tuple) else [part]
     terms = (
         {name: make_term(one, f"{where}.terms.{name}") for name, one in part.items()}
@@ -238,9 +245,9 @@ def make_reward(part: Any, where: str) -> Reward:
 
 
 def make_task_function(part: Any) -> Callable[..., Sequence[Task]]:
-    """Tasks, or rows of a prompt and an answer, as a function from split to tasks. Without splits
+    """Tasks, or rows with a prompt and an answer, as a function from split to tasks. Without splits
     all are for training."""
-    if isinstance(part, Mapping):  # of a DatasetDict, say
+    if isinstance(part, Mapping):  # for example a DatasetDict
         part = Splits(**{split: part[split] for split in SPLITS if split in part})
     splits = part if isinstance(part, Splits) else Splits(part)
     tasks = {split: make_tasks(rows, split) for split, rows in splits._asdict().items()}

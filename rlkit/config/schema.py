@@ -32,8 +32,8 @@ from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.types import is_record
 
-# `suggests` holds an option's advice to other groups. They interpolate it as their default, and the
-# option's own function never sees it.
+# `suggests` holds an option's advice to other groups. They use it as their default by
+# interpolation, and the option's own function never gets it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
 KINDS = {"_target_": str, "_partial_": bool, "_args_": list}
 WANTED = {
@@ -41,7 +41,8 @@ WANTED = {
     "_partial_": "true or false",
     "_args_": "a list of values",
 }
-# Suggestions an option may make to other groups, with their types. Every number is greater than 0.
+# Possible suggestions of an option to other groups, with their types. Every number is greater than
+# 0.
 SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float),
     "thinking": bool | None,
@@ -53,7 +54,7 @@ SUGGESTED: dict[str, Any] = {
     "kl": Any,
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }
-# Parts beside the task's arguments: they stand under the task in a config.
+# Parts under the task in a config, in addition to the task's arguments.
 BESIDE = ("sampler", "reuse")
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters passed by the run itself
@@ -65,8 +66,8 @@ GIVEN_LATER = ("split", "device")  # keyword-only parameters passed by the run i
 def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
     """List every problem of a composed config, one sentence each: path, fault, nearest valid name.
 
-    `leaves` are the dotted keys of the whole config, for suggesting the nearest one. By default
-    they are the keys of `node`.
+    `leaves`: the dotted keys of the whole config, to suggest the nearest key. By default they are
+    the keys of `node`.
     """
     leaves = leaves or (list_leaves(node) if isinstance(node, dict) else [])
     if isinstance(node, list):
@@ -99,8 +100,8 @@ def _check_call(
     """Check the keys and values of a node against its target's signature, then the nodes within."""
     parameters = list_parameters(target)
     partial = node.get("_partial_", False)
-    # A partial part gets its required positional parameters when called, so a config does not set
-    # them.
+    # A partial part gets its required positional parameters when it is called, so a config does not
+    # set them.
     named = {
         name: p
         for name, p in parameters.items()
@@ -124,7 +125,7 @@ def _check_call(
             problems += _check_value(node[key], hints.get(key, Any), where, leaves)
         elif not takes_any:
             label = f"'{node['_target_']}'" if path else "a run"
-            # it may replace a part with this key
+            # the user's function may replace a part with this key
             own = path and not str(node["_target_"]).startswith("rlkit.")
             away = (
                 f"; where the option behind it sets '{key}', take it out with ~{where}"
@@ -148,8 +149,8 @@ def _check_call(
 
 
 def _check_suggestions(given: Any, path: str) -> list[str]:
-    """Find suggestions of an option that nothing reads or that have the wrong type, even if a set
-    value hides them."""
+    """Find suggestions of an option that nothing reads or that have the wrong type, even if a value
+    in the config hides them."""
     if not isinstance(given, dict):
         return [f"{path}: {given!r} is not a mapping of suggestions"]
     problems = []
@@ -199,24 +200,27 @@ def find_mismatches(value: Any, hint: Any, where: str) -> list[str]:
             ]
         return [f"{where}: {value!r} is not {describe(hint)}"]
     inside = typing.get_args(holding[0])
-    if len(holding) > 1 or not inside or typing.get_origin(holding[0]) is tuple:
+    if len(holding) > 1 or not inside:
         return []
     if isinstance(value, dict):
-        return [
-            problem
-            for key, item in value.items()
-            for problem in find_mismatches(item, inside[-1], _join(where, key))
-        ]
+        items = [(_join(where, key), item) for key, item in value.items()]
+    else:
+        items = [(f"{where}[{i}]", item) for i, item in enumerate(value)]
+    hints = [inside[-1]] * len(items)
+    if typing.get_origin(holding[0]) is tuple:
+        hints = [inside[0]] * len(items) if ... in inside else [*inside]
+        if len(hints) != len(items):
+            return [f"{where}: {value!r} has {len(items)} values; give {len(hints)}"]
     return [
         problem
-        for i, item in enumerate(value)
-        for problem in find_mismatches(item, inside[-1], f"{where}[{i}]")
+        for (place, item), own in zip(items, hints, strict=True)
+        for problem in find_mismatches(item, own, place)
     ]
 
 
 def _report_bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
-    """Report a bare function in the place of a part that holds one, for example a reward function
-    in place of a term."""
+    """Report a bare function in place of a part that holds a function, for example a reward
+    function in place of a term."""
     wanted = [option for option in alternatives(hint) if option is not type(None)]
     if not node.get("_partial_") or not wanted or not all(map(is_record, wanted)):
         return []
@@ -238,8 +242,8 @@ def _report_bare_function(node: Mapping[str, Any], hint: Any, where: str) -> lis
 
 
 def _public_name(part: type) -> str:
-    """A class under its name in a config: by its package if the package exports it, otherwise by
-    its module."""
+    """The name of a class in a config: in its package if the package exports it, otherwise in its
+    module."""
     package = part.__module__.rpartition(".")[0]
     module = sys.modules.get(package)
     home = package if getattr(module, part.__name__, None) is part else part.__module__
@@ -310,7 +314,7 @@ def describe(hint: Any) -> str:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; a tuple of the hint alone if it is no union."""
+    """The types of a union; a tuple with only the hint if it is not a union."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(a for h in typing.get_args(hint) for a in alternatives(h))
     return (hint,)
@@ -349,7 +353,7 @@ def resolve(name: Any) -> Callable[..., Any]:
         raise ConfigError(
             f"'{name}' cannot be imported: {error.filename}:{error.lineno}: {error.msg}"
         ) from error
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # the user's module may raise anything while it is imported
         raise ConfigError(
             f"'{name}' cannot be imported: {place(error)}: {name_error(error)}"
         ) from error
@@ -372,7 +376,7 @@ def _join(path: str, key: Any) -> str:
 def build(node: Any, path: str = "") -> Any:
     """Build the objects of a checked config. Partial parts are plain `functools.partial`s.
 
-    Raises: ConfigError naming the config path where a part refuses its values.
+    Raises: ConfigError naming the config path of the part that refuses its values.
     """
     if isinstance(node, list):
         return [build(item, f"{path}[{i}]") for i, item in enumerate(node)]
@@ -396,7 +400,7 @@ def build(node: Any, path: str = "") -> Any:
         try:
             with guard_state(target, kinds=[FOLDER]):
                 part = target(*arguments, **values)
-        except Exception as error:  # whatever a function of the user's raises
+        except Exception as error:  # the user's function may raise anything
             plain = isinstance(error, TypeError | ValueError)
             said = error if plain else describe_error(error)
             raise ConfigError(f"{path or node['_target_']}: {said}") from error

@@ -1,8 +1,8 @@
 """Defaults computed from the suggestions of several options: `${rlkit_lr:…}`,
 `${rlkit_reply_length:…}`, `${rlkit_answer_room:…}`, `${rlkit_weights:}` in conf/.
 
-An option gives its advice under `suggests`. The group that owns a key interpolates the advice as
-its default.
+An option has its advice under `suggests`. The group of a key takes the advice as the key's default,
+by interpolation.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOM = 256  # tokens of a reply to a row with a short answer
-PER_CHARACTER = 2  # further ones for each character of the longest answer
+ROOM = 256  # tokens for a reply to a row with a short answer
+PER_CHARACTER = 2  # further tokens for each character of the longest answer
 LOOKED_AT = 1 << 20  # characters of a file of rows
 TIMES = 10  # rate of adapters over that of all weights: Schulman et al. 2025, "LoRA Without Regret"
 
@@ -30,12 +30,12 @@ def learning_rate(otherwise: float, *, _root_: Any) -> float:
 
 
 def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
-    """generation.max_new_tokens: the model's, if it suggests one for every task, otherwise the
-    task's; of a mixture the longest part's.
+    """generation.max_new_tokens: the model's suggestion, if it has one for every task, otherwise
+    the task's; for a mixture the largest suggestion of its parts.
 
     A model thinks unless `model.enable_thinking` is false: an unknown template may think by
-    default, and a reply cut inside its thinking has no answer. `short` and `thinking` serve a task
-    without suggestions, without and with thinking.
+    default, and a reply cut inside its thinking has no answer. `short` (without thinking) and
+    `thinking` are for tasks without suggestions.
     """
     own = _read(_root_, "model.suggests.max_new_tokens")
     if own is not None:
@@ -94,7 +94,7 @@ RESOLVERS: dict[str, Callable] = {
 
 
 def _read(node: Any, path: str) -> Any:
-    """The value at a dotted path, its interpolations resolved; None if there is none."""
+    """The value at a dotted path, with interpolations resolved; None if there is no value."""
     for key in path.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
     return node

@@ -1,9 +1,9 @@
-"""Decide which values of a folder's config need the user's trust: all except those that rlkit's own
-functions declare safe.
+"""Decide which values of a folder's config need the user's trust: all except the values declared
+safe by rlkit's own functions.
 
-Each value of the config is one of four: a shipped option's value, the user's own value, a value of
-a parameter safe by its type or declaration (`rlkit.types.safe`), or a value to print and refuse
-without trust=true.
+Each value of the config is of one of four kinds: a shipped option's value, the user's own value, a
+value of a parameter safe by its type or declaration (`rlkit.types.safe`), or a value to be printed,
+and refused without trust=true.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from rlkit.types import REACHES, is_record
 
 LARGEST = 4 << 20  # bytes of a YAML file; a larger one is refused
 SHOWN = 12
-OPTIMIZER = re.compile(r"torch\.optim\.[A-Z]\w*")  # not ours: their parameters are numbers
+# torch's optimizers: their parameters are numbers
+OPTIMIZER = re.compile(r"torch\.optim\.[A-Z]\w*")
 NAME = re.compile(r"\b(?:rlkit|torch)\.[\w.]+")
 CALLS = ("_target_", "_partial_", "_args_")
 ABSENT: Any = object()
 UNDECLARED = "something: no verdict is declared for it"
-# kinds of parameters through which a value can leave this process
+# kinds of parameters by which a value can leave this process
 SENDS = ("program", "address", "import")
 MODEL = ("rlkit.models.load_policy", "path")
 
 
 class _Plain(yaml.SafeLoader):
-    """YAML without aliases: a few lines of them can stand for more values than memory holds."""
+    """YAML without aliases: a few lines with aliases can stand for more values than memory
+    holds."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -83,7 +85,7 @@ def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     """Functions named in the shipped options → their parameters → the values given there.
 
     Hydra's own groups are left out, because no part of a run calls their functions. Functions of
-    missing extras are left out too.
+    missing extras are also left out.
     """
     found: dict[str, dict[str, list[Any]]] = {}
 
@@ -94,7 +96,8 @@ def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
         for value in values:
             collect(value)
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
-            for name in NAME.findall(node["_target_"]):  # a reference with a default names one too
+            # a reference with a default also names a function
+            for name in NAME.findall(node["_target_"]):
                 if explain_missing(name):
                     continue
                 own = found.setdefault(name, {})
@@ -107,7 +110,7 @@ def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     options = {file: yaml.load(file.read_text(), Loader=loader) for file in files}
     for option in options.values():
-        option.pop("shelf", None)  # no function is given it
+        option.pop("shelf", None)  # no function gets this key
         collect(option)
     # an option may take its function from another option of its group
     for file, option in options.items():
@@ -139,7 +142,7 @@ class Declared(NamedTuple):
 
     word: str
     default: Any = ABSENT  # the function's own
-    # a number, a truth value or a Literal: a value shipped in an option is not thereby harmless
+    # a number, a truth value or a Literal; a value is not harmless just because an option ships it
     plain: bool = False
 
 
@@ -161,8 +164,8 @@ def read_declarations(name: str) -> Mapping[str, Declared]:
 
 
 def is_safe_by_type(hint: Any) -> bool:
-    """Whether a parameter of this type can hold no text: numbers, truth values, Literals, and
-    parts, because a config names a part by a function of its own."""
+    """Whether a parameter of this type cannot hold a text: numbers, truth values, Literals, and
+    parts, because a config names a part by its function."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return all(map(is_safe_by_type, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal or hint in (int, float, bool, type(None)):
@@ -179,7 +182,7 @@ class Folder(NamedTuple):
     """The context for judging a folder's config."""
 
     conf: Path  # rlkit's own options
-    mine: frozenset[str] = frozenset()  # functions the user names himself
+    mine: frozenset[str] = frozenset()  # functions named by the user
     place: Path | None = (
         # a model in this folder is the folder's own: its weights are data, its template has limits
         None
@@ -190,9 +193,9 @@ def find_unsafe_values(node: Any, by: Folder, base: Any = ABSENT, path: str = ""
     """Every value that is not declared safe, as "path=value can reach a program".
 
     Args:
-      node: the config; a value of the environment stands there as ${oc.env:NAME}.
-      base: the config as it would be without the folder's own values. A value equal there is
-        rlkit's or the user's.
+      node: the config, with ${oc.env:NAME} for values of the environment.
+      base: the same config without the folder's own values. A value equal in both is rlkit's or the
+        user's.
     """
     yield from _find_unsafe_values(node, by, base, path, "")
 
@@ -268,7 +271,7 @@ def _find_unsafe_arguments(
 
 
 def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
-    """The verdict of a parameter, or of the function's further keywords. A part beside the
+    """The verdict of a parameter, or of the function's further keywords. A part outside the
     parameters has its own check."""
     if key in own:
         return own[key]
@@ -289,8 +292,8 @@ def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder)
 
 
 def _says(value: Any, verdict: Declared) -> bool:
-    """Whether a value says anything: a text anywhere in it, or a number or truth value declared to
-    reach something."""
+    """Whether a value needs a verdict: it holds a text, or it is a number or truth value declared
+    to reach something."""
     return verdict.plain or any(map(is_text, walk_plain_values(value)))
 
 
@@ -314,7 +317,7 @@ def is_text(value: Any) -> bool:
 def _is_own_model(target: Any, key: str, value: Any, by: Folder) -> bool:
     """Whether a value is a model shipped with rlkit, fetched by this user, or stored in the folder
     itself."""
-    from rlkit.models.load import EMBEDDED, FETCHED  # bring torch
+    from rlkit.models.load import EMBEDDED, FETCHED  # these imports load torch
 
     if (target, key) != MODEL or not isinstance(value, str):
         return False

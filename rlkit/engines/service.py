@@ -3,13 +3,13 @@ samples them all together.
 
     episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, … ──▶ replies ──▶ episodes
                                           ▲
-                    an answer from outside joins a counted number of rounds after its reply
+             an episode that waited for an outside answer decodes again a fixed number of rounds
+             after its last reply
 
-The decoder is plain and synchronous and knows nothing of episodes. The service is one asyncio task
-that advances it, hands out the replies, and lets every episode that can speak at once do so before
-the next round. The clock never decides whether an answer came at once: if an episode asks for
-nothing within one turn of the event loop after its reply, it counts as waiting for an outside
-answer.
+The decoder is plain and synchronous and knows nothing of episodes. The service is one asyncio task.
+It advances the decoder, hands out the replies, and then gives every episode one turn of the event
+loop to request its next completion. An episode that requests nothing in that turn counts as waiting
+for an outside answer. Wall-clock time never decides this.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from rlkit.types import Generation, Policy, SamplingParams
 Complete = Callable[[Policy, list[Sequence[int]], list[int], SamplingParams], list[Generation]]
 
 
-YIELD = 0.01  # seconds of decoding before other tasks of the event loop have their turn
+YIELD = 0.01  # seconds of decoding before the other tasks of the event loop get a turn
 
 
 class Decoder(Protocol):
-    """Driven by a service. Between two calls of `advance` it does nothing."""
+    """The decoder of a service. Between two calls of `advance` it does nothing."""
 
-    rounds: int  # tokens drawn by a slot since the decoder was made
+    # the decoder's clock: each `advance` adds the tokens that one slot draws in it; the service
+    # moves the clock forward while nothing decodes
+    rounds: int
 
     @property
     def idle(self) -> bool:
         """Whether `advance` would sample nothing."""
 
     def accepts(self, params: SamplingParams) -> bool:
-        """Whether a completion with these parameters can be sampled beside the present ones."""
+        """Whether a completion with these parameters can be sampled together with the running
+        ones."""
 
     def submit(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
@@ -50,7 +53,7 @@ class Decoder(Protocol):
         """Take a completion in; `advance` samples it."""
 
     def release(self, key: int) -> None:
-        """Forget everything about this key, including its running completion."""
+        """Forget everything about this episode, including its running completion."""
 
     def advance(self) -> list[tuple[int, Generation]]:
         """Sample more tokens of every completion, and return the finished ones."""
@@ -70,36 +73,37 @@ class Service:
     at a time."""
 
     def __init__(self) -> None:
-        self.busy_s = 0.0  # in the decoder
-        self.late_s = 0.0  # spent by the decoder on waiting for a due answer
+        self.busy_s = 0.0  # seconds in the decoder
+        self.late_s = 0.0  # seconds in which decoding waited for a due answer
         self.decoder: Decoder | None = None
         self.version = 0
-        self.failure: BaseException | None = None  # of the decoder, until the next load
+        self.failure: BaseException | None = None  # the decoder's error, until the next load
         self._forget()
 
     def _forget(self) -> None:
         self.waiting: dict[int, Request] = {}  # not in the decoder yet
         self.running: dict[int, Request] = {}
-        # episodes waiting for something outside → the round of their return; inf: any round
+        # episodes waiting for an outside answer → the round for which the decoder waits for them;
+        # inf: it never waits
         self.due: dict[int, float] = {}
         self.over: set[int] = set()  # episodes in `due` that have ended meanwhile
-        self.answered: dict[int, SamplingParams] = {}  # episodes just given their reply
+        self.answered: dict[int, SamplingParams] = {}  # episodes with a new reply
         self.driver: asyncio.Task[None] | None = None
         self.news = asyncio.Event()  # set by requests and releases
 
     def make_decoder(self, policy: Policy) -> Decoder:
-        """The decoder for these weights; it may be the present one."""
+        """Make the decoder for these weights, or return the present one if it can use them."""
         raise NotImplementedError(
             f"{type(self).__name__} makes no decoder; define make_decoder(policy)"
         )
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """A context in which the decoder is used."""
+        """A context around every use of the decoder."""
         yield
 
     async def load(self, weights: Policy, version: int) -> None:
-        """Sample from these weights, in place, from now on. Raises: EngineError while episodes are
+        """From now on, sample from these weights, in place. Raises: EngineError while episodes are
         in play."""
         if (
             self.driver is not None
@@ -152,9 +156,9 @@ class Service:
         return await request.reply
 
     def release(self, key: int) -> None:
-        """Mark the episode as over. If its last answer is due in a later round, the decoder forgets
-        it in that round, else at once. So the set of completions decoding together never depends on
-        how long something outside took."""
+        """Mark the episode as over. If the decoder will wait for it in a later round, it forgets
+        the episode in that round, else immediately. So the duration of an outside answer never
+        changes which completions decode together."""
         if key in self.due and key not in self.waiting and self.due[key] < math.inf:
             self.over.add(key)
         else:
@@ -187,7 +191,8 @@ class Service:
                         await self._hand_out(decoder, replies)
                         yielded = time.perf_counter()
         except BaseException as error:
-            # cancelled together with its event loop: the decoder is fine
+            # a CancelledError means that the event loop is being cancelled; the decoder itself has
+            # not failed
             ended = isinstance(error, asyncio.CancelledError)
             self.failure = None if ended else error
             for request in (*self.waiting.values(), *self.running.values()):
@@ -206,7 +211,7 @@ class Service:
         for key, reply in replies:
             request = self.running.pop(key)
             if not request.reply.done():  # cancelled
-                known = isinstance(reply, Generation)  # anything else is refused by its reader
+                known = isinstance(reply, Generation)  # the code that reads any other reply raises
                 request.reply.set_result(
                     reply._replace(versions=((0, self.version),)) if known else reply
                 )
@@ -223,8 +228,8 @@ class Service:
         self.answered.clear()
 
     async def _admit(self, decoder: Decoder) -> bool:
-        """Give the decoder the requests of this round, and wait for late ones.
-        False if no episode asks for more."""
+        """Give the decoder the requests of this round, and first wait for the episodes that are
+        due. Return False if no episode asks for more."""
         while self.waiting or self.due or decoder.idle:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]
             if any(key not in self.waiting and key not in self.over for key in here):
@@ -246,7 +251,8 @@ class Service:
                 return True
             counted = [due for due in self.due.values() if due < math.inf]
             if counted:
-                decoder.rounds = int(min(counted))  # nothing decodes: the next one is due now
+                # nothing decodes, so the next episode is due now
+                decoder.rounds = int(min(counted))
             elif self.due:
                 await self._wait_for_news()
             else:
@@ -254,14 +260,14 @@ class Service:
         return True
 
     async def _wait_for_news(self) -> None:
-        """Waits for the next request or release."""
+        """Wait for the next request or release."""
         self.news.clear()
         await self.news.wait()
 
 
 def find_out_of_range(params: Any) -> list[str]:
-    """List the settings out of range for every engine, as sentences. Takes SamplingParams, or any
-    value with its fields."""
+    """List the sampling settings out of range, one sentence each; the limits are the same for every
+    engine. `params`: SamplingParams, or any value with the same fields."""
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "admission_rounds": 1}
     values = {name: getattr(params, name) for name in least}
     problems = [
@@ -280,8 +286,8 @@ class Batched(Service):
     """An engine made of a plain function that completes a list of prompts in one call.
 
     Args:
-      function: (policy, prompts as token ids, a seed each, SamplingParams) → one Generation each,
-        in their order.
+      function: (policy, prompts as token ids, one seed per prompt, SamplingParams) → one Generation
+        per prompt, in the same order.
     """
 
     def __init__(self, function: Complete):

@@ -8,7 +8,7 @@ the defaults of the model's generation_config.
 
 If a reply has used up its thinking budget, the engine writes the closing tag and the reply goes on
 after it. The written tokens are marked as forced, even if the policy would have closed the block
-there by itself: training this choice only if the policy agrees would bias the gradient.
+there by itself: training on the forced choice only where the policy agrees would bias the gradient.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from rlkit.types import THINK_TAGS, Generation, Policy, SamplingParams, Thinking
 
 
 class Transformers(Batched):
-    """Hugging Face `generate`: simple, and what every other engine is tested against.
+    """Hugging Face `generate`: simple; all other engines are tested against it.
 
     Args:
-      max_rows: prompts decoded at once, > 0. Longer lists are done in parts; this changes no
-        result.
-      use_cache: False computes keys and values again for every token: slower, the same completions.
+      max_rows: prompts decoded at once, > 0. Longer lists are decoded in parts; this changes no
+        completion.
+      use_cache: False computes keys and values again for every token: slower, with the same
+        completions.
     Raises: ValueError for max_rows out of range.
     """
 
@@ -56,11 +57,12 @@ def complete(
 
     Args:
       policy: the model and its token ids.
-      prompt_ids: each non-empty and shorter than the model's context; the context also cuts a
+      prompt_ids: each non-empty and shorter than the model's context; a full context also cuts a
         completion.
       seeds: one 63-bit integer per prompt.
-      params: thinking tokens are counted over all thinking blocks together. Tags do not count if
-        they are added tokens. If they are spelled out, the first tokens of a closing tag count.
+      params: thinking tokens are counted over all thinking blocks together. A tag that is one token
+        of the vocabulary does not count. If a tag is written with several tokens, all tokens of a
+        closing tag except the last count.
       use_cache, max_rows: see `Transformers`.
     Returns: in the order of the prompts; a completion ends with an end-of-sequence id ("stop") or
       is cut ("length").
@@ -194,7 +196,7 @@ class GumbelMax:
         self.prompt_width = prompt_width
         self.temperature = temperature
         self.cut = cut
-        self.logprobs: list[Tensor] = []  # one [B] a step
+        self.logprobs: list[Tensor] = []  # one tensor [B] per step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         token, probabilities = draw(
@@ -209,9 +211,9 @@ class ThinkingBudget:
     """Counts how much of its thinking budget each of R replies has used, then writes the closing
     tag in place of the policy's choice.
 
-    If the tags are added tokens, a step costs a few operations on [R]; if they are spelled, it
-    decodes each reply's last token. `at` are the affected rows, in the order of the other
-    arguments.
+    If each tag is one token, a step costs a few operations on [R]. If a tag is written with several
+    tokens, each step decodes the last token of every reply. In every method `at` holds the affected
+    rows; entry i of the other arguments belongs to row at[i].
     """
 
     def __init__(self, thinking: Thinking, rows: int, limit: int, device: torch.device):
@@ -221,7 +223,7 @@ class ThinkingBudget:
         self.inside = torch.zeros(rows, dtype=torch.bool, device=device)  # in a thinking block
         self.used = torch.zeros(rows, dtype=torch.int64, device=device)  # thinking tokens
         self.written = torch.zeros_like(self.used)  # tokens written so far of a closing tag
-        self.tails = [""] * rows  # for spelled tags: text that may begin a tag
+        self.tails = [""] * rows  # for tags of several tokens: text that may begin a tag
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]]) -> None:
         """Begin a reply to each of these contexts."""
@@ -275,10 +277,11 @@ class ThinkingBudget:
             self.tails[row] = tail
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Rows take the place of others."""
+        """Copy the state of the rows `source` into the rows `target`."""
         for tensor in (self.inside, self.used, self.written):
             tensor[target] = tensor[source]
-        tails = [self.tails[row] for row in source.tolist()]  # rows may change places
+        # read before any is written: rows may swap
+        tails = [self.tails[row] for row in source.tolist()]
         for row, tail in zip(target.tolist(), tails, strict=True):
             self.tails[row] = tail
 
@@ -292,7 +295,7 @@ class Budgeted:
         self.budget = budget
         self.prompt_width = prompt_width
         self.at = torch.arange(len(contexts), device=budget.inside.device)
-        self.forced: list[Tensor] = []  # one [B] bool a step
+        self.forced: list[Tensor] = []  # one bool tensor [B] per step
         budget.begin(self.at, contexts)
 
     def __call__(self, input_ids: Tensor, choice: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""The policy's counterparts: environments and tools. Parsers read calls and thinking out of a
-reply.
+"""The policy's counterparts: environments and tools. Parsers read calls and thinking from a reply.
 
 Files in the order of their imports: _calculator, prompts, python, thinking, tools, weather,
 _by_task, calling, tool_parsers, toolbox, _single_turn, _tool_use, games, session, _dialogue,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, name_function, require_arguments
+from rlkit.errors import ConfigError, name_function, require_arguments, suggest_name
 from rlkit.system.copies import copy_value
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Task, safe
@@ -15,8 +15,8 @@ from rlkit.types import Environment, Messages, Task, safe
 def by_task(
     *, environments: Mapping[str, Environment], system_prompt: str | None = None
 ) -> Callable[[Task], Environment]:
-    """Return a lookup of `task.environment` in named environments, so that a mixture runs each row
-    its own way.
+    """Return a lookup of `task.environment` in named environments, so each row of a mixture gets
+    its own environment.
 
     Args:
       environments: name → environment.
@@ -34,10 +34,11 @@ def by_task(
         if task.environment not in known:
             every = ",".join([*known, task.environment])
             raise ConfigError(
-                f"task {task.id!r} asks for the environment {task.environment!r}, which is not in "
-                f"environment.environments; known are {', '.join(sorted(known)) or 'none'}. "
-                f"Set environment={task.environment} or another option for all rows, or add it"
-                f" with task.environments=[{every}]"
+                f"task {task.id!r} asks for the environment {task.environment!r}, but it is not in "
+                "environment.environments; the known ones are:"
+                f" {', '.join(sorted(known)) or 'none'}.{suggest_name(task.environment, known)} Set"
+                f" environment={task.environment} or another option for all rows, or add it with"
+                f" task.environments=[{every}]"
             )
         return known[task.environment]
 

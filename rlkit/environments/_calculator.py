@@ -1,8 +1,8 @@
-"""The calculator tool: a walk over Python's syntax tree whose cost is bounded by construction.
+"""The calculator tool: a walk over Python's syntax tree, with a cost bounded by construction.
 
 It is safe on hostile text without a child process, a signal or a thread. It takes at most 200
-characters and 100 nodes, numbers of at most 4,096 bits, exponents of at most 1,000 in size. It
-takes no names, attributes, strings or lists, and no calls except of `FUNCTIONS`.
+characters and 100 nodes, numbers of at most 4,096 bits, exponents of a magnitude of at most 1,000.
+It takes no names, attributes, strings or lists, and no calls except those of `FUNCTIONS`.
 
 Arithmetic is exact (`fractions.Fraction`): 0.1 + 0.2 is 0.3. Only irrational roots and powers go
 through floats. It reads numbers as people write them: thousands commas (3,000), currency signs,
@@ -86,8 +86,8 @@ def _normalise(expression: str) -> str:
 
 
 def _check_words(source: str) -> None:
-    """Refuse every character and every name foreign to arithmetic, before Python's parser sees
-    them."""
+    """Refuse every character and every name that is not part of arithmetic, before Python's parser
+    reads them."""
     strange = re.search(r"[^\w\s.,+\-*/%()]", source, re.ASCII)
     if strange:
         raise ValueError(f"the character {strange.group()!r} is not part of arithmetic")
@@ -159,8 +159,8 @@ def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
 
 
 def _text(value: Fraction) -> str:
-    """Write a whole number in full, any other as a decimal of SIGNIFICANT_DIGITS digits, at least
-    four of them after the point."""
+    """Write a whole number in full, and any other number as a decimal of SIGNIFICANT_DIGITS digits,
+    with at least four digits after the point."""
     with localcontext() as context:
         context.prec = max(SIGNIFICANT_DIGITS, len(str(abs(int(value)))) + 4)
         decimal = (Decimal(value.numerator) / Decimal(value.denominator)).normalize()

@@ -32,19 +32,18 @@ def dialogue(
       prompt_fn: (rollout, step) → the next user message, or messages; None ends the episode as
         terminated. `rollout` holds the replies so far, `step` is the number of the last one, from
         0. Without a prompt_fn, a reply without a call ends the episode.
-      termination_fn: (rollout, step) → True ends the episode as terminated. It is asked before
+      termination_fn: (rollout, step) → True ends the episode as terminated. It is called before
         prompt_fn, and before any tool runs.
-      tools: of `tool_use`. Calls in a reply are answered before prompt_fn is asked.
-      max_turns: replies of an episode, at least 1. An episode that would go on after the last one
-        is truncated.
-      system_prompt: put in front of the task's messages; None adds none.
+      tools: of `tool_use`. Calls in a reply are answered before prompt_fn is called.
+      max_turns: replies of an episode, at least 1. An episode that has not ended after the last
+        reply is truncated. system_prompt: put in front of the task's messages; None adds none.
       history: strip_thinking renders the conversation again for every reply, without earlier
         thinking. keep_thinking only appends.
       overflow: of the model's context. truncate ends the episode. drop_oldest drops the oldest
         replies, each with the messages after it, until a whole reply fits. The task's messages
         always stay.
       deadline: seconds, > 0, for all waiting of an episode for its functions; then it is truncated.
-        None: no limit. A plain function cannot be cut short, only an async one.
+        None: no limit. Only an async function can be cut short, not a plain one.
     Raises: ConfigError for a limit below 1, or a tool under another name than its function's.
     """
     if max_turns < 1:

@@ -23,8 +23,7 @@ def guess_number(
     guess is `task.answer`.
 
     Args:
-      max_turns: guesses of an episode, at least 1. An episode is truncated if none of them is
-        right.
+      max_turns: guesses of an episode, at least 1. An episode without a right guess is truncated.
       system_prompt: put in front of the task's messages; None adds none.
       overflow: as in `dialogue`.
     """
@@ -39,7 +38,7 @@ def guess_number(
 
 
 def hint(rollout: Rollout, step: int) -> str:
-    """Tell in which direction the number lies from the last guess."""
+    """Tell whether the number is higher or lower than the last guess."""
     guess = read_last_guess(rollout)
     if guess is None:
         return "Say a whole number."

@@ -31,21 +31,21 @@ def gymnasium(
 ) -> Environment:
     """Play with replies as actions and observations as prompts; each reward belongs to its step.
 
-    Every episode has an instance of its own, reset with the task's seed: `metadata["seed"]`, else
-    one made of its id. So the samples of a task begin with the same observation, if the environment
-    draws everything random from the seed, and differ by their actions alone. `terminated` ends an
-    episode as terminated, `truncated` as truncated by the environment. If a method raises, or a
-    reward is no number, the episode ends as truncated by "error", with the reason in
+    Every episode has its own instance, reset with the task's seed: `metadata["seed"]`, else a seed
+    made from the task's id. So the samples of a task begin with the same observation, if the
+    environment takes all randomness from the seed, and differ only by their actions. `terminated`
+    ends an episode as terminated, `truncated` as truncated by the environment. If a method raises,
+    or a reward is not a number, the episode ends as truncated by "error", with the reason in
     `rollout.error`. The reward `environment` cannot score it.
 
     Args:
       make: () → an object with `reset(seed=…)` → (observation, info) and `step(action)` →
-        (observation, reward, terminated, truncated, info), and perhaps `close()`. It and the
-        methods may be async. Episodes then wait for theirs at the same time. If there is an `id`:
-        id → such a function, called once, at the start of the run.
+        (observation, reward, terminated, truncated, info), and perhaps `close()`. `make` and the
+        methods may be async; the episodes then wait at the same time. If there is an `id`: id →
+        such a function, called once, at the start of the run.
       id: a name for `make`, for example FrozenLake-v1.
-      parse_action: content of a reply, thinking excluded → action. ValueError means that it is no
-        action: the policy reads the error, and loses its turn with reward 0.
+      parse_action: content of a reply, thinking excluded → action. ValueError means that it is not
+        an action: the policy reads the error, and loses its turn with reward 0.
       render: observation → text.
       max_turns: replies of an episode, at least 1. An episode that would go on after the last one
         is truncated.
@@ -126,7 +126,7 @@ class Game:
             action = self.parse_action(rollout.final_content)
         except ValueError as error:
             return set_last_reward(rollout, 0.0), [
-                {"role": "user", "content": f"That is no action: {error}"}
+                {"role": "user", "content": f"That is not an action: {error}"}
             ]
         try:
             given = await call_user("the environment's step", self.instance.step, action)

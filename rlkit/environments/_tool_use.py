@@ -31,23 +31,24 @@ def tool_use(
 
     Args:
       tools: name → typed function with a docstring, plain or async. The name must be the function's
-        own, because the schema gives this one. Or name → class (or partial of one). Each episode
-        makes an instance. Its documented public methods are tools under their own names, and the
-        name is the key of its end state (rlkit.environments.toolbox).
+        own name, because the schema shows that name to the policy. Or name → class (or partial of
+        one): each episode makes an instance; its documented public methods are tools under their
+        own names, and the name is the key of its end state (rlkit.environments.toolbox).
       max_turns: replies in an episode, at least 1. An episode with calls in its last reply is
         truncated.
-      max_calls: calls answered in one reply, at least 1; any further ones come back as errors.
+      max_calls: calls answered in one reply, at least 1; further calls come back as errors.
       system_prompt: put in front of the task's messages; None adds none.
-      parse_calls: reads the calls out of a reply's content. If it has a keyword `tools`, it
-        receives the tools.
+      parse_calls: reads the calls from a reply's content. If it has a keyword `tools`, it gets the
+        tools.
       overflow: of the model's context. truncate ends the episode. drop_oldest drops the oldest
         replies, each with its calls' results, until a whole reply fits. The task's messages always
         stay.
       max_chars: characters of a result for the policy, at least 1. The rest is cut, and the result
         says so.
-      timeout: seconds of a call, > 0; None: no limit. `execute` says how it ends the tool.
+      timeout: seconds of a call, > 0; None: no limit. `execute` describes how a tool is ended.
       deadline: seconds, > 0, for all calls of an episode; then it is truncated. None: no limit.
-    Raises: ConfigError for no tools, a name other than the function's, or a limit out of range.
+    Raises: ConfigError without tools, or for a name other than the function's, or a limit out of
+    range.
     """
     if not tools:
         raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")

@@ -1,4 +1,4 @@
-"""Environments with tool calls, for any way of making an episode's tools."""
+"""Environments with tool calls, whatever function makes an episode's tools."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_calling(
 
 
 def check_seconds(**limits: float | None) -> None:
-    """Raise ConfigError for a limit of the environment that is no number of seconds."""
+    """Raise ConfigError for a limit of the environment that is not a number of seconds."""
     for key, seconds in limits.items():
         if seconds is not None and not seconds > 0:
             raise ConfigError(

@@ -13,8 +13,8 @@ from rlkit.types import Rollout, Task
 
 
 async def close_quietly(instance: Any) -> None:
-    """Close an instance. An error here does not lose an episode that is over. Raises: Hung if an
-    async close does not end."""
+    """Close an instance. An error here does not lose a finished episode. Raises: Hung if an async
+    close does not end."""
     try:
         with closing():
             await close_instance(instance)
@@ -31,10 +31,10 @@ def derive_seed(task: Task) -> int:
 
 def unpack(given: Any, names: str) -> Sequence[Any]:
     """Check that a game's method gave as many values as `names` lists, and return them. A text is
-    not unpacked to its letters. Raises: TypeError."""
+    not unpacked into letters. Raises: TypeError."""
     if isinstance(given, tuple | list) and len(given) == 1 + names.count(","):
         return given
-    raise TypeError(f"it must give ({names}), and it gave {given!r:.200}")
+    raise TypeError(f"it must return ({names}), and it returned {given!r:.200}")
 
 
 def set_last_reward(rollout: Rollout, reward: float) -> Rollout:

@@ -12,8 +12,9 @@ def with_system_prompt(
 ) -> tuple[Message, ...]:
     """Put a system prompt in front of the messages.
 
-    A row with its own system message keeps it. Chat templates read only one, so the two become one
-    message, the given text first. None or '' adds nothing. The row's messages are not changed.
+    A row with its own system message keeps it. Chat templates read only one system message, so the
+    two become one message, with the config's text first. None or '' adds nothing. The row's
+    messages are not changed.
     """
     if not system_prompt:
         return tuple(messages)

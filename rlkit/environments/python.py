@@ -8,12 +8,12 @@ from rlkit.sandbox import Interpreter, Job, Outcome, Sandbox, run
 
 
 def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
-    """The tool `python(code)`: a fresh interpreter for every call, nothing kept between calls.
+    """The tool `python(code)`: a fresh interpreter for every call; nothing is kept between calls.
 
     Args:
       sandbox: limits, and the required isolation.
-    Returns: a tool that gives the printed text, then the value of the last expression. If the code
-      fails, it raises ValueError with a sentence for the policy.
+    Returns: a tool that returns the printed text, then the value of the last expression. If the
+      code fails, it raises ValueError with a sentence for the policy.
     """
 
     def python(code: str) -> str:
@@ -24,22 +24,22 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
         """
         return _format_result(run(Job(code, interactive=True), sandbox))
 
-    # rlkit.training.selfcheck asks for it before the model is loaded
+    # a check before the model is loaded asks for this attribute
     vars(python)["sandbox"] = sandbox or Sandbox()
     return python
 
 
 class PythonSession:
-    """The tool `python(code)` with a memory: one interpreter an episode. Its first call starts it,
-    and it ends with the episode.
+    """The tool `python(code)` with a memory: one interpreter per episode. The first call starts the
+    interpreter, and it ends with the episode.
 
     Args:
-      sandbox: as for `python_tool`. Its time and its output are limits of each call; its memory is
-        a limit of the session.
+      sandbox: as for `python_tool`. The limits of time and output hold for each call; the limit of
+        memory holds for the session.
     """
 
     def __init__(self, *, sandbox: Sandbox | None = None):
-        self.sandbox = sandbox or Sandbox()  # for the same check as that of `python_tool`
+        self.sandbox = sandbox or Sandbox()  # for the same check as in `python_tool`
         self.interpreter = Interpreter(self.sandbox)
 
     def python(self, code: str) -> str:

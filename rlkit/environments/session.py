@@ -1,5 +1,5 @@
-"""An episode's side of the conversation, opened for it and closed exactly once: a user's own
-session, or one made of functions."""
+"""The environment's side of an episode, opened for it and closed exactly once: a user's own
+session, or a session made from functions."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def blame_environment(what: str, task: Task) -> Iterator[None]:
 
 @asynccontextmanager
 async def open_session(environment: Environment, task: Task) -> AsyncIterator[Session]:
-    """Open the session of an episode: `environment.session`, else one made of the environment's
-    functions.
+    """Open the session of an episode: `environment.session`, else a session made from the
+    environment's functions.
 
-    It is closed once, however the block ends: by its own context manager, else by its `close()` if
-    it has one.
-    Raises: EnvironmentFailed if opening or closing raises. An error of the block comes first, with
-      a note of the other.
+    It is closed once, however the block ends: by its own context manager, or by its `close()`, if
+    it has either.
+    Raises: EnvironmentFailed if opening or closing raises. If the block raises too, its error is
+      raised, with a note about the other.
     """
     session, leave, closes = await _enter_session(environment, task)
     failed: BaseException | None = None
@@ -95,12 +95,13 @@ async def open_session(environment: Environment, task: Task) -> AsyncIterator[Se
         except RLKitError as error:
             if failed is None:
                 raise
-            if failed not in (error, error.__cause__):  # a context manager may let it through
+            # a context manager may pass the block's error on
+            if failed not in (error, error.__cause__):
                 failed.add_note(str(error))
 
 
 async def _enter_session(environment: Environment, task: Task) -> tuple[Any, Leave, Any]:
-    """Return the session, the function to leave it, and the function that messages name for it."""
+    """Return the session, the function to leave it, and the function to name in messages."""
     if environment.session is None:
         with blame_environment("tools", task):
             tools = (
@@ -135,7 +136,7 @@ class FunctionSession:
         self.tools = tools
 
     async def first_prompt(self) -> Messages:
-        """The environment's, else the task's messages."""
+        """The environment's first prompt, else the task's messages."""
         with blame_environment("first prompt", self.task):
             make = self.environment.first_prompt
             return (
@@ -145,8 +146,8 @@ class FunctionSession:
             )
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """Ask `stop`, which may end the episode; answer tool calls, or ask for the next prompt. No
-        prompt ends it."""
+        """Call `stop`, which may end the episode. Else answer tool calls, or ask for the next
+        prompt; without a prompt the episode ends."""
         environment = self.environment
         index = len(rollout.steps) - 1
         with blame_environment("stop", self.task):
@@ -171,7 +172,7 @@ class FunctionSession:
         return rollout, said
 
     async def state(self) -> Mapping[str, Any]:
-        """The state of its tools, if they have any (rlkit.environments.toolbox)."""
+        """The state of the tools, if they have one (rlkit.environments.toolbox)."""
         if not isinstance(self.tools, TellsState):
             return {}
         return await call_user("the state of the tools", self.tools.state)
@@ -188,11 +189,11 @@ async def answer_calls(
     results, and the messages for the policy.
 
     Calls run in their order, unless every tool among them is marked `tool.independent = True`; then
-    they run together. If all of them are marked `bounded`, nothing here waits for anything outside.
+    they run together. If all of them are marked `bounded`, nothing waits for an outside answer.
 
     Args:
-      execute: runs a call. A plain one runs in a thread, unless it is marked `bounded`.
-      max_calls: any further calls are answered with a sentence for the policy.
+      execute: runs a call. A plain function runs in a thread, unless it is marked `bounded`.
+      max_calls: further calls are answered with a sentence for the policy.
     """
     step = rollout.steps[-1]
     refusal = f"Error: at most {max_calls} calls in one reply; this one was not run."
@@ -224,18 +225,15 @@ async def answer_calls(
         results = await run_together(answered(i, asked) for i, asked in enumerate(step.tool_calls))
     else:
         results = [await answered(i, asked) for i, asked in enumerate(step.tool_calls)]
-    messages: Messages = [
-        {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content}
-        for r in results
-    ]
+    step = step._replace(tool_results=tuple(results))
     return (
-        rollout._replace(steps=(*rollout.steps[:-1], step._replace(tool_results=tuple(results)))),
-        messages,
+        rollout._replace(steps=(*rollout.steps[:-1], step)),
+        [result.message for result in results],
     )
 
 
 async def with_state(rollout: Rollout, session: Session) -> Rollout:
-    """Keep the session's end state in `rollout.state`, if it tells one.
+    """Keep the session's end state in `rollout.state`, if the session has `state()`.
 
     Raises: EnvironmentFailed for a state other than a mapping of names to JSON values.
     """
@@ -247,7 +245,7 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
     if type(state) is dict and not state:
         return rollout
     try:
-        # a copy, so that the session's later changes do not reach it
+        # a copy, so later changes by the session do not reach it
         plain = json.loads(json.dumps(state))
         if not isinstance(plain, dict):
             raise TypeError("it is no mapping")

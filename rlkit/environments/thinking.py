@@ -26,10 +26,11 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str, bool]:
 def split_reply(
     thinking: Thinking, ids: Sequence[int], *, opened: bool = False
 ) -> tuple[str, str, bool]:
-    """Split a reply's token ids as `split_thinking` does its text.
+    """Split a reply's token ids in the way of `split_thinking`.
 
-    If the tags are added tokens of the tokenizer, only their ids count. A tag spelled in ordinary
-    tokens, such as a quotation, is ordinary text. Otherwise the tags are read in the text.
+    If each tag is one token of the vocabulary, only these ids count as tags. A tag written with
+    ordinary tokens, for example in a quotation, is then ordinary text. Otherwise the tags are
+    searched in the text.
 
     Args:
       thinking: of the policy's renderer.
@@ -52,7 +53,7 @@ def _split(texts: Sequence[str], closing: Sequence[bool], opened: bool) -> tuple
         return "", texts[0], True
     if True not in closing and opened:
         return "".join(texts).strip(), "", False
-    # the text behind the last closing tag
+    # the content begins after the last closing tag
     last = len(closing) - list(closing)[::-1].index(True) if True in closing else 0
     unclosed = texts[last + 1 :]
     thinking = [part for part in ("".join(texts[:last]).strip(), "".join(unclosed).strip()) if part]

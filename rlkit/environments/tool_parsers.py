@@ -1,9 +1,9 @@
-"""Read tool calls out of a reply. A parser takes the content without thinking, and never raises on
+"""Read tool calls from a reply. A parser takes the content without thinking, and does not raise on
 any text.
 
-A failed attempt at a call becomes a ToolCall with an `error` for the policy to read, so that no
-call vanishes. Ids count within the reply (call_0, call_1, …). The code that keeps the conversation
-makes them unique in it.
+A failed attempt at a call becomes a ToolCall with an `error` for the policy, so no call vanishes.
+Ids count within the reply (call_0, call_1, …). The code that keeps the conversation makes them
+unique in it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
     Returns: the content without the calls (each remaining piece stripped, joined by newlines;
       unchanged if there is no call), and the calls in order. A call ends at the first closing tag.
       Arguments may be missing (none), or a JSON string of an object. A call has an `error` and no
-      arguments if it is not closed, is no strict JSON (NaN and Infinity are not), or is no object.
-      The same holds if its name is no non-empty string, or its arguments are no object.
-    Source: the Hermes function-calling format, as Qwen2.5 and Qwen3 use it.
+      arguments if it is not closed, is not strict JSON (NaN and Infinity are not), or is not an
+      object. The same holds if its name is empty or not a string, or if its arguments are not an
+      object.
+    Source: the Hermes function-calling format, used by Qwen2.5 and Qwen3.
     """
     pieces: list[str] = []
     calls: list[ToolCall] = []
@@ -68,7 +69,7 @@ def xml(
     Returns: as `hermes` does. The text is stripped. If the parameter is not a string, the text is
       read as JSON. A call has an `error` and no arguments if it is not closed, has no name in
       quotes, names no tool, or names a tool without exactly one required parameter. If the tool has
-      none and the text is empty, it is a call without arguments.
+      no required parameter and the text is empty, it is a call without arguments.
     """
     pieces: list[str] = []
     calls: list[ToolCall] = []
@@ -95,8 +96,8 @@ def make_call(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolC
     names the mistake and the expected form.
 
     Args:
-      read: gives the payload, or raises ValueError with a readable reason. Arguments may be a JSON
-        string of an object.
+      read: returns the payload, or raises ValueError with a readable reason. Arguments may be a
+        JSON string of an object.
       closed: False if the closing tag is missing.
     """
     name = ""

@@ -2,9 +2,9 @@
 the tools.
 
 If the class has an argument `task`, it receives the episode's Task. `state()`, if there is one,
-gives the end state. A reward reads it as rollout.state[NAME], by the class's name in the config.
-`close()` is called once, however the episode ends. Both may be async, and so may the methods.
-docs/own_parts.md has an example with its config.
+returns the end state. A reward reads it as rollout.state[NAME], with the class's name in the
+config. `close()` is called once, however the episode ends. Both may be async, and so may the
+methods. docs/own_parts.md has an example with its config.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Toolbox(dict[str, Tool]):
         self.instances: dict[str, Any] = {}
 
     async def state(self) -> dict[str, Any]:
-        """End states by name, of the instances that tell theirs."""
+        """End states by name, of the instances with `state()`."""
         tells = {
             name: instance.state
             for name, instance in self.instances.items()
@@ -41,7 +41,7 @@ class Toolbox(dict[str, Tool]):
         return {name: await call_user("a tool's state", tell) for name, tell in tells.items()}
 
     async def close(self) -> None:
-        """Close every instance that can be closed. Raises: an error of one of them, after closing
+        """Close every instance with `close()`. Raises: the error of one of them, after closing
         all."""
         async with AsyncExitStack() as stack:
             for instance in self.instances.values():
@@ -56,7 +56,7 @@ async def close_instance(instance: Any) -> None:
 
 
 def make_tools_function(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
-    """Make the function for `Environment.tools`, called once an episode.
+    """Make the function for `Environment.tools`, called once per episode.
 
     Args:
       tools: name → function, class, or partial of one of them.
@@ -74,7 +74,7 @@ def make_tools_function(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
                 )
             givers[found] = name
     if not any(map(tool_class, tools.values())):
-        return lambda task: dict(tools)  # a copy, because an executor of the user's may change it
+        return lambda task: dict(tools)  # a copy, because the user's executor may change it
 
     async def made(task: Task) -> Toolbox:
         box = Toolbox()
@@ -112,14 +112,14 @@ def list_signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
 
 
 def tool_class(tool: Any) -> type | None:
-    """The class of a tool that is made of a class, or None for a function."""
+    """The class of a tool made from a class, or None for a function."""
     inner = tool.func if isinstance(tool, partial) else tool
     return inner if isinstance(inner, type) else None
 
 
 def list_names(name: str, tool: Any) -> list[str]:
-    """Names of an entry's tools: its own, or a class's public documented methods, a base class's
-    first."""
+    """Names of an entry's tools: its own name, or the public documented methods of a class, the
+    base class's methods first."""
     cls = tool_class(tool)
     if cls is None:
         if callable(tool) and name == tool_name(tool):

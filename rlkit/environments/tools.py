@@ -1,4 +1,4 @@
-"""Tools are plain typed functions. Make their schema for the chat template, and call one for the
+"""Tools are plain typed functions: make their schema for the chat template, and call them for the
 policy.
 
     def get_weather(city: str, unit: str = "celsius") -> str:
@@ -10,7 +10,7 @@ policy.
         '''
 
 Every failure of a call comes back as a sentence for the policy, even if the call tries to end the
-process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption escapes, or an event that
+process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption escapes, or something that
 Python cannot stop: an exit from C, or a crash.
 """
 
@@ -40,7 +40,7 @@ from rlkit.system.shared_state import get_current_watch
 from rlkit.system.waiting import waiting
 from rlkit.types import HasSchema, Tool, ToolCall, ToolResult
 
-MAX_CHARS = 2000  # of a result, for the policy
+MAX_CHARS = 2000  # longest result for the policy
 TIMEOUT = 30.0  # seconds of a call
 
 
@@ -49,11 +49,12 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
     Args:
       tool: a function with a type on every parameter and a docstring that describes it and every
-        parameter, or a `functools.partial` of one. A bound keyword is not the policy's to choose
-        and leaves the schema. A function with its own schema (`with_schema`) needs neither.
+        parameter, or a `functools.partial` of one. The policy cannot choose a bound keyword, so it
+        is not in the schema. A function with its own schema (`with_schema`) needs neither types nor
+        docstring.
     Returns: {"type": "function", "function": {"name", "description", "parameters", …}}.
-    Raises: ConfigError that names the function's file and line and the missing piece, with an
-      example of a docstring.
+    Raises: ConfigError naming the function's file and line and the missing piece, with an example
+      of a docstring.
     Source: transformers.utils.get_json_schema.
     """
     from transformers.utils import get_json_schema
@@ -111,7 +112,7 @@ def with_schema(
       schema: {"type": "function", "function": {"name", "description", "parameters"}}, as in
         OpenAI's API.
       implementation: called with the arguments by name; any types on it are checked.
-    Raises: ConfigError for a schema without a name, or an implementation that is no function.
+    Raises: ConfigError for a schema without a name, or an implementation that is not a function.
     """
     function = schema.get("function") if isinstance(schema, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -143,18 +144,18 @@ async def execute(
 ) -> ToolResult:
     """Run one call and return the policy's text: the result, or one sentence on the failure.
 
-    An async tool runs in the event loop, a plain one in a thread. A tool marked `tool.bounded =
-    True` has bounded work by construction. It runs in the loop at once, because a thread costs more
-    than a short call. The calls of several episodes run at the same time, so plain tools must lock
-    shared state.
+    An async tool runs in the event loop, a plain tool in a thread. A tool marked `tool.bounded =
+    True` has bounded work by construction. It runs directly in the loop, because a thread costs
+    more than a short call. The calls of several episodes run at the same time, so plain tools must
+    lock shared state.
 
     Args:
       call: if `error` is set, it is not run, and the error is the content.
       tools: name → function.
-      max_chars: longest content, in characters. A longer one is cut and says so.
+      max_chars: longest content, in characters. A longer content is cut, with a note.
       timeout: seconds, for tools without the mark `bounded`; None: no limit. An async tool is then
-        cancelled. A plain one is ended if it says how (rlkit.system.deadline.end_when_left, as the
-        python tool does). Otherwise its thread goes on, and its result is dropped.
+        cancelled. A plain tool is ended if it has said how (rlkit.system.deadline.end_when_left, as
+        the python tool does). Otherwise its thread goes on, and its result is dropped.
     Returns: a ToolResult with the call's id and name. `ok` is False for an unknown tool, for
       arguments that do not fit the signature or its types, and for a tool that raises, tries to end
       the process, or takes too long. `seconds` is wall time in the tool.
@@ -206,7 +207,7 @@ async def _attempt(
         if task is None or task.cancelling():
             raise
         return f"Error: {_reason(error)}.", False  # the tool's own
-    except Exception as error:  # a tool may do anything, and the episode goes on
+    except Exception as error:  # a tool may raise anything, and the episode goes on
         return f"Error: {_reason(error)}.", False
 
 
@@ -232,13 +233,13 @@ async def _run_for_text(tool: Tool, call: ToolCall, timeout: float | None) -> st
         async with cancel_after(None if bounded else timeout):
             text = _format_value(await given)
             if not bounded:
-                # count as waiting even if the answer came at once, for example from a cache
+                # counts as waiting even if the answer came immediately, for example from a cache
                 await asyncio.sleep(0)
             return text
 
 
 def _format_value(result: Any) -> str:
-    """Write a result for the policy: JSON for JSON's types other than text."""
+    """Write a result for the policy: text as it is, other JSON types as JSON."""
     plain = isinstance(result, dict | list | bool | int | float | None)
     return json.dumps(result, default=str) if plain else str(result)
 
@@ -255,9 +256,9 @@ def text_arguments(
     """Read a call's only text as the tool's only required parameter.
 
     Args:
-      load: reads the text for a parameter that is no string; raises ValueError if it cannot.
-    Raises: ValueError if the tool does not have exactly one required parameter. A tool without any
-      takes a call without text.
+      load: reads the text for a parameter that is not a string; raises ValueError if it cannot.
+    Raises: ValueError if the tool does not have exactly one required parameter. A tool without
+      required parameters takes a call without text.
     """
     signature = _signature(tool) or inspect.Signature()
     parameters = signature.parameters

@@ -1,4 +1,4 @@
-"""Turn scored rollouts into padded tensors. Token ids are copied, never made again from text."""
+"""Turn scored rollouts into padded tensors. Token ids are copied, never encoded again from text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rlkit.types import Batch, Rollout
 
 
 class TokenRow(NamedTuple):
-    """One training sequence: consecutive steps of a rollout whose contexts extend one another."""
+    """One training sequence: consecutive steps of a rollout, each with a context that extends the
+    previous one."""
 
     ids: list[int]
     sampled: list[bool]
@@ -27,14 +28,13 @@ class TokenRow(NamedTuple):
 def split_into_rows(rollout: Rollout) -> list[TokenRow]:
     """The training sequences of a rollout.
 
-    A step extends the row if its context begins with everything before it: the previous step's
-    context and reply. A step with a rewritten context starts a new row, for example after the
-    template has dropped earlier thinking, or turns were dropped to make room. This one rule serves
-    every history policy. Text written by a thinking budget is in the row, because the policy read
-    it, but is not trained on.
+    A step extends the row if its context begins with the previous step's context and reply. A step
+    with a rewritten context starts a new row, for example after the template has dropped earlier
+    thinking, or turns were dropped to make room. This one rule serves every history policy. Text
+    written by a thinking budget is in the row, because the policy read it, but is not trained on.
     """
     out: list[TokenRow] = []
-    # the last sampled token so far; a reward is earned there
+    # the last sampled token so far; rewards are put there
     spot: tuple[TokenRow, int] | None = None
     for index, step in enumerate(rollout.steps):
         held = out[-1].ids if out else []
@@ -77,12 +77,12 @@ def assemble(
 
     Args:
       rollouts: with their rewards. None becomes nan ("cannot be scored"). An episode's reward is
-        its verifier's plus its steps'. In `token_rewards` each reward stands at the token where it
-        was earned.
+        the verifier's reward plus the rewards of the steps. In `token_rewards` each reward stands
+        at the token where it was earned.
       pad_token_id: fills the right side of short rows. It may equal an end-of-sequence id, because
         only `attention_mask` marks padding.
       device: of the tensors.
-    Raises: ValueError if there is no rollout, or none with a step.
+    Raises: ValueError if no rollout has a step.
     """
     numbered = [(i, row) for i, rollout in enumerate(rollouts) for row in split_into_rows(rollout)]
     if not numbered:

@@ -1,5 +1,5 @@
-"""Many episodes at once: tasks in, whole episodes out. The same function serves training,
-evaluation and plain rollouts."""
+"""Many episodes at the same time: from tasks to finished episodes. The same function serves
+training, evaluation and plain rollouts."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from rlkit.types import (
     Task,
 )
 
-KEYS = count()  # keys by which engines know episodes
+KEYS = count()  # each episode gets a key; engines know it by this key
 
 
 class Start:
-    """The start line: episodes wait for each other before their first replies. So the order in
-    which first prompts arrive does not decide which episodes decode together."""
+    """The start line: episodes wait for each other before their first replies. So the order of the
+    first prompts does not decide which episodes decode together."""
 
     def __init__(self, *, waits: bool):
         self.waits, self.missing, self.all_here = waits, 0, asyncio.Event()
 
     def place(self) -> Place:
-        """Add an episode for the others to wait for."""
+        """Add an episode; the others wait for it."""
         self.missing += 1
         return Place(self)
 
@@ -57,7 +57,7 @@ class Place:
         self.here = False
 
     def arrive(self) -> None:
-        """Report that the episode is ready for its first reply, or over."""
+        """Report that the episode is ready for its first reply, or that it is over."""
         self.start.missing -= not self.here
         self.here = True
         if not self.start.missing:
@@ -80,15 +80,15 @@ class Speaker(NamedTuple):
 
 
 class Turns:
-    """An engine's key for one episode, or for the two episodes of a game. In a game one of them
-    speaks at a time."""
+    """An engine's key for one episode, or for the two episodes of a game. In a game only one of the
+    two asks for a completion at a time."""
 
     def __init__(self, key: int, players: int = 1):
         self.key = key
         self.players = players
 
     def leave(self, engine: Engine) -> None:
-        """Give up the key when an episode is over; the last episode releases it."""
+        """Give up the key when an episode is over; the last episode of the key releases it."""
         self.players -= 1
         if not self.players:
             engine.release(self.key)
@@ -104,7 +104,7 @@ class Seat(NamedTuple):
     place: Place
     done: Callable[[Rollout], None]
     spent: Callable[[float], None]
-    table: Any = None  # the table of a game for two; `player` is this episode's number there
+    table: Any = None  # the table of a game for two; `player`: this episode's number at the table
     player: int = 0
 
 
@@ -113,11 +113,11 @@ def ignore_value(value: Any) -> None:
 
 
 async def load_other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
-    """Load the model that plays against a policy, with the policy's sampling parameters. Its engine
-    never waits for a due answer, because the policy's engine may be waiting for this player."""
+    """Load the opponent of a policy, with the policy's sampling parameters. Its engine never waits
+    for a due answer, because the policy's engine may be waiting for this player."""
     weights = next(policy.model.parameters())
     rival, engine = _load_player(path, str(weights.device))
-    # load once: its weights stay, and episodes of other calls may be in play
+    # load only once: the weights stay the same, and episodes of other calls may be in play
     if not isinstance(engine, Cached) or engine.decoder is None:
         await await_value(engine.load(rival, 0))
     return Speaker(rival, engine, params._replace(admission="free"), make_encoder(rival))
@@ -141,8 +141,8 @@ def make_samples(
     alone: Callable[[Seat], Played],
     against: Callable[[Seat], Played],
 ) -> list[Played]:
-    """Make the episodes of a task's samples: each alone, all at one table, or two at each table. A
-    sample without a partner plays `against`.
+    """Make the episodes of a task's samples: each alone, all at one table, or two at each table.
+    `against` plays a sample without a partner.
 
     Args:
       seat: (sample, table, player) → Seat. alone, against: Seat → the coroutine of an episode.
@@ -179,27 +179,28 @@ async def collect_groups(
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
 
-    `collect` is the plain function, which also works inside a running event loop; `await
-    collected(…)` is the same as a coroutine.
+    `collect` is the plain function, also for use inside a running event loop; `await collected(…)`
+    is the same as a coroutine.
 
     Args:
       policy: the model to sample, with its current weights.
-      tasks: the prompts, one group each.
-      environment: one for all tasks, or a function that gives each task its own.
-      engine: samples the completions. None makes a new `rlkit.engines.Cached()`. Keep one of your
-        own to play many times, because its cache and its compiled code outlive the call.
+      tasks: the prompts, one group per task.
+      environment: one for all tasks, or a function from a task to its environment.
+      engine: samples the completions. None makes a new `rlkit.engines.Cached()`. To play many
+        times, keep your own engine, because its cache and its compiled code outlive the call.
       group_size: samples per task, > 0.
       seed, step: of the run and of the RL step. Together with the positions of the task and the
         sample, they are the only source of randomness (rlkit.functional.mix). So the same call
         gives the same rollouts in any batch, on any rank. They also seed the session's draws from
-        the generators of python, numpy and torch. A plain tool runs in a thread without generators
-        of its own.
-      first: position of the first task, if these are further prompts of the same step.
-      version: number of RL steps that trained the weights.
+        the generators of python, numpy and torch. A plain tool runs in a thread, and this seed does
+        not reach its draws.
+      first: position of the first task in the step, if the tasks are further prompts of the same
+        step.
+      version: how many RL steps have trained the weights.
       on_done: called with each episode once it is over.
-      spent: called with the seconds that each episode spent in its session.
+      spent: called with the seconds of each episode in its session.
       params: fields of SamplingParams (temperature, max_new_tokens, …).
-    Returns: unscored rollouts, task by task, samples of a task side by side.
+    Returns: unscored rollouts, task by task; samples of a task are neighbours.
     Raises: the first error of any episode, as it was raised, after every session has been closed.
     """
     unknown = [name for name in params if name not in SamplingParams._fields]
@@ -228,7 +229,7 @@ async def collect_groups(
                 raise Hung("the episode is over")
             await at.place.ready()
             said = await speak(rollout, messages, session)
-            # for an engine that does not report versions
+            # an engine may not report versions
             return said and said._replace(versions=said.versions or ((0, version),))
 
         held = [at]
@@ -296,7 +297,7 @@ async def collect_groups(
         return rollout
 
     async def against(how: Environment, one: Seat) -> Rollout:
-        """Play a sample against a player outside training."""
+        """Play a sample against an untrained player."""
         other = one._replace(
             sample=group_size + one.sample,
             player=1 - one.player,
@@ -329,7 +330,7 @@ async def collect_groups(
             )
 
         # Episodes that share an instance wait for each other's replies. So the engine must not wait
-        # for an episode that is done early while the others have to decode.
+        # for an episode that is done early, because the others have to decode.
         shared = how.table is not None and not how.table.players
         who = own._replace(params=sampling._replace(admission="free")) if shared else own
         return make_samples(

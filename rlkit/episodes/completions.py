@@ -9,8 +9,8 @@ beside the full record.
     pandas.read_parquet("outputs/NAME/TIME/completions")
     polars.read_parquet("outputs/NAME/TIME/completions/*.parquet")
 
-A file is whole or absent and is never rewritten, so its steps are in its name. All files of a run
-have the same columns.
+A file is complete or absent and is never rewritten, so its name can hold its steps. All files of a
+run have the same columns.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def list_table_columns(rewards: Iterable[str]) -> dict[str, str]:
 def make_completion_row(
     rollout: Rollout, step: int | None, advantage: float | None = None
 ) -> dict[str, Any]:
-    """Make a row of a rollout.
+    """Make a table row from a rollout.
 
     prompt           the start of the episode; `role:` lines separate messages of several roles
     completion       everything after the prompt: the replies with their thinking, and between them
                      the messages of tools and environment
     reward           the trained reward, rewards of steps included; null if it cannot be scored;
                      `reward_NAME` likewise
-    advantage        mean over the rollout's trained tokens; null if none was trained on
-    policy_version   number of RL steps that trained the weights sampling the first token
+    advantage        mean over the rollout's trained tokens; null without a trained token
+    policy_version   how many RL steps had trained the weights that sampled the first token
     status           terminated, or why it was truncated
     """
     versions = [version for reply in rollout.steps for _, version in reply.versions]
@@ -116,7 +116,7 @@ def _message(message: Message) -> str:
 def make_completions_table(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
 ) -> pyarrow.Table:
-    """Make a table of rows of `make_completion_row`, by default with every column that a row has.
+    """Make a table from rows of `make_completion_row`, by default with the columns of all rows.
     Characters outside UTF-8 are escaped."""
     import pyarrow as pa
 
@@ -136,7 +136,7 @@ def make_completions_table(
 def write_completions(
     folder: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
 ) -> None:
-    """Write the rows of some steps as one file, whole or not at all. Raises: OSError."""
+    """Write the rows of some steps as one file, completely or not at all. Raises: OSError."""
     if rows:
         _write(folder, make_completions_table(rows, columns))
 
@@ -147,8 +147,8 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
 
     first, last = pyarrow.compute.min_max(table["step"]).as_py().values()
     path = folder / f"steps_{first:06d}-{last:06d}.parquet"
-    # a reader who opens the folder skips hidden files, so a kill leaves nothing half-written to
-    # read
+    # readers of the folder skip hidden files, so they never see the half-written file of a killed
+    # run
     hidden = path.with_name(f".{path.name}")
     with open_atomically(hidden) as file:
         pyarrow.parquet.write_table(table, file, compression="zstd")
@@ -159,7 +159,7 @@ def cut_completions(folder: Path, step: int) -> None:
     """Move the files with rows after an RL step to NAME.discarded/, and overwrite nothing there. A
     resumed run writes these rows again.
 
-    Raises: DataError if it fails; the rows then stay in place.
+    Raises: DataError if a file cannot be moved; its rows then stay in place.
     """
     target = folder.with_name(f"{folder.name}.discarded")
     for path in sorted(folder.glob("steps_*.parquet")):
@@ -176,8 +176,8 @@ def cut_completions(folder: Path, step: int) -> None:
             os.replace(path, target / path.name)
         except OSError as error:
             why = (
-                f"{target} cannot be written ({reason(error)}), so rows that the resumed run"
-                " replaces would be lost"
+                f"{target} cannot be written ({reason(error)}), so the rows replaced by the resumed"
+                " run would be lost"
             )
             raise DataError(why) from None
 

@@ -36,17 +36,18 @@ def demonstrations(
     """Return the conversation of each task as a scored episode, with its replies as sampled tokens
     and reward 1. Takes the place of `collect`.
 
-    A reply's tokens, end of turn included, are the ones the policy would have to sample in this
+    A reply's tokens, end of turn included, are the tokens to be sampled by the policy in this
     context. Each context is the previous one + the reply + the template's text between replies. No
     text becomes a control token.
 
     Args:
       tasks: with the whole conversation in `metadata["messages"]` (rlkit.tasks.conversations).
-      environment: only lists its tools in the prompt; it is not played.
+      environment: its tools are listed in the prompt; it is not played.
       first: number of the first group.
-    Returns: one rollout a task. The sampler's log-probs are nan, because nothing was sampled.
-    Raises: DataError for a task without a conversation, or with one longer than the model's
-      context. TemplateError if the chat template places a reply elsewhere than the policy would.
+    Returns: one rollout per task. The sampler's log-probs are nan, because nothing was sampled.
+    Raises: DataError for a task without a conversation, or with a conversation longer than the
+      model's context. TemplateError if the chat template puts a reply at another place than the
+      policy would.
     """
     out = []
     for group, task in enumerate(tasks, first):

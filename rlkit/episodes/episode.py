@@ -38,19 +38,20 @@ async def play(
     or a limit is reached.
 
     Checks after a reply, in this order: a reply cut by length truncates the episode; then the
-    session answers, and may end it; then the step limit truncates an episode that would go on.
+    session answers, and may end the episode; then the step limit truncates an episode that has not
+    ended.
 
     Args:
       say: the only place with knowledge of tokens (`rlkit.episodes.replies.make_speaker`).
       group, sample: position of the prompt in the batch, and of this episode among its samples.
-      seed: for the session's draws from the generators of python, numpy and torch. Each of its
-        answers has draws of its own.
-      said: called after the last message, before the session is asked for its state and closed,
-        which may take a while.
-      spent: called at the end with the seconds that the episode spent in its session.
+      seed: for the session's draws from the generators of python, numpy and torch. Each answer has
+        its own draws.
+      said: called after the last message. Then the session is asked for its state and closed, and
+        this may take a while.
+      spent: called at the end with the seconds of the episode in its session.
       so_far: called with the rollout each time a step is added.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length",
-      "steps", "deadline", "error" (a call outlasted its limit), or a reason of the session's own.
+      "steps", "deadline", "error" (a call outlasted its limit), or the session's own reason.
     Raises: EnvironmentFailed if the environment's code raises; every error of `say`.
     """
     played = [Rollout(task, (), group=group, sample=sample)]
@@ -79,7 +80,7 @@ async def _play_to_the_end(
     task = rollout.task
     limit = Countdown(environment.deadline)
     session = None
-    # the session gets a copy of the episode, so that it cannot change training rows or the record
+    # the session gets a copy of the episode, so it cannot change training rows or the record
     theirs = copy_value(rollout)
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
@@ -120,10 +121,11 @@ async def _play_to_the_end(
 
 
 def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
-    """Apply to the record the changes that a session made to its copy: rewards, results, metadata,
+    """Apply to the record the changes made by a session to its copy: rewards, results, metadata,
     the ending.
 
-    Rows, prompts and calls stay those of the record, unless the session replaced them.
+    The task, the metadata, prompts and calls stay those of the record, unless the session replaced
+    them.
 
     Args:
       said: the session's answer. given: the copy of `record` that it received.
@@ -178,27 +180,27 @@ def cut_off(rollout: Rollout, why: str) -> Rollout:
 
 
 def mark_failed(rollout: Rollout, why: str) -> Rollout:
-    """Mark the rollout as cut off by a failure of its environment, not of the policy. It is not
+    """Mark the rollout as cut off because its environment failed, not the policy. It is not
     scored."""
     return cut_off(rollout, "error")._replace(error=why)
 
 
 async def _first_prompt(session: Session, task: Task) -> Messages:
     """The session's first prompt; a text becomes a user's message. Raises: EnvironmentFailed if it
-    is no prompt."""
+    is not a prompt."""
     with blame_environment("first prompt", task):
         said = await call_user("the environment's first prompt", session.first_prompt)
         return _messages(said)
 
 
 def _messages(said: Any) -> Messages:
-    """Copy a session's messages; a text becomes a user's message. Raises: TypeError if it is
-    neither."""
+    """Copy a session's messages; a text becomes a user's message. Raises: TypeError for any other
+    value."""
     if isinstance(said, str):
         said = [{"role": "user", "content": said}]
     if not (isinstance(said, list | tuple) and said and all(map(_is_message, said))):
         raise TypeError(f"it must be messages, each with a role, or a text; it is {said!r:.200}")
-    return copy_value(said)  # the session may go on with its own
+    return copy_value(said)  # the session may go on changing its own messages
 
 
 def _is_message(said: Any) -> bool:
@@ -219,7 +221,7 @@ async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages
     rollout, said = answer
     if said is not None and rollout.status == "truncated":
         raise TypeError(
-            "a session's answer truncates the rollout and goes on; give None as messages with a"
-            " truncation"
+            "a session's answer truncates the rollout and goes on; with a truncation, return None"
+            " as the messages"
         )
     return rollout, None if said is None else _messages(said)

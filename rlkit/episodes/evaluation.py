@@ -1,5 +1,4 @@
-"""Held-out evaluation: the episodes and verifiers of training, with sampling settings of its
-own."""
+"""Held-out evaluation: the episodes and verifiers of training, with other sampling settings."""
 
 from __future__ import annotations
 
@@ -17,16 +16,17 @@ from rlkit.statistics import count_independent, mean_interval, pass_at_k, share_
 from rlkit.tasks.splits import identify_problem
 from rlkit.types import Environment, Policy, Rollout, Task
 
-# one for all tasks, or a function from a task to its own
+# one environment for all tasks, or a function from a task to its environment
 Setting = Environment | Callable[[Task], Environment]
 
-# a verifier's score of a right answer, unless the task's metadata sets another as `correct_from`
+# a verifier's score of a right answer, unless the task's metadata sets another score as
+# `correct_from`
 CORRECT = 1.0
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Whether the verifier's score, with the rewards of the steps, counts as right: full marks, or
-    the task's own `correct_from` if even the best answer earns less."""
+    """Whether the verifier's score, with the rewards of the steps, counts as right: at least
+    CORRECT, or at least the task's own `correct_from`."""
     return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get(
         "correct_from", CORRECT
     )
@@ -46,7 +46,7 @@ def greedy_accuracy(
 
     Args:
       reward: the verifier; `is_correct` decides which scores are right.
-      temperature: ≥ 0. At 0, greedy, a random policy may only repeat itself.
+      temperature: ≥ 0. 0 is greedy; a random policy may then do nothing but repeat itself.
       collecting: engine, version and max_new_tokens, as for `collect`.
     Returns: the figures of `summarise_accuracy`, for a mixture also those of each part under
     `parts`; and the
@@ -54,7 +54,7 @@ def greedy_accuracy(
     """
 
     if not tasks:
-        raise ConfigError("an accuracy needs tasks: there is none")
+        raise ConfigError("an accuracy needs at least one task, and there is none")
 
     def play(own: Sequence[Task], begin: int) -> list[Rollout]:
         return collect(policy, own, environment, temperature=temperature, first=begin, **collecting)
@@ -84,7 +84,7 @@ def sampled_accuracy(
     """
     if max(k) > samples:
         raise ValueError(
-            f"evaluation.k: pass@{max(k)} needs at least {max(k)} samples a task;"
+            f"evaluation.k: pass@{max(k)} needs at least {max(k)} samples per task;"
             f" evaluation.samples is {samples}"
         )
     rollouts = score(
@@ -135,7 +135,7 @@ def summarise_accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0)
 def summarise_curves(
     rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]
 ) -> dict[str, Any]:
-    """avg@samples and every pass@k; samples of a task must stand side by side in `rollouts`."""
+    """avg@samples and every pass@k; the samples of a task must be neighbours in `rollouts`."""
     tasks = [rollouts[i : i + samples] for i in range(0, len(rollouts), samples)]
     rows: dict[str, list[int]] = {}  # problem → right samples of each of its tasks
     for own in tasks:
@@ -165,7 +165,7 @@ def _group_by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float, float]:
     """Mean total reward of scored rollouts and its interval over problems; nan without rewards.
 
-    For zeros and ones it is Wilson's interval, as for the accuracy.
+    If all rewards are 0 or 1, it is Wilson's interval, as for the accuracy.
     """
     totals = [[total for r in own if (total := r.total_reward) is not None] for own in problems]
     known = [own for own in totals if own]
@@ -179,7 +179,7 @@ def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float,
 
 
 def _share_interval(right: float, sizes: Sequence[int]) -> tuple[float, float]:
-    """Interval of a share of rows; `sizes` are the rows of each distinct problem."""
+    """Interval of a share of rows; `sizes`: the number of rows of each distinct problem."""
     trials = count_independent(sizes)
     return share_interval(min(trials, right * trials / sum(sizes)), trials)
 

@@ -7,9 +7,8 @@ and can turn it into Parquet:
     load_dataset("json", data_files="rollouts.jsonl.gz",
     split="train").to_parquet("rollouts.parquet")
 
-`datasets` guesses the types from the start of the first file. If the start shows no value of a
-column (no tool call at all, no reward), pass
-`features=Features.from_arrow_schema(rollout_schema())`.
+`datasets` guesses the types from the start of the first file. If the start has no value in a column
+(no tool call at all, no reward), pass `features=Features.from_arrow_schema(rollout_schema())`.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 FORMATS = (".jsonl.gz", ".jsonl")
-FAILED = "failed_rollout.jsonl.gz"  # the rollout on which a reward failed
+FAILED = "failed_rollout.jsonl.gz"  # a reward failed on this rollout
 MEMBER = re.compile(rb"\x1f\x8b\x08[\0\x04]\0{4}")  # start of a gzip member without name and time
-PIECE = 1 << 16  # bytes that are unpacked at a time
+PIECE = 1 << 16  # bytes unpacked at a time
 TEXT = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -48,7 +47,7 @@ TEXT = json.JSONEncoder(ensure_ascii=False)
 
 
 def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
-    """Write a file of rollouts, whole or not at all; equal rollouts give equal bytes.
+    """Write a file of rollouts, completely or not at all; equal rollouts give equal bytes.
 
     Args:
       path: ends in .jsonl or .jsonl.gz, for the format. An existing file is replaced.
@@ -60,7 +59,7 @@ def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
 
 def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     """Add rollouts to a .jsonl or .jsonl.gz file, creating it if needed. A kill in the middle
-    damages these rollouts alone.
+    damages only these rollouts.
 
     Raises: ConfigError for another ending, TypeError for a value that JSON does not know; then
     nothing was written.
@@ -71,7 +70,7 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     with path.open("ab+") as file:
         if path.suffix != ".gz" and file.tell():
             file.seek(-1, os.SEEK_END)
-            # the last line was cut off: it stays alone
+            # if the last line was cut off, it stays a line of its own
             data = data if file.read(1) == b"\n" else b"\n" + data
         file.write(data)
 
@@ -84,9 +83,9 @@ def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None
 
 @contextmanager
 def keep_failed_rollout(folder: Path) -> Iterator[None]:
-    """If a reward fails inside, save its rollout to the folder and name the file in the error's
-    note."""
-    # rewards import torch, but files of rollouts are read without it
+    """If a reward fails within the block, save the rollout of the failure to the folder, and name
+    the file in a note of the error."""
+    # rewards import torch, and files of rollouts can be read without torch
     from rlkit.rewards import RewardError
 
     try:
@@ -101,7 +100,7 @@ def keep_failed_rollout(folder: Path) -> Iterator[None]:
 
 def _check_path(path: Path) -> Path:
     if not path.name.endswith(FORMATS):
-        raise ConfigError(f"{path}: a file of rollouts ends in .jsonl or .jsonl.gz; name it so")
+        raise ConfigError(f"{path}: a file of rollouts must end in .jsonl or .jsonl.gz; rename it")
     return path
 
 
@@ -124,13 +123,13 @@ def load_rollouts(
     """Load the rollouts of a file, or of one RL step of a run, equal to the saved ones.
 
     Args:
-      path: a file written by `save_rollouts` or `append_rollouts`, or one of a run's rollouts/;
-        with `step`, the folder rollouts/.
+      path: a file of `save_rollouts` or `append_rollouts`, or of a run's rollouts/; with `step`,
+        the folder rollouts/.
       step: the RL step, counted from 1. None reads the whole file.
       strict: True raises at the first damaged place. False warns of each, with file and line, and
         keeps the rest.
-    Raises: DataError that names the place, if strict or if every place is damaged. ConfigError for
-      another ending, or for a step missing from the folder.
+    Raises: DataError naming the place, if strict, or if no rollout can be read. ConfigError for
+      another ending of the name, or for a step missing from the folder.
     """
     rollouts = []
     damages = []
@@ -142,7 +141,7 @@ def load_rollouts(
             if strict:
                 raise DataError(damages[-1]) from error
     if damages and not rollouts:
-        raise DataError(f"{damages[0]}; there is no rollout in the file that can be read")
+        raise DataError(f"{damages[0]}; no rollout of the file can be read")
     for damage in damages:
         warnings.warn(damage, stacklevel=2)
     return rollouts
@@ -156,9 +155,9 @@ def _part(path: Path | str | Part, step: int | None) -> Part:
     found = shards.index_steps(Path(path))
     if step not in found:
         held = (
-            f"it holds {len(found)} from {min(found)} to {max(found)}"
+            f"it holds {len(found)} steps, from {min(found)} to {max(found)}"
             if found
-            else "it holds none; name a run's rollouts/"
+            else "it holds no step; name a run's rollouts/"
         )
         raise ConfigError(f"{path}: there are no rollouts of step {step}; {held}")
     return found[step]
@@ -183,13 +182,13 @@ def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
         for line in lines:
             number += 1
             yield from _json_row(f"{part}:{number}", line)
-        if damage is not None:  # yielded in place of the line that it cuts
+        if damage is not None:  # the damage takes the place of the line cut by it
             number += 1
             rest = b""
             yield (
                 f"{part}:{number}",
                 DataError(
-                    "the compressed data is damaged here or before; its whole lines are kept"
+                    "the compressed data is damaged here or before; its complete lines are kept"
                     f" ({damage})"
                 ),
             )
@@ -205,8 +204,8 @@ def _json_row(place: str, line: bytes) -> Iterator[tuple[str, str | DataError]]:
 
 
 def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
-    """Yield the text of each member of a gzip file, and what is damaged in it or None. After a
-    damaged member, go on with the next."""
+    """Yield the text of each member of a gzip file, and a description of its damage or None. After
+    a damaged member, continue with the next member."""
     start = 0
     while start < len(data):
         text, length, damage = _unpack_member(memoryview(data)[start:])
@@ -241,13 +240,13 @@ def _unpack_member(data: memoryview) -> tuple[bytes, int, str | None]:
 
 # --------------------------------------------------------------------------------------------- rows
 
-# to filter on; all but the first repeat values of other fields
+# columns for filters; all except the first repeat values of other fields
 COLUMNS = ("rl_step", "task_id", "num_steps", "response_length", "total_reward")
 PLAIN = ("role", "content")  # of a message; its other keys are JSON text
 # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
 LONE = "d[89a-f][0-9a-f]{2}"
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
-# any other type is stored as text
+# a value of any other type is stored as text
 SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}
 _fields = functools.cache(typing.get_type_hints)
 
@@ -288,8 +287,8 @@ def rollout_schema() -> pyarrow.Schema:
 
 
 def make_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
-    """Make a row of plain types, the same for every rollout: columns to filter on, then the fields
-    in their order."""
+    """Make a row of plain types, in the same form for every rollout: columns for filters, then the
+    fields in their order."""
     columns = (
         rl_step,
         rollout.task.id,
@@ -309,8 +308,8 @@ def read_row(row: Mapping[str, Any]) -> Rollout:
 
 
 def _make_plain(value: Any, hint: Any) -> Any:
-    """A value of this type as a row holds it. In a message, None stands for a missing key, or for a
-    value that is not text; such a value is stored among the other keys."""
+    """A value of this type in the form of a row. In a message, None means that the key is missing,
+    or that its value is not text; this value is then stored among the other keys."""
     origin = typing.get_origin(hint)
     if hint in RECORDS:
         return {
@@ -330,8 +329,8 @@ def _make_plain(value: Any, hint: Any) -> Any:
 
 
 def _restore_value(value: Any, hint: Any, path: str = "") -> Any:
-    """Invert `_make_plain`. Raises: TypeError that names the first field with a value of another
-    type than annotated."""
+    """Invert `_make_plain`. Raises: TypeError naming the first field whose value has another type
+    than annotated."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if hint is Any:
@@ -370,14 +369,15 @@ def _restore_value(value: Any, hint: Any, path: str = "") -> Any:
         and (hint is bool or not isinstance(value, bool))
     ):
         return value
-    raise TypeError(f"{path} is of another type than rlkit writes")
+    raise TypeError(f"{path} has another type than rlkit writes")
 
 
 def _line(rollout: Rollout, rl_step: int | None) -> str:
     """The row as JSON in UTF-8. Half a surrogate pair is written as U+FFFD and its number in
     hexadecimal."""
     text = TEXT.encode(make_row(rollout, rl_step))
-    if text.isascii():  # most are, and the search takes as long as the rest
+    # most lines are ASCII, and the search below takes as long as everything above it
+    if text.isascii():
         return text
     return re.sub(
         f"[\ud800-\udfff]|\ufffd(?={LONE}|fffd)", lambda found: f"\ufffd{ord(found[0]):x}", text
@@ -393,8 +393,8 @@ def _parse_line(line: str) -> Any:
 
 
 def write_transcript(rollout: Rollout) -> str:
-    """Write the conversation as Markdown that also reads well as plain text; the model's text is
-    indented, never markup."""
+    """Write the conversation as Markdown, also readable as plain text. The model's text is
+    indented, so it is never read as markup."""
     ending = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
     lines = [
         (

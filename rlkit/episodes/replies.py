@@ -47,9 +47,9 @@ def make_speaker(
     """Return the `say` of one episode: the policy speaks through an engine.
 
     Args:
-      params: an environment that drops the oldest turns does so until `max_new_tokens` fit after
-        the context.
-      key: of the episode, for the engine.
+      params: of the sampling. An environment with overflow=drop_oldest drops the oldest turns until
+        the context leaves room for `max_new_tokens`.
+      key: the engine's key of the episode.
       seed: of the episode; a reply's own seed is mix(seed, its number).
       encode: of first prompts; see `make_encoder`.
     """
@@ -74,27 +74,29 @@ def make_speaker(
 
 
 def check_engine(engine: Any) -> None:
-    """Raise EngineError if this is no engine."""
+    """Raise EngineError if this is not an engine."""
     absent = missing(engine, Engine)
     if absent:
         hint = callable(engine) * (
-            "; give an instance of a class, and make an engine of a plain function with"
-            " rlkit.engines.Batched"
+            ". Give an instance, not a class; rlkit.engines.Batched makes an engine from a plain"
+            " function"
         )
         raise EngineError(
-            f"the engine {engine!r:.200} has no `{absent[0]}`; it needs what rlkit.types.Engine"
-            f" describes{hint}"
+            f"the engine {engine!r:.200} has no `{absent[0]}`; an engine has the methods of"
+            f" rlkit.types.Engine{hint}"
         )
 
 
 def check_generation(engine: Any, reply: Any) -> None:
-    """Raise EngineError if an engine gave no completion to train on."""
+    """Raise EngineError if an engine's reply is not a completion to train on."""
     if not isinstance(reply, Generation):
         wrong = f"{reply!r:.200} in place of a rlkit.types.Generation"
     elif not reply.token_ids:
         wrong = "no token; a completion has at least one, the end of the turn"
     elif len(reply.logprobs) != len(reply.token_ids):
-        wrong = f"{len(reply.logprobs)} log-probs for {len(reply.token_ids)} tokens; give one each"
+        wrong = (
+            f"{len(reply.logprobs)} log-probs for {len(reply.token_ids)} tokens; give one per token"
+        )
     elif not all(map(isfinite, reply.logprobs)):
         wrong = "a log-prob that is not finite; its weights or its arithmetic are broken"
     elif reply.finish_reason not in ("stop", "length"):
@@ -134,8 +136,8 @@ def read_reply(
     """Read a completion as a step: the sampled ids and their meaning.
 
     Args:
-      rollout: the episode before it. messages: the new messages of its prompt. ids: of the prompt.
-      dropped: number of exchanges dropped from the prompt.
+      rollout: the episode before the reply. messages: the new messages of the prompt.
+      ids: the whole prompt. dropped: number of exchanges dropped from the prompt.
     """
     ended = bool(reply.token_ids) and reply.token_ids[-1] in policy.eos_token_ids
     tags = policy.renderer.thinking
@@ -185,10 +187,11 @@ def encode_next_prompt(
     strip_thinking renders the conversation again without earlier thinking.
 
     An exchange is a reply and the messages after it: a tool's results, or a user's message. With
-    `drop_oldest`, a prompt that leaves less than `room` tokens loses its oldest exchanges, until it
-    leaves enough or one exchange is left. The first prompt and the last exchange always stay, so
-    roles alternate and every result follows its call. Dropped exchanges stay dropped. keep_thinking
-    cuts exchanges out of the token stream, so the remaining ids are the sampled ones.
+    `drop_oldest`, if a prompt leaves less than `room` tokens, its oldest exchanges are dropped
+    until it leaves enough or only one exchange is left. The first prompt and the last exchange
+    always stay, so roles alternate and every result follows its call. Dropped exchanges stay
+    dropped. keep_thinking cuts exchanges out of the token stream, so the remaining ids are the
+    sampled ids.
     """
     if not rollout.steps:
         return encode(messages, tools), 0
@@ -218,7 +221,7 @@ def _append_messages(
     last = rollout.steps[-1]
     context = rollout.context(-1)
     kept = rollout.steps[0].prompt_length
-    # Ids of each exchange. The prompt of step k + 1 is the first prompt and its remaining exchanges
+    # Ids of each exchange. The prompt of step k + 1 is the first prompt and the remaining exchanges
     # up to k.
     sizes: list[int] = []
     for step in rollout.steps[1:]:

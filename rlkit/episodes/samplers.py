@@ -4,7 +4,7 @@
 
 The state is plain numbers and a table with a row for each problem, so it fits into a checkpoint. A
 draw is a function of the state and the run's seed. In a mixture, the order of the epochs decides
-which part is next; a sampler chooses among the problems of this part.
+which part is next, and a sampler chooses among the problems of this part.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Columns of the table: successes (sum of rewards clipped to 0 … 1), failures (sum of 1 - reward),
-# mean of the last group (-1 before the first), and number of the problem's last draw, counted
-# within its part (0: never).
+# mean of the last group (-1 without a group), and number of the problem's last draw, counted within
+# its part (0: never drawn).
 SUCCESSES, FAILURES, LAST, ASKED = range(4)
 # table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked:
-# rows of the step before
+# rows of the previous step
 State = Mapping[str, Any]
 
 
 class TaskSampler(NamedTuple):
-    """A rule for the next problem, among the n of its part that the step has not drawn yet.
+    """A rule for the next problem, among the n problems of its part not yet drawn in the step.
 
-    P(i) = (1 - explore) · w_i / Σ w + explore / n;  greedy: the largest w instead of w_i / Σ w;
-    among equal ones, the one asked longest ago
+    P(i) = (1 - explore) · w_i / Σ w + explore / n. With greedy, 1 for the largest w takes the place
+    of w_i / Σ w; among equal w, the problem drawn longest ago.
 
     weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs,
               whatever their scores
-    retest    every so many draws of a part, ask the problem asked longest ago; 0: never
+    retest    every retest-th draw of a part takes the problem drawn longest ago; 0: no draw does
     memory    factor on a problem's earlier successes and failures whenever a new group is scored
     """
 
@@ -50,7 +50,7 @@ class TaskSampler(NamedTuple):
 
 
 def uniform_sampler() -> TaskSampler:
-    """Draw every problem once an epoch, in an order fixed by the seed."""
+    """Draw every problem once per epoch, in an order fixed by the seed."""
     return TaskSampler("uniform")
 
 
@@ -72,10 +72,10 @@ def pool_sampler(
     unseen: float = 1.0,
 ) -> TaskSampler:
     """Pools by the pass rate p of a problem's last group: hard for p ≤ low, easy for p > high,
-    normal between, unseen before the first.
+    normal in between; unseen for a problem without a group yet.
 
-    Args: low, high: 0 … 1. hard, normal, easy, unseen: weight of each problem of the pool, > 0; a
-    weight of 0 would freeze it for ever.
+    Args: low, high: 0 … 1. hard, normal, easy, unseen: weight of each problem in the pool, > 0; a
+    problem of weight 0 would never be drawn again.
     Source: prime-rl, curriculum/samplers/pool.py, with its defaults.
     """
     return TaskSampler(
@@ -101,11 +101,11 @@ def variance_sampler(
     """Draw in proportion to the expected variance of a reply's success: w = E[p(1-p)] = ab /
     ((a+b)(a+b+1)) for p ~ Beta(a, b).
 
-    a = prior + Σ memory^k · successes of the k-th last group, b likewise for failures. A prior of
-    1/2 gives an unseen problem 1/8, one with four successes of eight 0.225, and one with none of
-    eight 0.047.
+    a = prior + Σ memory^k · successes of the k-th last group; b is the same sum of failures. With a
+    prior of 1/2 the weight of an unseen problem is 1/8; after four successes in eight replies it is
+    0.225, after none in eight 0.047.
 
-    Args: explore: share of uniform draws, > 0, so that every problem is visited. prior: > 0.
+    Args: explore: share of uniform draws, > 0, so every problem is visited. prior: > 0.
     memory: 0 … 1.
     Source: arXiv:2601.02648 takes the variance p(1-p) as the priority; its expectation is derived.
     """
@@ -128,10 +128,10 @@ def prioritised_sampler(
     """Draw problems by p(1-p) of their last group, largest first, with retests of solved and too
     hard problems.
 
-    Args: retest: every so many draws, ask the problem asked longest ago. So each of n problems is
-      asked within n · retest draws. unseen: stands for p(1-p) of a problem without a group. Below
-      0.25, so that known signal goes first; above 0, so that unknown problems go before problems
-      without signal. explore: share of uniform draws.
+    Args: retest: every retest-th draw takes the problem drawn longest ago. So each of n problems
+      is drawn within n · retest draws. unseen: the weight of a problem without a group, in place of
+      p(1-p). A weight below 0.25 lets known signal go first; a weight above 0 lets unknown problems
+      go before problems without signal. explore: share of uniform draws.
     Source: the heap with periodic retests of arXiv:2601.02648.
     """
     return TaskSampler(
@@ -144,26 +144,27 @@ def prioritised_sampler(
 
 
 def by_last_variance(rows: Tensor, *, unseen: float) -> Tensor:
-    """p(1-p) of the last group [n], `unseen` before the first."""
+    """p(1-p) of the last group [n], or `unseen` without a group."""
     p = rows[:, LAST]
     return (p * (1 - p)).masked_fill(p < 0, unseen)
 
 
 @ranges(solved=(0, 1))
 def unsolved_sampler(*, solved: float = 0.9) -> TaskSampler:
-    """Do not ask a problem again once its last group's mean has reached `solved`, unless all
-    problems of its part have (no positive resampling).
+    """Do not draw a problem again once its last group's mean has reached `solved`, unless all
+    problems of its part have reached it (no positive resampling).
 
-    A problem that the policy forgets stays out. `sampler/solved` is the share of such problems.
+    A solved problem stays out even if the policy forgets it. `sampler/solved` is the share of
+    solved problems.
 
-    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786, with a threshold on the mean over all
-    groups; here it is on the last group, as in TRL.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. There the threshold is on the mean over
+    all groups; here it is on the last group, as in TRL.
     """
     return TaskSampler("unsolved", partial(while_unsolved, solved=solved))
 
 
 def while_unsolved(rows: Tensor, *, solved: float) -> Tensor:
-    """1 for problems that are not solved, 0 for the others [n]."""
+    """1 for unsolved problems, 0 for solved ones [n]."""
     return (rows[:, LAST] < solved).to(rows.dtype)
 
 
@@ -181,12 +182,12 @@ def choose_tasks(
     """Draw once for each of `parts` and return the new state; its `step` ends with the drawn
     positions.
 
-    Drawing for a and then for b equals drawing for a + b. A problem that occurs several times in
-    the tasks counts once, at its first position.
+    Drawing for a and then for b equals drawing for a + b. If a problem occurs several times in the
+    tasks, it counts once, at its first position.
 
     Args: parts: the part of each draw, in order. state: None at the start of a run. seed: the
       run's.
-    Raises: DataError if the tasks are not those of the state; ConfigError if a weight is no number
+    Raises: DataError if the state belongs to other tasks; ConfigError if a weight is not a number
       of at least 0.
     """
     import torch
@@ -197,8 +198,9 @@ def choose_tasks(
         state = {"table": table, "draws": {}, "step": [], "asked": []}
     if len(state["table"]) != len(tasks):
         raise DataError(
-            f"task.sampler={sampler.name} knows {len(state['table'])} tasks, and there are"
-            f" {len(tasks)}; restore task.path, task.max_samples and the data, or start a new run"
+            f"task.sampler={sampler.name} has the scores of {len(state['table'])} tasks, but there"
+            f" are {len(tasks)} tasks; restore task.path, task.max_samples and the data, or start a"
+            " new run"
         )
     first: dict[tuple[str, str], int] = {}
     for i, task in enumerate(tasks):
@@ -243,15 +245,15 @@ def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Rando
 
 def compute_chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
     """P [n] of each problem in a draw other than a retest; they sum to 1. Raises: ConfigError if a
-    weight is no number of at least 0."""
+    weight is not a number of at least 0."""
     import torch
 
     assert sampler.weigh is not None
     weights = sampler.weigh(rows.clone())
     if weights.shape != rows.shape[:1] or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise ConfigError(
-            f"task.sampler={sampler.name}: its weights must be a number of at least 0 for each of"
-            f" the {len(rows)} problems"
+            f"task.sampler={sampler.name}: its weights must be {len(rows)} numbers of at least 0,"
+            " one per problem"
         )
     weights = weights.double() if weights.any() else torch.ones(len(rows), dtype=torch.float64)
     if sampler.greedy:
@@ -280,9 +282,9 @@ def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout
 
 
 def measure_sampler(state: State | None) -> dict[str, float]:
-    """sampler/seen: share of the rows asked so far. mixed: share of these with a last group's mean
-    between 0 and 1; solved: of 0.9 or more. Rows that repeat another row's problem count as unseen.
-    Empty for the uniform sampler."""
+    """sampler/seen: share of the rows drawn so far. mixed: share of the drawn rows whose last group
+    has a mean between 0 and 1; solved: share with a mean of 0.9 or more. Rows with the problem of
+    an earlier row count as unseen. Empty for the uniform sampler."""
     if state is None:
         return {}
     last = state["table"][:, LAST]

@@ -1,7 +1,7 @@
 """The endless stream of prompts: an order fixed by seed and epoch, and a position in it.
 
 The state is two numbers and a sampler's knowledge of the problems (`rlkit.episodes.samplers`). So
-it fits into a checkpoint, and a resumed run draws as the interrupted one would have.
+it fits into a checkpoint, and a resumed run draws like a run without interruption.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlkit.errors import DataError
 from rlkit.types import Task
 
 CHANGED = (
-    "the checkpoint has groups of problems that the task no longer has; restore task.path and the"
-    " data, or start a new run"
+    "the checkpoint has groups whose problems are no longer in the task's data; restore task.path"
+    " and the data, or start a new run"
 )
 
 
@@ -27,12 +27,12 @@ class StreamState(NamedTuple):
 
     epoch: int = 0
     position: int = 0
-    sampler: State | None = None  # None: the order alone decides
+    sampler: State | None = None  # None: only the order decides
 
 
 @functools.lru_cache(8)
 def order(seed: int, epoch: int, n: int) -> Sequence[int]:
-    """A permutation of 0 … n-1. It depends on seed, epoch and n alone, so it is the same on every
+    """A permutation of 0 … n-1. It depends only on seed, epoch and n, so it is the same on every
     machine."""
     indices = list(range(n))
     random.Random(f"prompt stream/{seed}/{epoch}").shuffle(indices)
@@ -43,7 +43,7 @@ def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:
     """Permute a mixture within its parts. Every position keeps its part, so a step keeps the shares
     of the mixture.
 
-    Tasks of one part, or of no mixture, come in `order`.
+    Tasks of one part, or without a mixture, come in `order`.
     """
     positions: dict[str, list[int]] = defaultdict(list)
     for i, task in enumerate(tasks):
@@ -63,18 +63,19 @@ def take(
 ) -> tuple[list[Task], StreamState]:
     """Draw the next n tasks; return them and the new state.
 
-    Within an epoch no task is drawn twice. After an epoch runs out, the next one follows in its own
-    order, in the same call if need be. So n may exceed the number of tasks, and drawing a and then
-    b tasks equals drawing a + b.
+    Within an epoch no task is drawn twice. After the end of an epoch the next epoch follows in its
+    own order, in the same call if needed. So n may exceed the number of tasks, and drawing a and
+    then b tasks equals drawing a + b.
 
     Args:
-      tasks: the same ones, in the same order, in every call of a run.
+      tasks: the same tasks, in the same order, in every call of a run.
       state: StreamState() at the start of a run.
       n: number of tasks, ≥ 0.
       seed: the run's.
-      sampler: if it weighs problems, it chooses them, and the order only decides the turns of a
-        mixture's parts. The sampler draws no problem twice in a step, as long as there are enough.
-    Raises: DataError for no tasks, or for a state beyond them (they changed since it was saved).
+      sampler: if it weighs problems, it chooses them, and the order only decides which part of a
+        mixture is next. The sampler draws no problem twice in a step, as long as there are enough.
+    Raises: DataError without tasks, or for a position beyond the tasks (they changed since it was
+    saved).
     """
     epoch, position = state[:2]
     if not tasks:

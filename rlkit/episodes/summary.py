@@ -13,7 +13,8 @@ from rlkit.types import FinishReason, Rollout
 
 NAN = float("nan")
 TRUNCATIONS = ("length", "context", "steps", "deadline", "environment", "error")
-FEWEST_CALLS = 4  # calls of a tool; if all of them failed, the tool is to blame
+# if a tool failed in at least this many calls, and in all of them, the tool is to blame
+FEWEST_CALLS = 4
 STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component's score
 
 
@@ -26,21 +27,21 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
     reward/*            raw task reward, rewards of steps included; unscored_frac is the share
                         without a score
-    reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac,
+    reward/NAME/*       a component, also one of weight 0: mean, std; ok_frac, wrong_frac,
                         unparseable_frac, timeout_frac and error_frac: shares of its statuses;
-                        variance_share: its squared correlation with the reward in groups, 0 … 1:
-                        the share of the variance of the reward, and so of the advantage, explained
-                        by this component alone. For independent terms of a weighted sum the shares
-                        add up to 1. NAME/METRIC: another figure of the reward function, the mean
-                        over the rollouts that have it
+                        variance_share, 0 … 1: its squared correlation with the reward within
+                        groups. This is the share of the variance of the reward, and so of the
+                        advantage, explained by this component alone. For independent terms of a
+                        weighted sum the shares add up to 1. NAME/METRIC: another figure of the
+                        reward function, as a mean over the rollouts with this figure
     aggregator/*        figures of the reward's aggregator itself
     group/*             shares of prompts with equal rewards (split into all good: > 0, all bad: <=
-                        0) and with mixed ones
+                        0) and with mixed rewards
     len/*               sampled tokens of an episode, all steps together, without the text of a
                         thinking budget
     len/loop_frac       share of episodes with a reply that repeats itself: it has over 10,000
-                        characters, and zlib makes it more than 10 times shorter (prose: about 2; a
-                        loop: over 100), as in arXiv:2604.08527
+                        characters, and zlib makes it more than 10 times shorter (prose: about 2
+                        times; a loop: over 100 times), as in arXiv:2604.08527
     stop_reason/*       how episodes ended: stop (the policy or the environment), length, context,
                         steps, deadline (its seconds in the session), environment (a limit of its
                         own) or error (it failed; the rollout's `error` says why)
@@ -48,8 +49,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         types.FinishReason
     dropped_frac        share of episodes that lost their oldest turns from the context
     think_closed_frac   share of episodes without an unclosed thinking block
-    answer_found_frac   share of episodes whose last reply has content and no tool call, or whose
-                        environment gives the answer
+    answer_found_frac   share of episodes with content and no tool call in the last reply, or with
+                        an answer from the environment
     parse_fail_frac     share of episodes with at least one unreadable tool call
     tools/*             calls and failures per episode, replies per episode
     rollout/empty_frac  share of episodes without thinking, content or a call
@@ -67,15 +68,15 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def count_failures(rollouts: Sequence[Rollout]) -> str:
     """Count the failed environments, and quote the first error; an empty text if none failed.
 
-    Raises: EnvironmentFailed if all of them failed: there is nothing to measure or learn.
+    Raises: EnvironmentFailed if all failed, because there is then nothing to measure or learn.
     """
     failed = [r for r in rollouts if r.truncation == "error"]
     if not failed:
         return ""
     count = f"{len(failed)} of" if len(failed) < len(rollouts) else "all"
     said = (
-        f"the environment failed in {count} {len(rollouts)} episodes, which are not scored; the"
-        f" first: {failed[0].error}"
+        f"the environment failed in {count} {len(rollouts)} episodes; they are not scored. The"
+        f" first error: {failed[0].error}"
     )
     if len(failed) == len(rollouts):
         raise EnvironmentFailed(said)
@@ -90,7 +91,7 @@ def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
         if not result.content.startswith("Error: there is no tool"):
             results[result.name].append(result)
     return [
-        f"the tool {name} failed in all of its {len(own)} calls; the first said:"
+        f"the tool {name} failed in all of its {len(own)} calls; the first error:"
         f" {own[0].content:.200}"
         for name, own in results.items()
         if len(own) >= FEWEST_CALLS and not any(result.ok for result in own)
@@ -104,7 +105,7 @@ def count_refusals(rollouts: Sequence[Rollout]) -> str:
     if not refused:
         return ""
     return (
-        f"requests were refused in {len(refused)} of {len(rollouts)} episodes; the first:"
+        f"requests were refused in {len(refused)} of {len(rollouts)} episodes; the first refusal:"
         f" {refused[0].metadata['refusal']}"
     )
 
@@ -220,8 +221,8 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def measure_reward_functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Figures of the reward's functions beside their scores, as reward/TERM/METRIC and
-    aggregator/METRIC: means over the rollouts that have them."""
+    """Figures returned by the reward's functions in addition to their scores, as reward/TERM/METRIC
+    and aggregator/METRIC: means over the rollouts with the figure."""
     return {
         name: _mean([r.metrics[name] for r in rollouts if name in r.metrics])
         for name in dict.fromkeys(name for r in rollouts for name in r.metrics)
@@ -230,7 +231,7 @@ def measure_reward_functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
     """(Σ x y)² / (Σ x² Σ y²) of component and reward, each less its mean in the group; nan if one
-    of them does not vary."""
+    of the two does not vary."""
     groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for r in rollouts:
         value = r.rewards[name]

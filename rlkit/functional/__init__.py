@@ -1,8 +1,8 @@
 """Pure tensor maths: no config, no model, no state, no I/O.
 
 Positional parameters are quantities, named as in `rlkit.types.QUANTITIES` where they are injected
-by name; hyperparameters are keyword-only. One module a topic: a new advantage, loss, estimator,
-aggregation or filter is one function in its module and one line here.
+by name; hyperparameters are keyword-only. Each topic has one module. To add an advantage, loss,
+estimator, aggregation or filter, write one function in its module and one line here.
 
 Files in the order of their imports: _arguments, masking, aggregation, entropy, overlong, pairs,
 proximal, ratios, sampling, value_losses, filters, kl, log_probs, policy_losses, _groups,

@@ -10,8 +10,8 @@ from rlkit.functional.filters import mixed_groups
 
 
 def centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Deviations from the group's mean [N], scored rollouts a group [groups], and which group each
-    rollout is in [N].
+    """Deviations from the group's mean [N], the number of scored rollouts of each group [groups],
+    and the index of each rollout's group [N].
 
     In float64; exactly 0 for nan rewards and in groups without spread.
     """
@@ -29,8 +29,8 @@ def centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def spread(rewards: Tensor, group_ids: Tensor, std: str, eps: float) -> Tensor:
-    """Standard deviation of each rollout's group plus eps [N]; 1 if there is no spread, and so
-    nothing to divide."""
+    """Standard deviation of each rollout's group plus eps [N]; 1 for a group without spread, where
+    nothing needs to be divided."""
     deviation, count, group = centre_groups(rewards, group_ids)
     squares = torch.zeros_like(count).index_add(0, group, deviation.square())
     free = (count - 1 if std == "sample" else count).clamp_min(1)

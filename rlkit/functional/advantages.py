@@ -6,9 +6,10 @@ advantage is 0. If the compared rewards are all equal, the advantage is exactly 
 is no rounding error for an epsilon to amplify. The arithmetic is in float64 and the result has the
 dtype of `rewards`.
 
-Token-level estimators read `token_rewards` instead of rewards and return its dtype. There a rollout
-that cannot be scored only has the rewards of a KL. These estimators count sampled tokens only. They
-skip text of tools and users: it neither resets the estimate nor counts as a step of the discount.
+Token-level estimators read `token_rewards` instead of rewards and return its dtype. In it, a
+rollout that cannot be scored has the rewards of a KL only. These estimators count sampled tokens
+only. They skip text of tools and users: it neither resets the estimate nor counts as a step of the
+discount.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A_i = R_i - mean_g(R)
 
-    The mean includes R_i itself, which shrinks the expected gradient by (n-1)/n and does not turn
-    it, for n scored rollouts in the group. Summed over tokens it is the policy gradient otherwise.
+    The mean includes R_i itself. With n scored rollouts in the group, this shrinks the expected
+    gradient by (n-1)/n, and its direction stays. With a loss summed over tokens it is the policy
+    gradient up to this factor.
 
     Args:
       rewards: [N], nan if it cannot be scored. group_ids: [N] any integers; members need not be
@@ -135,8 +137,8 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A_i = α (R_i - mean_g(R)), α = B / (B - M), of B scored rollouts M in groups without spread
 
-    α takes back that rollouts without an advantage dilute a mean over all. A group filter does so
-    too: use one of the two.
+    Rollouts without an advantage dilute a mean over all rollouts, and α corrects this. A group
+    filter corrects it too: use one of the two.
 
     Args:
       rewards: [N], nan if it cannot be scored: part of neither B nor M. group_ids: [N] any
@@ -169,8 +171,8 @@ def gdpo(
 
     Args:
       components: name → [N], nan if it cannot be scored. group_ids: [N] any integers.
-      weights: name → factor; a name left out has 0. None: 1 for all, terms that are only
-        logged too.
+      weights: name → factor; a name left out has 0. None: 1 for all, also for terms that are only
+        logged.
       eps: ≥ 0, in units of a component. Deviations are of a sample (n - 1).
     Returns: [N], dimensionless; 0 if a weighted component is nan, or nothing has spread.
     Raises: ValueError naming `eps`, or `weights` where a name is no component.
@@ -205,14 +207,15 @@ def gdpo(
 
 @assumes("non_negative_rewards")
 def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The reward above the mean of its group, in units of its mean: hard prompts count more.
+    """The reward above the mean of its group, divided by this mean: hard prompts count more.
 
     A_i = (R_i - mean_g(R)) / mean_g(R); 0 if mean_g(R) ≤ 0
 
-    For rewards 0 and 1, p the chance of 1, and n scored rollouts, the expected gradient is that of
-    the first n - 1 terms of log p = -Σ_k (1 - p)^k / k. So it maximises the likelihood of a correct
-    answer; the mean reward is only the first term. All n terms need a baseline in groups without a
-    success too, and this estimator drops the whole update of such a group.
+    For rewards 0 and 1, let p be the chance of 1, and n the number of scored rollouts. The expected
+    gradient is that of the first n - 1 terms of log p = -Σ_k (1 - p)^k / k. So it maximises the
+    likelihood of a correct answer; the mean reward is only the first term. For all n terms, groups
+    without a success would need a baseline too, but this estimator drops the whole update of such a
+    group.
 
     Args:
       rewards: [N], ≥ 0 in the paper (0 or 1), nan if it cannot be scored. group_ids: [N] any
@@ -247,8 +250,9 @@ def pass_at_k_advantage(
 
     Args:
       rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
-      k: ≥ 1 samples in a subset; all of them in a group with fewer scored. 1 is group_mean of 0
-        and 1 under normalize_group with the population's deviation and no epsilon.
+      k: ≥ 1 samples in a subset; if fewer of a group are scored, the subset is all of them. k = 1
+        is group_mean of 0 and 1 under normalize_group with the population's deviation and no
+        epsilon.
       correct_above: rewards above this are correct.
     Returns: [N], dimensionless; sums to 0 over a group. 0 if every subset holds a correct
       rollout, or none does.
@@ -280,8 +284,8 @@ def pass_at_k_advantage(
 
 
 def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Only the best rollout of a group counts, by how far it is above the second: the best of all
-    samples, leave-one-out.
+    """Only the best rollout of a group counts, with its distance to the second: the leave-one-out
+    advantage for the best of all samples.
 
     A_i = max_g(R) - max_{j≠i} R_j: R₁ - R₂ for the best and 0 for all others
 
@@ -314,14 +318,14 @@ def reward_to_go(
     *,
     gamma: float = 1.0,
 ) -> Tensor:
-    """The discounted return of each sampled token, from rewards of steps, of the whole episode, and
-    of a KL.
+    """The discounted return of each sampled token, from the rewards of steps, of the whole episode,
+    and of a KL.
 
     G_t = Σ_{s ≥ t} γ^(sampled tokens of the rollout from t to s) r_s
 
     Tool and user tokens are skipped: they neither end the return nor discount it. Some other
-    libraries set the return to zero there, and take the credit from all tokens sampled before a
-    tool's answer.
+    libraries set the return to zero at such tokens. Then all tokens sampled before a tool's answer
+    lose their credit.
 
     Args:
       token_rewards: [B, T], 0 if a token earns nothing, anything under the mask.
@@ -467,7 +471,8 @@ def turn_gae(
     turn's token rewards, V_k is the
     value at its first sampled token
 
-    γ and λ apply per turn, so credit reaches the first turn even if turns are long.
+    γ and λ apply once per turn and not per token, so credit reaches the first turn even if turns
+    are long.
 
     Args:
       token_rewards: [B, T]. values: [B, T]. truncated: [N] bool. rollout_ids: [B]. step_ids: [B,
@@ -526,10 +531,10 @@ def turn_group_mean(
     is 0 if rollout j has ended before turn k
 
     r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone.
-    Every turn has a mean over all rollouts, ended ones too. So the expected update is (n-1)/n of
-    the policy gradient at each turn, even if the policy decides when to end. A mean over the m
-    rollouts with the turn would shrink it by (m-1)/m instead, and so late turns more. Untrained
-    rollouts are no part of a mean.
+    The mean of every turn is over all rollouts, also those that have ended. So the expected update
+    is (n-1)/n of the policy gradient at each turn, even if the policy decides when to end. A mean
+    over only the m rollouts that reach the turn would shrink the update by (m-1)/m instead, so late
+    turns would shrink more. Untrained rollouts are no part of a mean.
 
     Args:
       rewards: [N], nan if it cannot be scored: no part of a mean. group_ids: [N] any integers.
@@ -538,8 +543,8 @@ def turn_group_mean(
     Returns: [B, T], in units of reward, the same at all tokens of a turn. All equal, or a group of
       one: 0.
     Raises: ValueError naming gamma.
-    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821, whose rollouts all
-      have the same turns, and who standardise them.
+    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821. There all rollouts
+      have the same turns, and the advantages are standardised.
 
     >>> given = (
     ...     torch.tensor([0, 0]),

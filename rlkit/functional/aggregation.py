@@ -21,8 +21,8 @@ def token_mean(response_mask: Tensor) -> Tensor:
 
     w_it = m_it / Σ m
 
-    The denominator depends on the sampled lengths. So the expected update of a small batch is not
-    along the policy gradient where the policy decides the length; in a large batch it is.
+    The denominator depends on the sampled lengths. If the policy decides the length, the expected
+    update of a small batch is therefore not along the policy gradient; that of a large batch is.
 
     Args:
       response_mask: [B, T] bool, of the whole update batch.
@@ -38,16 +38,16 @@ def token_mean(response_mask: Tensor) -> Tensor:
 
 
 def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
-    """Every rollout counts the same, and its tokens share that equally; tokens of long rollouts
-    count less.
+    """Every rollout counts the same, and its tokens share its weight equally; tokens of long
+    rollouts count less.
 
     w_it = m_it / (n |y_j|), j the rollout of row i, |y_j| its trained tokens over all its rows, n
     rollouts with any
 
-    Where the policy decides the length, the expected update is not along the policy gradient: what
+    If the policy decides the length, the expected update is not along the policy gradient: what
     comes late in a rollout counts less (docs/prove.md). A rollout without a trained token does not
-    count in n. So the weights sum to 1 whatever is masked. TRL and verl count it, which shrinks the
-    loss of all others.
+    count in n. So the weights sum to 1 whatever is masked. TRL and verl count it, and this shrinks
+    the loss of all others.
 
     Args:
       response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, 0 … N-1.
@@ -63,7 +63,8 @@ def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
 
 
 def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float) -> Tensor:
-    """Sum over a rollout's tokens over a constant, mean over rollouts: no dependence on any length.
+    """The sum over a rollout's tokens divided by a constant, then the mean over rollouts: no length
+    matters.
 
     w_it = m_it / (N · constant), N the rollouts in the batch
 
@@ -87,7 +88,7 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
 
 
 def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -> Tensor:
-    """Every prompt counts the same, and all tokens of its rollouts share that equally.
+    """Every prompt counts the same, and all tokens of its rollouts share its weight equally.
 
     w_it = m_it / (T_g n), g the group of row i's rollout, T_g its trained tokens, n groups with T_g
     ≥ 1
@@ -112,8 +113,8 @@ def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -
 
 
 def _equal_shares(response_mask: Tensor, owners: Tensor) -> Tensor:
-    """Weights that give every owner [B] with a trained token the same share, and its tokens the
-    same part of it."""
+    """Weights: every owner [B] with a trained token has the same share, and its tokens share it
+    equally."""
     tokens = segment_sum(response_mask, owners)
     # [B], of the default dtype; the counts are exact integers
     share = 1.0 / (tokens[owners] * (tokens > 0).sum()).clamp_min(1)

@@ -4,19 +4,22 @@ policy loss [B, T].
 Two implementations of one policy give slightly different log-probs, and with groups sampled ahead
 the sampling weights are older (asynchrony=lag), so the samples come from a policy that is not
 quite the old one. The factor is computed once over the whole update batch, without gradient; it is
-1 under the mask. Only with algorithm.old=loglinear it is computed in each micro-batch.
+1 under the mask. With algorithm.old=loglinear it is computed in each micro-batch instead.
 
-    weights                ρ                                                  truncate       mask
-                                                      keep token_correction       π_old / μ of each
-                           token                            min(ρ, cap)    ρ if floor ≤ ρ ≤ cap,
-                           else 0    1, else 0 sequence_correction    their product over all tokens
-                           of the rollout       the same, with one ρ for all tokens of the rollout
+    weights                ρ
+    token_correction       π_old / μ of each token
+    sequence_correction    their product over all tokens of the rollout, the same for each of them
+
+    how ρ is bounded       the factor
+    truncate               min(ρ, cap)
+    mask                   ρ if floor ≤ ρ ≤ cap, else 0
+    keep                   1 if floor ≤ ρ ≤ cap, else 0
 
     masks                  1, but 0 where                                     on
     geometric_mask         the mean log ρ is outside a band                   the rollout
     divergence_mask        the mean or the largest k3 (or k2) is too large    the rollout
     binary_kl_mask         the binary KL of the token's probability is large  the token
-    second_moment_mask     log² ρ is among the largest pushed further by A  the token
+    second_moment_mask     log² ρ is among the largest which A pushes further the token
 
 `product_correction` multiplies several of them: one weight, and masks. With floor > 0, truncate
 bounds below too. A masked token keeps its place in the aggregation's count, as in IcePop; verl
@@ -72,7 +75,7 @@ def automatic_correction(
 
     The check before the first step compares the engine's log-probs with the trainer's. If they
     agree in float32, the run uses `no_correction` instead
-    (`rlkit.training.experiment.settle_correction`). An unchecked run keeps this function.
+    (`rlkit.training.experiment.settle_correction`). A run without this check keeps this function.
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf
@@ -113,8 +116,8 @@ def token_correction(
       logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
       response_mask: [B, T] bool.
       cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
-      mode: truncate bounds a weight outside, mask takes its token out of the policy loss,
-        keep does so and weighs no other.
+      mode: for a weight outside the bounds. truncate sets it to the bound, mask takes its token out
+        of the policy loss, keep does so too and gives all other tokens the weight 1.
       normalise: divides by the mean afterwards, if it is not 0; verl's
         rollout_is_batch_normalize, off there and on in slime.
     Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant; under the mask
@@ -172,8 +175,8 @@ def sequence_correction(
       response_mask: [B, T] bool.
       rollout_ids: [B] int64; all rows of a rollout must be there.
       cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
-      mode: truncate bounds a weight outside, mask takes its rollout out of the policy
-        loss.
+      mode: for a weight outside the bounds. truncate sets it to the bound, mask takes its rollout
+        out of the policy loss.
       normalise: divides by the mean over the rollouts with a trained token.
     Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant, equal at all
       trained tokens of a rollout; 1 under the mask.
@@ -209,8 +212,7 @@ def geometric_mask(
     high: float = 0.05,
     scaled: bool = True,
 ) -> Tensor:
-    """Takes rollouts out with a log-ratio drifted, on average over their tokens, further than
-    chance explains.
+    """Takes out the rollouts whose mean log-ratio per token is further from 0 than chance explains.
 
     m_j = mean over the l_j trained tokens of rollout j of (log π_old_t - log μ_t); w_j = 1 where
     -low / √l_j ≤ m_j ≤ high / √l_j, else 0 scaled=false: the same without √l_j
@@ -269,8 +271,8 @@ def divergence_mask(
     over: Literal["mean", "max"] = "mean",
     bound: float = 0.01,
 ) -> Tensor:
-    """Takes rollouts out with tokens, on average or at worst, far from the sampler. Drifts of
-    opposite sign do not cancel.
+    """Takes out the rollouts whose tokens are far from the sampler, on average or at worst.
+    Log-ratios of opposite sign do not cancel.
 
     w_j = 1 if the mean (max) of k_t over the trained tokens of rollout j ≤ bound, else 0
     k3: k_t = ρ_t - 1 - log ρ_t, k2: k_t = ½ log² ρ_t, log ρ_t = clamp(log π_old_t - log μ_t, -20,
@@ -280,8 +282,8 @@ def divergence_mask(
       logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
         that sampled (μ).
       response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
-      estimator: of KL(μ‖π_old). over: the mean is a token's; max is decided by the worst
-        token: a veto.
+      estimator: of KL(μ‖π_old). over: mean is over the tokens; with max the worst token alone
+        decides, as a veto.
       bound: ≥ 0, in nats. For the mean of k3 verl gives 0.001 … 0.01. For the max of k2, 42.4 is a
         ratio of 1e-4 or 1e4.
     Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and
@@ -312,8 +314,8 @@ def divergence_mask(
 def binary_kl_mask(
     logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, *, bound: float = 2.0
 ) -> Tensor:
-    """Takes tokens out with a probability far apart in trainer and sampler, where a rare
-    token may differ by a larger ratio.
+    """Takes out the tokens whose probabilities in trainer and sampler are far apart. A rare token
+    may differ by a larger ratio than a likely one.
 
     w_t = 1 if max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k(a, b) = a log(a / b) + (1
     - a) log((1 - a) / (1 - b))
@@ -350,19 +352,19 @@ def second_moment_mask(
     *,
     bound: float = 0.04,
 ) -> Tensor:
-    """Takes out the tokens pushed furthest from the sampler by the update.
+    """Takes out the tokens which the update pushes furthest from the sampler.
 
-    The trust region has the trained tokens with A_t > 0 and ρ_t > 1, or with A_t < 0 and ρ_t < 1.
-    w_t = 0 for the ones with the largest log² ρ_t, until the mean of log² ρ_t over the rest of
-    the trust region ≤ bound; equal ones go together. w_t = 1 for all other tokens, however large
-    their ratio: the update pulls them back. They count in no mean.
+    The trust region is made of the trained tokens with A_t > 0 and ρ_t > 1, or with A_t < 0 and ρ_t
+    < 1. Those with the largest log² ρ_t have w_t = 0: as many as it takes for the mean of log² ρ_t
+    over the rest of the trust region to be ≤ bound. Tokens of equal log² ρ_t go together. Tokens
+    outside the trust region have w_t = 1, however large their ratio, because the update pulls them
+    back. They do not count in the mean.
 
-    The difference from the paper: its ratio is the policy's at each update, this one that of
-    the
-    policy before the step (log ρ_t = log π_old_t - log μ_t). With one update a step both are the
-    same. With more, a mask following the policy would depend on how the update is split into
-    micro-batches; the clip of the policy loss bounds the step's own moves. In the paper the
-    mask stands instead of the clip. Here the policy loss keeps its clip, of π / π_old.
+    The paper differs in two ways. Its ratio is that of the policy at each update; here it is that
+    of the policy before the step (log ρ_t = log π_old_t - log μ_t). With one update per step both
+    are the same. With more, the paper's mask would depend on how the update is split into
+    micro-batches. And in the paper the mask replaces the clip. Here the policy loss keeps its clip
+    of π / π_old, which bounds the moves within the step.
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer.
@@ -406,13 +408,12 @@ def product_correction(
     *,
     parts: Mapping[str, Callable[..., Tensor]],
 ) -> Tensor:
-    """The product of several corrections: at most one weight, and masks to drop what it would not
-    correct.
+    """The product of several corrections: at most one weight, and masks.
 
     w_t = Π over the parts of w_t
 
-    Each part sees all tokens, whatever the others drop. Two weights would correct twice;
-    composition refuses them.
+    Each part sees all tokens, also those that other parts drop. Two weights would correct twice, so
+    the composition of the config refuses them.
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
@@ -447,8 +448,7 @@ def product_correction(
 def _bound_ratio(
     ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mode: str
 ) -> Tensor:
-    """The ratio within its bounds, or 0 if it is outside; 1 under the mask. nan stays
-    visible."""
+    """The ratio within its bounds, or 0 if it is outside; 1 under the mask. nan stays nan."""
     require(cap > 0, "cap", cap, "> 0")
     require(0 <= floor <= cap, "floor", floor, f"0 … cap ({cap})")
     require(mode in ("truncate", "mask", "keep"), "mode", mode, "truncate, mask or keep")
@@ -463,8 +463,7 @@ def _bound_ratio(
 
 
 def _mark_kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
-    """1 if it is kept and 0 elsewhere, of the measure's dtype; 1 under the mask. nan
-    stays visible."""
+    """1 if it is kept and 0 elsewhere, of the measure's dtype; 1 under the mask. nan stays nan."""
     return fill_masked(
         torch.where(measured.isnan(), measured, kept.to(measured.dtype)).expand(
             response_mask.shape
@@ -475,8 +474,8 @@ def _mark_kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def _divide_by_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor:
-    """The weights over their mean, each trained token counted as `shares` says; as they are
-    where the mean is 0."""
+    """The weights divided by their mean, in which each trained token counts by its share. If the
+    mean is 0, they stay as they are."""
     mean = (weights * shares).sum() / shares.sum().clamp_min(1)
     return fill_masked(weights / mean.where(mean != 0, 1.0), response_mask, 1.0)
 

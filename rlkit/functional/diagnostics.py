@@ -38,7 +38,8 @@ def approximate_kl(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor
 def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, population variance and maximum of the ratio over trained tokens.
 
-    At the first minibatch the mean must be 1: anything else is a mask, temperature or log-prob bug.
+    In the first minibatch the mean must be 1. Anything else is a bug in masks, temperatures or
+    log-probs.
 
     Args:
       ratio: [B, T].
@@ -62,14 +63,14 @@ def effective_sample_size(
     response_mask: Tensor,
     rollout_ids: Tensor | None = None,
 ) -> Tensor:
-    """Effective share of the samples after weighting them by trainer over sampler.
+    """Effective share of the samples after they are weighted by the ratio of trainer to sampler.
 
     ESS / n = (Σ W)² / (n Σ W²)
     of tokens:   W_t = exp(log π_t - log μ_t)
     of rollouts: W_j = exp(Σ over the trained tokens of rollout j of (log π_t - log μ_t))
 
-    Log-ratios and their sums are clamped to ±20, and not truncated otherwise. A small gap per token
-    accumulates over a rollout. If log-ratios are normal with standard deviation σ, ESS / n is
+    Log-ratios and their sums are clamped to ±20; nothing else bounds them. A small difference per
+    token accumulates over a rollout. If log-ratios are normal with standard deviation σ, ESS / n is
     e^(-σ²) for tokens and e^(-Tσ²) for rollouts of T tokens.
 
     Args:
@@ -163,7 +164,7 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 
 
 def _deviations(values: Tensor) -> Tensor:
-    """From the mean [n]; exactly 0 if all are equal, whose mean in float64 need not be one of
-    them."""
+    """Deviations from the mean [n]. If all values are equal they are exactly 0, although the mean
+    in float64 may differ from the values."""
     shifted = values - values[:1]
     return shifted - shifted.mean()

@@ -1,14 +1,14 @@
-"""How far a student's next-token distribution is from a teacher's, by chunks of tokens: what the
-teacher stream descends.
+"""The distance of a student's next-token distribution from a teacher's, by chunks of tokens: the
+loss of the teacher stream.
 
-q = π, the student, carries the gradient; p = T, is a constant; ℓ_v = log q_v - log p_v; a is the
-sampled token. The field calls
-KL(π‖T) reverse and KL(T‖π) forward, and `kl=` names them the other way round, so the functions here
-write their arguments.
+q = π is the student and carries the gradient. p = T is the teacher, a constant. ℓ_v = log q_v - log
+p_v, and a is the sampled token. In the literature KL(π‖T) is called reverse and KL(T‖π) forward,
+but `kl=` uses these names the other way round. So the names of the functions here say the order of
+the arguments.
 
 Every divergence takes (logq [m, V], logp [m, V], ids [m], ratio [m]) and gives [m] in nats. `ratio`
-is π / (what sampled), with a correction if there is one, a constant; only what depends on the drawn
-token uses it.
+is π over the policy that sampled, times the correction if there is one; a constant. Only terms that
+depend on the drawn token use it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ BOUND = 20.0  # nats, of a log-ratio
 
 
 def sampled_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
-    """KL(π‖T) by its sampled token: the score-function estimator, so that each token's advantage is
+    """KL(π‖T) estimated from the sampled token by the score function: each token's advantage is
     -ℓ_a.
 
-    value ratio · ℓ_a; gradient ratio · sg(ℓ_a) ∇log q_a, of which the expectation under π is
-    ∇KL(π‖T) at this state
+    value: ratio · ℓ_a; gradient: ratio · sg(ℓ_a) ∇log q_a, with the expectation ∇KL(π‖T) under π at
+    this state
 
     Args:
       logq: [m, V] in nats, carries the gradient. logp: [m, V] in nats. ids: [m] int64. ratio: [m],
@@ -127,15 +127,15 @@ def top_k_divergence(
     """KL(π‖T): exact on the k likeliest tokens S of one of the two, sampled on the rest. Unbiased
     for every k and S.
 
-    Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a; gradient Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio · sg(ℓ_a)
-    ∇log q_a. S is chosen before the draw, so the expectation under π is the whole sum. Cutting off
-    the rest instead would drive mass out of S.
+    value: Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a; gradient: Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio ·
+    sg(ℓ_a) ∇log q_a. S is chosen before the draw, so the expectation under π is the whole sum.
+    Without the second term, the loss would drive mass out of S.
 
     Args: logq, logp, ids, ratio as in `sampled_divergence`; k: ≥ 1, more than V is V; chosen_by:
-      whose tokens S are: a teacher behind a server names its own alone.
+      whose likeliest tokens S holds. A teacher behind a server can name only its own.
     Returns: [m] in nats, of either sign.
     Raises: ValueError naming k or chosen_by.
-    Source: the control variate of conditioning on S, by derivation; the truncated form is in
+    Source: derived here, with conditioning on S as the control variate; the truncated form is in
     arXiv:2605.11182.
 
     >>> q, p = torch.tensor([[0.6, 0.4]]).log(), torch.tensor([[0.9, 0.1]]).log()
@@ -181,10 +181,9 @@ def chunked_divergence(
         student's own now, so the ratio is 1.
       factor: [M] off-policy correction ≥ 0; None is 1.
       divergence: one of this file. temperature: > 0, of both. chunk_size: tokens at a time, ≥ 1.
-    Returns: [M] in nats.
-    Raises: ValueError where the teacher's states are not one a token.
+    Returns: [M] in nats. Raises: ValueError unless the teacher has one state for each token.
     Source: the vocabulary by chunks, as in Wijmans et al. 2024, arXiv:2411.09009, without their
-      kernel.
+    kernel.
 
     >>> states, head = torch.tensor([[1.0, 0.0]]), lambda hidden: hidden
     >>> chunked_divergence(

@@ -25,7 +25,7 @@ def from_log_probs(log_probs: Tensor) -> Tensor:
     log_probs = full_precision(log_probs)
     # 0 · -inf is nan, 0 · lowest is 0
     finite = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
-    # rounding of a log-prob above 0 may not sink it below
+    # a log-prob rounded to above 0 must not make the entropy negative
     return (log_probs.exp() * -finite).sum(-1).clamp_min(0.0)
 
 

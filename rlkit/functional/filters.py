@@ -1,4 +1,4 @@
-"""Filters: the rollouts with a part in the update, (rewards, group_ids) → [N] bool; which
+"""Filters: which rollouts take part in the update, (rewards, group_ids) → [N] bool, and which
 tokens, (…) → [B, T] bool."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Returns: [N] bool. A kept group is kept whole, its unscored rollouts included; a group with
       fewer than two scored rollouts is dropped.
     Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, arXiv:2503.14476, which asks 0 <
-      number correct < G; the same for rewards of two values.
+      number correct < G. For rewards of two values this is the same.
 
     >>> mixed_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([5, 5, 9, 9]))
     tensor([ True,  True, False, False])
@@ -66,8 +66,8 @@ def mixed_component(
     *,
     component: str | None = None,
 ) -> Tensor:
-    """Keep the groups with differences in one component of the reward: accuracy, whatever format or
-    length add to it.
+    """Keep the groups with differences in one component of the reward, for example accuracy,
+    whatever the terms of format or length add.
 
     keep_i = max_{j in group of i} r_j > min_{j in group of i} r_j, r the component
 
@@ -111,7 +111,7 @@ def every_token(response_mask: Tensor) -> Tensor:
 
 
 def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float = 0.2) -> Tensor:
-    """The tokens of the least certain policy: only they train.
+    """Only the tokens at which the policy is least certain train.
 
     keep_t = H_t ≥ the (1 - fraction) quantile of H over all trained tokens of the update batch
 
@@ -152,12 +152,12 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """All tokens but a few random ones of high covariance, else they would take most of the
-    policy's entropy.
+    """All tokens except a few, drawn at random from those of high covariance, since these reduce
+    the policy's entropy most.
 
     cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)) over the N trained tokens of the step;
     of those with low < cov_t < high, max(1, ⌊share · N⌋) have no policy loss in this step. They are
-    drawn by a hash of log-prob, rollout and column: repeatable.
+    drawn by a hash of log-prob, rollout and column, so the draw is repeatable.
 
     Args:
       advantages: [B, T] a constant. logprobs_old: [B, T] in nats, before the update. Anything under
@@ -188,8 +188,8 @@ def clip_cov(
 
 
 def covariance_rank(advantages: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
-    """The share of the step's trained tokens whose covariance of advantage and log-prob is higher:
-    the highest has 0.
+    """For each token, the share of the step's trained tokens with a higher covariance of advantage
+    and log-prob: the highest has 0.
 
     rank_t = #{s: cov_s > cov_t} / N, cov as in `clip_cov`
 

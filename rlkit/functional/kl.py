@@ -6,28 +6,27 @@ gradient through the estimate alone leaves this out. So value and gradient are s
 and the placement decides the gradient. The table gives the on-policy gradient that is descended,
 per unit of the coefficient, with q = log ref - log π:
 
-    estimator  value V      loss                loss, importance_weight  reward
-    k1         KL(π‖ref)    0                   ∇KL(π‖ref)               ∇KL(π‖ref)
-    k2         ½ E[q²]      ∇KL(π‖ref)          ∇ ½ E[q²]                ∇ ½ E[q²] - ∇KL(π‖ref) = ½
-               E[q² ∇log π]
-    k3         KL(π‖ref)    ∇KL(ref‖π)          ∇KL(π‖ref)               ∇KL(π‖ref) - ∇KL(ref‖π)
-    k3+        KL(π‖ref)    ∇KL(π‖ref)          2∇KL(π‖ref) - ∇KL(ref‖π) ∇KL(π‖ref) - ∇KL(ref‖π)
-    forward    KL(π‖ref)    ∇KL(π‖ref)          refused: it carries it   ∇KL(π‖ref): its ratio is 1
-               there, it is k1
-    reverse    KL(ref‖π)    ∇KL(ref‖π)          refused: it carries it   E_ref[q ∇log π] = -∇ ½
-               E_ref[q²]
-    truncated  k3, |q| ≤ c  ∇KL(ref‖π), |q| < c ∇V                       ∇V - its gradient in the
-    loss
-    confident  k3, π_t > p  ∇KL(ref‖π), π_t > p ∇V                       ∇V - its gradient in the
-    loss
-    full       KL(π‖ref)    ∇KL(π‖ref)          ∇KL(π‖ref)               ∇KL(π‖ref) of what comes
-               after; 0 for one token
+    estimator  value V      loss                 loss, importance_weight   reward
+    k1         KL(π‖ref)    0                    ∇KL(π‖ref)                ∇KL(π‖ref)
+    k2         ½ E[q²]      ∇KL(π‖ref)           ∇ ½ E[q²]                 ½ E[q² ∇log π]
+    k3         KL(π‖ref)    ∇KL(ref‖π)           ∇KL(π‖ref)                ∇KL(π‖ref) - ∇KL(ref‖π)
+    k3+        KL(π‖ref)    ∇KL(π‖ref)           2∇KL(π‖ref) - ∇KL(ref‖π)  ∇KL(π‖ref) - ∇KL(ref‖π)
+    forward    KL(π‖ref)    ∇KL(π‖ref)           refused                   ∇KL(π‖ref)
+    reverse    KL(ref‖π)    ∇KL(ref‖π)           refused                   -∇ ½ E_ref[q²]
+    truncated  k3, |q| ≤ c  ∇KL(ref‖π), |q| < c  ∇V                        ∇V - that of the loss
+    confident  k3, π_t > p  ∇KL(ref‖π), π_t > p  ∇V                        ∇V - that of the loss
+    full       KL(π‖ref)    ∇KL(π‖ref)           ∇KL(π‖ref)                that of the later tokens
+
+The reward's gradient of k2 is ∇ ½ E[q²] - ∇KL(π‖ref), that of reverse is E_ref[q ∇log π]. forward
+and reverse already carry the importance weight, so they refuse a second. In the reward the ratio of
+forward is 1, which makes it k1. full in the reward gives ∇KL(π‖ref) of the tokens that come after,
+so 0 for one token.
 
 The table is for one state. Over a rollout, the gradient of the loss is its expectation over the
 visited states, as if π did not decide which states are visited. The reward adds the gradient of V
 of the later tokens through the states in which they are drawn. So `reward` with k1 gives ∇KL(π‖ref)
-of whole rollouts. For one estimator without a ratio, loss and reward together give ∇V. k3+ is
-`k3_straight_through`, whose gradient is not that of its value: there they do not.
+of whole rollouts. For an estimator without a ratio, loss and reward together give ∇V. The exception
+is k3+ (`k3_straight_through`), since its gradient is not that of its value.
 `reward_sequence` is `reward` with f / |y| in place of f: the mean over a rollout instead of the
 sum. `in_baseline` has the same expected gradient if the baseline does not depend on the rollout's
 own reward (`raw`, `leave_one_out`).
@@ -44,8 +43,8 @@ ratio. Log-ratios of tokens are clamped to ±20. Beyond the clamp the gradient o
 within it nothing is biased. No gradient flows into the reference or the old policy.
 
 Where policy and reference are the same model, k2, k3, k3+, truncated, confident and full are
-exactly 0, and so is their gradient. They declare it by `@vanishes`, and an update that has no other
-term is skipped there. The gradients of k1, forward and reverse are 0 in expectation alone.
+exactly 0, and so is their gradient. They declare this by `@vanishes`, and an update without any
+other term is then skipped. The gradients of k1, forward and reverse are 0 only in expectation.
 
 Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 """
@@ -88,8 +87,8 @@ def k2(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
 
     k2_t = ½ (log ref_t - log π_t)²
 
-    Value: E[k2] → KL(π‖ref) as the policies meet. Gradient in the loss: ∇KL(π‖ref), exactly; no
-    ratio wanted.
+    Value: E[k2] → KL(π‖ref) as the policies meet. Gradient in the loss: ∇KL(π‖ref), exactly,
+    without a ratio.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
@@ -109,9 +108,9 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
 
     k3_t = e^q - q - 1, q = log ref_t - log π_t
 
-    Value: E[k3] = KL(π‖ref), with finite variance only if ref / π is bounded. Gradient in the
-    loss: ∇KL(ref‖π), the
-    other direction; times the ratio it is ∇KL(π‖ref). GRPO as published uses it without the ratio.
+    Value: E[k3] = KL(π‖ref), with finite variance only if ref / π is bounded. Gradient in the loss:
+    ∇KL(ref‖π), the other direction; times the ratio it is ∇KL(π‖ref). GRPO as published uses it
+    without the ratio.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
@@ -125,14 +124,14 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     tensor([[0.1065]])
     """
     q = _log_ratio(logprobs, logprobs_ref)
-    return torch.expm1(q) - q  # expm1: e^q - 1 loses all its digits where q is small
+    return torch.expm1(q) - q  # expm1: e^q - 1 loses all its digits if q is small
 
 
 @vanishes("at_reference")
 def k3_straight_through(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     """k2_t - sg(k2_t) + sg(k3_t): the value of k3 with the gradient of k2.
 
-    Value: E[k3] = KL(π‖ref). Gradient in the loss: ∇KL(π‖ref), exactly; no ratio wanted.
+    Value: E[k3] = KL(π‖ref). Gradient in the loss: ∇KL(π‖ref), exactly, without a ratio.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, a constant.
@@ -147,14 +146,13 @@ def k3_straight_through(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
 
 
 def forward(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Tensor:
-    """k1 for the loss: the log-ratio times the ratio, whose gradient is that of the divergence.
+    """k1 for the loss: the log-ratio times the ratio, with the gradient of the divergence.
 
     forward_t = r_t (log π_t - log ref_t), r_t = π_t / old_t
 
-    Value: E_old[forward] = KL(π‖ref). Gradient in the loss: ∇KL(π‖ref), through r_t (the
-    log-ratio's own part has
-    expectation 0). Beyond the clamp of the log-ratio it still points towards the reference, as if
-    at ±20.
+    Value: E_old[forward] = KL(π‖ref). Gradient in the loss: ∇KL(π‖ref), through r_t; the part
+    through the log-ratio has expectation 0. Beyond the clamp of the log-ratio the gradient still
+    points towards the reference, with the log-ratio taken as ±20.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
@@ -172,18 +170,17 @@ def forward(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
 
 
 def reverse(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Tensor:
-    """The divergence of the reference from the policy, from the policy's own samples by importance
-    weights.
+    """KL(ref‖π), the divergence of the reference from the policy, from the policy's samples by
+    importance weights.
 
     reverse_t = r_t e^q q, q = log ref_t - log π_t, r_t = π_t / old_t; its gradient is -r_t e^q ∇log
     π_t
 
     Value: E_old[reverse] = E_ref[q] = KL(ref‖π). Gradient in the loss: ∇KL(ref‖π) = -E_ref[∇log π].
-    Within the clamp, the
-    expression as written has the same gradient, because two terms in e^q q cancel. Beyond the clamp
-    only one of the two terms would remain, with the wrong sign. So here the value is a constant,
-    and the gradient is added separately; it is 0 beyond the clamp. The variance is that of ref / π,
-    so use this estimator only if the two are close.
+    Within the clamp, the expression as written has the same gradient, because two terms in e^q q
+    cancel. Beyond the clamp only one of the two terms would remain, with the wrong sign. So here
+    the value is a constant, and the gradient is added separately; it is 0 beyond the clamp. The
+    variance is that of ref / π, so use this estimator only if the two are close.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
@@ -205,15 +202,14 @@ def reverse(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
 
 @vanishes("at_reference")
 def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0) -> Tensor:
-    """k3 of a log-ratio that is clamped on both sides: no single token dominates, and never
-    negative.
+    """k3 of a log-ratio that is clamped on both sides: no single token dominates, and the value is
+    never negative.
 
     truncated_t = e^q - q - 1, q = clamp(log ref_t - log π_t, -threshold, threshold)
 
-    Value: E[truncated] = KL(π‖ref) where no log-ratio passes the threshold, biased otherwise.
-    Gradient in the loss:
-    Σ (π - ref) ∇log π over the tokens within the threshold, which is ∇KL(ref‖π) where all are; 0
-    beyond.
+    Value: E[truncated] = KL(π‖ref) if no log-ratio passes the threshold, biased otherwise. Gradient
+    in the loss: Σ (π - ref) ∇log π over the tokens within the threshold, so ∇KL(ref‖π) if all are.
+    Tokens beyond it add 0.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
@@ -265,8 +261,8 @@ def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.
 
 @vanishes("at_reference")
 def full(full_kl: Tensor) -> Tensor:
-    """The divergence itself, exact over the vocabulary at each sampled token's state: no noise from
-    the token that was drawn.
+    """The divergence itself, exact over the vocabulary at each sampled token's state, without noise
+    from the draw of the token.
 
     full_t = Σ_v π(v) (log π(v) - log ref(v))
 

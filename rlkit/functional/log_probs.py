@@ -77,7 +77,7 @@ def chunked_log_probs(
       lm_head: [m, H] → [m, V] logits; its parameters get their gradient too.
       ids: [M] int64, 0 … V-1.
       temperature: > 0 and finite, the sampler's own.
-      chunk_size: ≥ 1, tokens a chunk; a matter of memory alone.
+      chunk_size: ≥ 1, tokens in a chunk; it only affects memory.
       entropy_gradient: True lets the entropy carry the gradient, for an entropy bonus.
       frozen_head: no parameter of the head needs a gradient, and each of its rows depends on one
         row of its input alone.
@@ -137,8 +137,8 @@ def _score(
     temperature: float,
     entropy_gradient: bool,
 ) -> tuple[Tensor, ...]:
-    """One chunk. The entropy is computed last, since a recomputation ends with the last tensor
-    needed."""
+    """The log-probs, entropies and KL of one chunk. The entropy is computed last, since a
+    recomputation ends with the last tensor that it needs."""
     logits = _divide_by_temperature(lm_head(hidden), temperature)
     normaliser = logits.logsumexp(-1)  # [m], the only one
     logprobs = _select(logits, ids) - normaliser
@@ -161,8 +161,8 @@ def _score(
 
 
 class _WithGradient(torch.autograd.Function):
-    """One chunk, and the gradient of each log-prob by its own hidden state: one backward pass of
-    their sum."""
+    """The log-probs of one chunk, and the gradient of each by its own hidden state, from one
+    backward pass of their sum."""
 
     @staticmethod
     def forward(
@@ -188,8 +188,8 @@ def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
     """KL(π‖ref) of each row: [m, V], [m, V] → [m]; tokens that π excludes add 0, even if the
     reference excludes them too.
 
-    Σ π is 1, so its gradient is taken off: for equal distributions that of the KL is then 0
-    exactly, not up to rounding.
+    Σ π is 1, so its gradient is subtracted. For equal distributions the gradient of the KL is then
+    exactly 0, not only up to rounding.
     """
     probabilities = logp.exp()
     gap = fill_masked(logp - logp_ref, probabilities > 0, 0.0)

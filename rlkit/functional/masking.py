@@ -46,8 +46,8 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
     mean = Σ m x / Σ m
 
-    A figure to log. A loss is reduced with the weights of `aggregation`, which count over the whole
-    update batch.
+    Use it for figures in the log. A loss is reduced with the weights of `aggregation`, since they
+    count over the whole update batch.
 
     Args:
       values: any shape.
@@ -67,8 +67,8 @@ def segment_sum(values: Tensor, rollout_ids: Tensor, *, n: int | None = None) ->
     out_j = Σ_{i : rollout_ids_i = j} Σ_t values_it
 
     Args:
-      values: [B] or [B, T]; neutral (0) wherever it must not count. Booleans and integers are
-        summed exactly.
+      values: [B] or [B, T]; 0 at entries that must not count. Booleans and integers are summed
+        exactly.
       rollout_ids: [B] int64, 0 … n-1; rows of one rollout need not be neighbours.
       n: number of rollouts, including those without a row. None: the largest id plus one.
     Returns: [n], int64 for booleans and integers, float32 or float64 otherwise; 0 for a rollout
@@ -87,8 +87,8 @@ def segment_sum(values: Tensor, rollout_ids: Tensor, *, n: int | None = None) ->
 
 
 def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
-    """Mean over the entries of a whole rollout where the mask is True, for each of its rows; 0
-    where there is none.
+    """Mean over the entries of a whole rollout where the mask is True, for each of its rows; 0 if
+    there is no such entry.
 
     out_i = Σ m x / Σ m over all rows of the rollout that row i belongs to
 
@@ -115,8 +115,9 @@ def episode_positions(
     """Positions of the trained tokens of each rollout in order of time, across rows, without tool
     and user tokens.
 
-    Returns and GAE are computed on `to_episodes` of these positions. There a token's neighbour is
-    the next *sampled* token of the rollout, so nothing resets, discounts or bootstraps in between.
+    Returns and GAE are computed on `to_episodes` of these positions. In this order the neighbour of
+    a token is the next *sampled* token of the rollout, so nothing resets, discounts or bootstraps
+    in between.
 
     Args:
       rollout_ids: [B] int64; rows of one rollout need not be neighbours.

@@ -42,8 +42,8 @@ def normalize_group(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages over the standard deviation of the rewards of their group: with `group_mean` this
-    is GRPO.
+    """Advantages divided by the standard deviation of the rewards of their group: with `group_mean`
+    this is GRPO.
 
     A_t / (std_g(R) + eps)
 
@@ -55,8 +55,8 @@ def normalize_group(
         (open-instruct, the paper's code leaves it open). For two rollouts, 0 and 1, that is ±0.71
         against ±1.
       eps: ≥ 0, in units of reward. TRL 1e-4, verl and SkyRL 1e-6, OpenRLHF 1e-9.
-    Returns: [B, T], dimensionless. Unchanged for a group of one or without spread. There the
-      advantages of a group are 0 anyway, and an epsilon would only amplify others.
+    Returns: [B, T], dimensionless. Unchanged for a group of one or without spread. In such a group
+      an advantage over the group is 0 anyway, and any other would only be amplified by an epsilon.
     Raises: ValueError naming `std` or `eps`.
     Source: GRPO, Shao et al. 2024, section 4.1.2, arXiv:2402.03300.
 
@@ -85,8 +85,8 @@ def normalize_batch(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages over the standard deviation of all rewards of the batch: one scale for easy and
-    hard prompts.
+    """Advantages divided by the standard deviation of all rewards of the batch: one scale for easy
+    and hard prompts.
 
     A_t / (std(R) + eps)
 
@@ -119,8 +119,8 @@ def normalize_advantages(
     *,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages over their own standard deviation over the rollouts of the batch, which prompts of
-    other mean rewards do not widen.
+    """Advantages divided by their own standard deviation over the rollouts of the batch.
+    Differences between the mean rewards of prompts do not widen it.
 
     A_t / (std(Â) + eps), Â_j the mean of A over the trained tokens of rollout j, std with n - 1
 

@@ -31,8 +31,8 @@ def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
 def soft_penalty(
     rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer: float = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """The reward falls with the length of the longest reply over the last part of the allowed
-    length.
+    """The reward falls with the length of the longest reply, once this is in the last part of the
+    allowed length.
 
     R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: 0 up to L - b
     tokens, -1 from L on
@@ -44,8 +44,8 @@ def soft_penalty(
     Args:
       rewards: [N], nan if it cannot be scored. reply_lengths: [N] sampled tokens of a rollout's
         longest reply.
-      limit: > 0, in tokens of a reply, the whole penalty is taken off from there.
-      buffer: in (0, 1], the share of the limit for its growth; the paper: 4096 of 20480.
+      limit: > 0, in tokens of a reply; from this length on the whole penalty is taken off. buffer:
+      in (0, 1], the share of the limit over which the penalty grows; in the paper 4096 of 20480.
     Returns: rewards [N], lower by 0 … 1, nan if they were; and all True [N].
     Raises: ValueError naming the limit or the buffer.
     Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476,
@@ -56,8 +56,8 @@ def soft_penalty(
     """
     require(0 < limit < float("inf"), "limit", limit, "> 0 and finite")
     require(0 < buffer <= 1, "buffer", buffer, "0 < buffer ≤ 1")
-    exact = full_precision(rewards)  # bfloat16 has no 4001
-    # so written, exactly -1 at the limit
+    exact = full_precision(rewards)  # bfloat16 cannot represent 4001
+    # written in this form, it is exactly -1 at the limit
     penalty = ((limit - reply_lengths.to(exact.dtype)) / (buffer * limit) - 1).clamp(-1.0, 0.0)
     return (exact + penalty).to(rewards.dtype), torch.ones_like(rewards, dtype=torch.bool)
 

@@ -1,8 +1,9 @@
-"""Learning from pairs of one prompt's rollouts: the pairs, their loss, and the advantage
-with its gradient.
+"""Learning from pairs of one prompt's rollouts: the pairs, their loss, and the advantage that gives
+the same gradient.
 
-A selector is (rewards [N], group_ids [N]) → [P, 2] int64, the preferred rollout first. The reward
-alone orders a pair: ties and rewards of nan are in none.
+A selector is (rewards [N], group_ids [N]) → [P, 2] int64, the preferred rollout first. Only the
+reward orders a pair, so rollouts with equal rewards form none, and a rollout with the reward nan is
+in none.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def pairwise_loss(
     beta: float = 0.1,
     length_normalise: bool = False,
 ) -> Tensor:
-    """How far the policy is from preferring the better rollout of each pair; for notebooks and
-    tests.
+    """The loss of preferring the better rollout of each pair; for notebooks and tests, since a run
+    uses `pairwise`.
 
     loss_ij = -log σ(β (s_i - s_j)), s_i = Σ_t log π_t over the trained tokens of rollout i
 
@@ -119,8 +120,8 @@ def pairwise(
     length_normalise: bool = False,
     pair_selector: Callable[[Tensor, Tensor], Tensor] = all_pairs,
 ) -> Tensor:
-    """The advantage to make a policy gradient the gradient of the mean `pairwise_loss` at the
-    old policy.
+    """The advantage with which the policy gradient is the gradient of the mean `pairwise_loss`, at
+    the old policy.
 
     A_i = N/P · β (Σ_{(i,j)} σ(-β (s_i - s_j)) - Σ_{(j,i)} σ(-β (s_j - s_i))), s as in
     `pairwise_loss`; over |y_i| where
@@ -133,13 +134,14 @@ def pairwise(
       rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
       logprobs_old: [B, T] in nats, anything under the mask. response_mask: [B, T] bool.
         rollout_ids: [B].
-      beta: > 0, per nat. A pair gets its full weight only within about 1 / beta nats of equal. DPO
-        takes 0.1.
+      beta: > 0, per nat. The weight of a pair fades once the better rollout is ahead by more than
+        about 1 / beta nats. DPO takes 0.1.
       length_normalise: s_i is the mean over tokens, not the sum; SimPO takes beta 2 to 2.5 with it.
       pair_selector: (rewards, group_ids) → [P, 2]. Rollouts without a trained token have the reward
         nan there.
-    Returns: [B, T], one number a rollout, of the dtype of `logprobs_old`; sums to 0 over the
-      rollouts of a group unless length_normalise. 0 for rollouts in no pair, so all 0 if there
+    Returns: [B, T], equal at all tokens of a rollout, of the dtype of `logprobs_old`; sums to 0
+      over the rollouts of a group unless length_normalise. 0 for rollouts in no pair, so all 0 if
+      there
       is none.
     Raises: ValueError naming beta.
     Source: the gradient of the loss of DPO, Rafailov et al. 2023, section 4, arXiv:2305.18290,

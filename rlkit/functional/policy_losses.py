@@ -4,9 +4,9 @@ reduce.
 Inputs are finite everywhere: `token_ratio` and `fill_masked` put neutral constants under the mask
 first.
 
-Each loss declares by `@clips` what its own clip does to a token, for the metrics clip/*. A loss
-without a declaration has none of them. It declares by `@vanishes` when a token without an advantage
-has no gradient. Only then is an update without advantages skipped.
+A loss declares by `@clips` what its clip does to a token, for the metrics clip/*. Without this
+declaration it has none of these metrics. It declares by `@vanishes` that a token without an
+advantage has no gradient. Only then is an update without advantages skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _mark_held_by_interval(
     dual_clip: float | None,
     delta: float | None,
 ) -> Tensor:
-    """Beyond the interval on the side that the advantage asks for, or beyond a cap against it."""
+    """True if the ratio has left the interval in the direction of the advantage, or passed a cap in
+    the other direction."""
     cap = min([c for c in (dual_clip, delta) if c is not None], default=float("inf"))
     high = ratio > 1 + clip_high
     low = (ratio < 1 - clip_low) | (ratio > cap)
@@ -70,8 +71,8 @@ def _mark_held_by_divergence(
     two_sided: bool,
     penalty: float,
 ) -> Tensor:
-    """Further than delta from the sampler, and (unless on both sides) on the side that the
-    advantage asks for."""
+    """True if the token is further than delta from the sampler, and (unless the mask is two-sided)
+    in the direction of the advantage."""
     now = full_precision(logprobs.detach())
     sampler = full_precision(logprobs_sampler)
     moved = now.exp() - sampler.exp()
@@ -98,7 +99,7 @@ def clipped(
 
     A token has no gradient once its ratio has left the interval in the direction of its advantage.
     For a negative advantage the loss is not bounded from above, because r_t may be arbitrarily
-    large. Either cap bounds it. With dual_clip = delta the two caps are the same function.
+    large. Each of the two caps bounds it. With dual_clip = delta they are the same function.
 
     Args:
       ratio: [B, T] π / π_old, > 0, carries the gradient. advantages: [B, T] a constant: no gradient
@@ -144,8 +145,8 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> Tensor:
-    """Score-function loss weighted by a clipped ratio, per token: the clip bounds a weight and
-    never takes a token's gradient.
+    """Score-function loss weighted by a clipped ratio, per token: the clip bounds the weight, and
+    every token keeps its gradient.
 
     loss_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t log π_t
 
@@ -174,7 +175,7 @@ def sapo(
     ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
     """Surrogate loss with a soft gate, per token: the gradient fades as the ratio leaves 1, and
-    never stops at once.
+    does not stop abruptly.
 
     loss_t = -(4/τ) σ(τ (r_t - 1)) A_t, τ = tau_positive where A_t > 0, tau_negative elsewhere
 
@@ -213,8 +214,8 @@ def gmpo(
     clip_log_low: float = 0.4,
     clip_log_high: float = 0.4,
 ) -> Tensor:
-    """Surrogate loss of the geometric mean of a rollout's clipped ratios: one token's ratio moves
-    it little.
+    """Surrogate loss of the geometric mean of a rollout's clipped ratios: the ratio of one token
+    changes it little.
 
     loss_t = -s_j A_t, s_j = exp(clamp(mean over the trained tokens of rollout j of Δ'_t, -20, 20)),
     Δ_t = log π_t - log π_old_t
@@ -317,8 +318,8 @@ def vespo(
     loss_t = -sg[φ(w_j)] A_t log π_t, φ(w) = w^k e^(λ (1 - w)), w_j = exp(Σ over rollout j of (log
     π_t - log μ_t)) in [1e-8, e^20]
 
-    φ(1) = 1, and φ is largest at k/λ. w is the ratio to the sampler μ, a correction too: use
-    algorithm/correction=none.
+    φ(1) = 1, and φ is largest at k/λ. w is the ratio to the sampler μ, so it is already an
+    off-policy correction: use algorithm/correction=none.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the
@@ -372,8 +373,8 @@ def dppo(
     two_sided: bool = False,
     penalty: float = 1e-3,
 ) -> Tensor:
-    """Surrogate loss in a trust region of the divergence from the sampler, which a ratio measures
-    badly: rare tokens move freely.
+    """Surrogate loss in a trust region of the divergence from the sampler instead of the ratio:
+    rare tokens can move freely.
 
     loss_t = -r_t A_t keep_t + penalty · (log r_t)², r_t = π_t / μ_t
     keep_t = 0 if D_t > delta and the advantage asks for more (A_t > 0 and π_t > μ_t, or A_t < 0
@@ -381,7 +382,8 @@ def dppo(
     tv: D_t = |π_t - μ_t|; kl: D_t = k(μ_t, π_t) of `binary_kl`. two_sided: keep_t = 0 wherever D_t
     > delta
 
-    The ratio is to the sampler μ, an importance weight too: use algorithm/correction=none.
+    The ratio is to the sampler μ, so it is already an off-policy correction: use
+    algorithm/correction=none.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the

@@ -1,5 +1,5 @@
-"""What stands between the sampler and the policy in training: an old policy without a pass of its
-own, and a distance of two tokens."""
+"""An old policy between sampler and trained policy, which needs no forward pass of its own, and the
+binary KL of a token."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def interpolated_old(
 
     log old_t = log μ_t + a_t (log π_t - log μ_t), a constant
 
-    a = 0 is the sampler, a = 1 the current policy. With a = (d - 1) / d, where d is the number of
-    versions from the sampler's to the policy's, (old / μ) (π / old) = π / μ, and π / old = (π /
-    μ)^(1/d): of the d steps between them, the last is the update's own. The line moves with the
-    policy, so old is computed again in every minibatch.
+    a = 0 is the sampler, a = 1 the current policy. Always (old / μ) (π / old) = π / μ. Let d be the
+    number of versions from the sampler's to the policy's, and a = (d - 1) / d. Then π / old = (π /
+    μ)^(1/d), the last of the d steps between them, which is the step of this update. The line moves
+    with the policy, so old is computed again in every minibatch.
 
     Args:
       logprobs: [B, T] in nats, of the policy being trained; no gradient flows through.
@@ -47,7 +47,7 @@ def interpolated_old(
 
 
 def binary_kl(logprobs: Tensor, logprobs_other: Tensor) -> Tensor:
-    """KL between two policies that are asked about one token only: this one, or any other.
+    """KL between two policies with two outcomes: this token, or any other.
 
     k(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b)), a = π_t, b = the other's
 

@@ -73,8 +73,8 @@ def sequence_ratio(
 def sequence_token_ratio(
     logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, rollout_ids: Tensor
 ) -> Tensor:
-    """The rollout's ratio in value, each token's own in gradient: for advantages that differ within
-    a rollout.
+    """The value is the rollout's ratio, the gradient is each token's own: for advantages that
+    differ within a rollout.
 
     s_jt = sg[s_j] π_t / sg[π_t], s_j as in `sequence_ratio`; 1 under the mask
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlkit.functional._arguments import require
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: the increment of splitmix64
-# shift and multiplier of its two mixing rounds
+# shift and multiplier of the two mixing rounds of splitmix64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _WORD = (1 << 64) - 1
 
@@ -58,7 +58,7 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
     device; the two logarithms may differ in the last place.
 
     Args:
-      seeds: [B] integers, one a rollout, as `mix` makes them.
+      seeds: [B] integers, one for each rollout, as `mix` makes them.
       counter: how many tokens the rollout has drawn before, one number for all rows or [B].
       vocabulary: V ≥ 1.
     Returns: [B, V] float32 on the device of `seeds`, always finite; row b depends on seeds[b] and
@@ -88,7 +88,8 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
 
 
 def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -> Tensor:
-    """Draw one token a row, a pure function of (seed, counter) and of the row's probabilities.
+    """Draw one token for each row, a pure function of (seed, counter) and of the row's
+    probabilities.
 
     The vocabulary is cut into blocks of s = ⌈√V⌉ tokens. With the noise g = gumbel_noise(seeds,
     counter, ⌊V/s⌋ + 1 + s):
@@ -97,12 +98,13 @@ def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -
                                                        g_{⌊V/s⌋ + 1 + v mod s})
 
     Both are Gumbel-max draws with independent noise, so P(token) = P(block) · p_token / P(block) =
-    p_token exactly. Only one block is opened, so noise that blocks share for their places is used
-    once. The noise of a row is 2√V numbers and not V: at
-    V = 151,936 it moves 1.4 bytes a token, where one Gumbel number for each token moves about 270.
+    p_token exactly. The blocks share the noise of their places, but only one block is opened, so
+    each number is used once. A row needs about 2√V numbers of noise and not V. At V = 151,936 this
+    moves 1.4 bytes of memory for each token of the vocabulary; one number for each token would move
+    about 270.
 
     Args:
-      probabilities: [B, V] ≥ 0, each row with a positive sum; it needs not be 1.
+      probabilities: [B, V] ≥ 0, each row with a positive sum, which need not be 1.
       seeds: [B] integers. counter: one number or [B], as in `gumbel_noise`.
     Returns: [B] int64. A token of probability 0 is never drawn.
     Source: Gumbel-max, Maddison et al. 2014, arXiv:1411.0030, whose maximum over a set is again a
@@ -113,7 +115,7 @@ def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -
     """
     vocabulary = probabilities.shape[-1]
     size = math.isqrt(vocabulary - 1) + 1
-    whole = vocabulary // size  # blocks; what is left is one more, which may be empty
+    whole = vocabulary // size  # full blocks; the rest is one more, possibly empty block
     noise = gumbel_noise(seeds, counter, whole + 1 + size)
     mass = probabilities[:, : whole * size].unflatten(1, (whole, size)).sum(-1)
     mass = torch.cat([mass, probabilities[:, whole * size :].sum(-1, keepdim=True)], -1)
@@ -154,7 +156,7 @@ def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) ->
     if top_p < 1:
         ranked = logprobs.sort(descending=True).values
         probabilities = ranked.exp()
-        before = probabilities.cumsum(-1) - probabilities  # the mass of all that is likelier
+        before = probabilities.cumsum(-1) - probabilities  # the mass of all likelier tokens
         last = ranked.where(before < top_p, torch.inf).amin(-1, keepdim=True)
         logprobs = logprobs.where(logprobs >= last, -torch.inf).log_softmax(-1)
     return logprobs

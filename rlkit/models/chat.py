@@ -31,8 +31,8 @@ _ASKED: Messages = [{"role": "user", "content": "?"}]  # before a reply, to find
 
 # goes in front of a template without tools
 TOOL_PROMPT = Path(__file__).with_name("tool_prompt.jinja").read_text()
-# the writer of tools, calls and results: the model's template, rlkit's TOOL_PROMPT, or the former
-# if it knows tools and else the latter
+# What writes tools, calls and results: "template" is the model's template, "prompt" is rlkit's
+# TOOL_PROMPT, "auto" is the template if it knows tools, else TOOL_PROMPT.
 ToolForm = Literal["auto", "template", "prompt"]
 
 
@@ -146,7 +146,7 @@ def encode_scaffold(renderer: Renderer, text: str) -> list[int]:
     return list(_scaffold(renderer, text))
 
 
-@functools.lru_cache(maxsize=1024)  # the same few stand round all contents
+@functools.lru_cache(maxsize=1024)  # the same few texts stand around all contents
 def _scaffold(renderer: Renderer, text: str) -> tuple[int, ...]:
     return tuple(renderer.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
@@ -159,7 +159,7 @@ def _read_text_after_reply(renderer: Renderer, masked: Messages) -> str:
     )
 
 
-@functools.lru_cache(maxsize=1024)  # the same few stand between all replies
+@functools.lru_cache(maxsize=1024)  # the same few texts stand between all replies
 def _read_text_between_replies(renderer: Renderer, template: str | None, masked: str) -> str:
     sentinel = f"{_OPEN}0{_CLOSE}"
     dialogue = [*_ASKED, {"role": "assistant", "content": sentinel}, *json.loads(masked)]
@@ -219,9 +219,9 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
     before = _render(renderer, _ASKED, ())
     after = _render(renderer, [*_ASKED, *masked], ())
     end = _read_text_after_reply(renderer, [])
-    who = f"the chat template of '{renderer.tokenizer.name_or_path}'"
+    who = name_template(renderer.tokenizer)
     if not after.startswith(before) or not end or not after.endswith(end):
-        raise TemplateError(f"{who} writes a reply elsewhere than where the policy would say it")
+        raise TemplateError(f"{who} writes a reply in another place than the policy would")
     text = after[len(before) : -len(end)]
     lost = [content for i, content in enumerate(contents) if f"{_OPEN}{i}{_CLOSE}" not in text]
     if lost:
@@ -230,9 +230,9 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
 
 
 def _encode_joined(renderer: Renderer, rendered: str, contents: Sequence[str]) -> list[int]:
-    """Encode a rendered reply. Control tokens come from the scaffolding alone. The text between two
-    of them is encoded in one piece, scaffolding and contents together: a model writes it without
-    knowing the beginnings of contents."""
+    """Encode a rendered reply. Control tokens come only from the scaffolding. The text between two
+    control tokens is encoded in one piece, scaffolding and contents together, as a model would
+    write it: it does not know where a content begins."""
     added = renderer.tokenizer.get_added_vocab()
     control = "|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)"
     ids: list[int] = []
@@ -262,9 +262,17 @@ def _render(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str,
             **dict(renderer.template_arguments),
         )
     except Exception as error:  # jinja2 raises many kinds; all of them are the template's
-        raise TemplateError(
-            f"the chat template of '{renderer.tokenizer.name_or_path}' fails: {error}"
-        ) from error
+        raise TemplateError(f"{name_template(renderer.tokenizer)} fails: {error}") from error
+
+
+def name_template(tokenizer: Any) -> str:
+    """A chat template by its own file, or by its model's path."""
+    file = getattr(tokenizer, "template_file", None)
+    return (
+        f"model.chat_template={file}"
+        if file
+        else f"the chat template of '{tokenizer.name_or_path}'"
+    )
 
 
 def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], list[str]]:
@@ -355,10 +363,7 @@ def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
     )
     if missing or result not in rendered:
         lost = f"the tools {missing}" if missing else "a tool's result"
-        raise TemplateError(
-            f"model.path: the chat template of '{renderer.tokenizer.name_or_path}' does not write"
-            f" {lost}; {remedy}"
-        )
+        raise TemplateError(f"{name_template(renderer.tokenizer)} does not write {lost}; {remedy}")
 
 
 def decode(renderer: Renderer, ids: Sequence[int], *, control_tokens: bool = True) -> str:

@@ -59,13 +59,13 @@ HELD: list[int] = []
 
 
 class NoKernel(EngineError):
-    """Compiled code is impossible on this machine, now and at the next start. The message is the
-    reason alone."""
+    """Compiled code is impossible on this machine, now and at the next start. The message is only
+    the reason."""
 
 
 class Undecided(EngineError):
-    """The load of the moment kept the compiler from its work. It must not decide a run's
-    numbers."""
+    """The machine is too busy to compile at the moment. This must not decide which code a run uses,
+    since the numbers depend on it."""
 
 
 class Recipe(NamedTuple):
@@ -110,8 +110,8 @@ def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[A
 
     Args:
       kernel: auto or fused, the value of the config's `option`.
-    Raises: EngineError if "fused" is impossible, if the other jobs of a sweep use code impossible
-      here, or if the load of the moment would decide.
+    Raises: EngineError if "fused" is impossible, if the other jobs of a sweep use code that is
+      impossible here, or if the machine is too busy to compile at the moment.
     """
     together = os.environ.get(JOBS)
     if kernel == "auto" and together == "eager":
@@ -311,8 +311,8 @@ def list_library_folders() -> list[Path]:
 
 @contextmanager
 def open_folders() -> Iterator[list[int]]:
-    """Open the usable ones of these folders as descriptors. An absent folder is made if no earlier
-    one is writable."""
+    """Open the usable folders of these as descriptors. An absent folder is made if no earlier one
+    is writable."""
     with ExitStack() as stack:
         found = list[int]()
         writable = False
@@ -356,8 +356,8 @@ def find(folders: Sequence[int], name: str) -> bytes | None:
 
 
 def keep(folders: Sequence[int], name: str, data: bytes) -> None:
-    """Keep a library, whole and on the disk, in the first folder to take it. Without one it is
-    compiled again the next time."""
+    """Write a library to the disk, in the first folder that accepts it. If none does, the next
+    start compiles it again."""
     with ExitStack() as stack:
         for folder in folders:
             if keep_in(folder, name, data):

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import TemplateError
+from rlkit.models.chat import name_template
 from rlkit.types import Messages, Policy
 
 CHILD = Path(__file__).with_name("_template_child.py")
 SECONDS = 2  # of the processor, for one prompt
 MEMORY = 256 << 20  # bytes beyond the process's own need
 CHARACTERS = 4 << 20  # of a rendered prompt
-# seconds until a silent process is ended: it waits for something, or the machine is overloaded
+# seconds until a process without an answer is ended: it waits for something, or the machine is
+# overloaded
 PATIENCE = 120.0
 
 
@@ -58,7 +60,7 @@ class TemplateProcess:
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
         """Render a conversation up to the assistant's turn. Raises: TemplateError if the template
         fails or does not end."""
-        name = self.tokenizer.name_or_path
+        name = name_template(self.tokenizer)
         asked = {
             "template": self.tokenizer.get_chat_template(None, list(tools) or None),
             "messages": list(messages),
@@ -68,10 +70,10 @@ class TemplateProcess:
         with self.lock:
             said = self._answer(json.dumps(asked).encode() + b"\n")
         if "error" in said:
-            raise TemplateError(f"the chat template of '{name}' fails: {said['error']}")
+            raise TemplateError(f"{name} fails: {said['error']}")
         if "text" not in said:
             raise TemplateError(
-                f"the chat template of '{name}' was stopped: one prompt took more than {SECONDS} s"
+                f"{name} was stopped: one prompt took more than {SECONDS} s"
                 f" of the processor, {MEMORY >> 20} MB or {CHARACTERS:,} characters. It comes from"
                 " a folder that is not yours; do not use its model"
             )

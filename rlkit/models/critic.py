@@ -53,7 +53,7 @@ class SeparateCritic(nn.Module):
         super().__init__()
         causal: Any = base_model(policy)
         self.model = copy.deepcopy(causal).float().requires_grad_(True)
-        # its logits are never asked for
+        # its logits are never computed
         self.model.get_output_embeddings().requires_grad_(self.model.config.tie_word_embeddings)
         self.head = ValueHead(read_width(policy))
 

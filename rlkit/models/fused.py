@@ -1,10 +1,10 @@
 """The operations between a small model's matrix products, for updates on a CPU, as a few calls of
 compiled C (_update.c).
 
-Hugging Face's norms, rotary positions and gates are dozens of calls of torch a layer, and most only
-move memory. Here they are five forward and five backward, and an adapter adds two products to that
-of its base. Numbers differ from torch's in their last bits. In bfloat16 they are rounded when a
-result is stored, and not in between.
+In Hugging Face's code, the norms, rotary positions and gates of a layer are dozens of calls of
+torch, and most only move memory. Here they are five calls forward and five backward, and an adapter
+adds two matrix products to the one of its base. Numbers differ from torch's in their last bits. In
+bfloat16 they are rounded when a result is stored, and not in between.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
     """Use this kernel for updates and scoring passes of the model from now on. `get_update_kernel`
     gives the reason if "auto" chose eager.
 
-    Raises: EngineError if "fused" is impossible, or if the load of the moment would decide about
-    "auto".
+    Raises: EngineError if "fused" is impossible, or if the machine is too busy to compile at the
+    moment.
     """
     trunk = split_model(model)[0]
     trunk.update_kernel = UpdateKernel(asked=kernel)
@@ -226,7 +226,7 @@ def multiply_projection(module: Any, x: Tensor) -> Tensor:
 
 
 def has_hooks(*modules: Any) -> bool:
-    """Whether something hangs on the call of a module."""
+    """Whether a module has hooks on its call."""
     return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in modules)
 
 
@@ -245,7 +245,8 @@ def apply_norm(
 
 
 class Norm(torch.autograd.Function):
-    """x / √(mean(x²) + eps) · weight, then rotated by the angles; either may be left out."""
+    """x / √(mean(x²) + eps) · weight, then rotated by the angles; the norm or the rotation may be
+    left out."""
 
     @staticmethod
     def forward(
@@ -296,7 +297,7 @@ class Norm(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """silu(a) · b; nothing but a and b is kept for the backward pass."""
+    """silu(a) · b; only a and b are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

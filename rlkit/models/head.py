@@ -27,10 +27,9 @@ class Head:
     """Last hidden states [m, H] → logits [m, V], with every operation of the model's own forward.
 
     logits = head(h) for Llama, Mistral, Qwen2 and Qwen3. Other families scale or cap: Granite
-    head(h) / logits_scaling, Cohere
-    head(h) · logit_scale, Falcon-H1 head(h) · lm_head_multiplier, Gemma 2 c · tanh(head(h) / c). No
-    list of these is kept here: every other model runs its own forward, with a trunk that answers
-    with the given states.
+    head(h) / logits_scaling, Cohere head(h) · logit_scale, Falcon-H1 head(h) · lm_head_multiplier,
+    Gemma 2 c · tanh(head(h) / c). These formulas are not kept here: every other model runs its own
+    forward, with a trunk that returns the given states.
 
     Args:
       causal: a Hugging Face causal LM, without the wrapper of PEFT.
@@ -40,7 +39,7 @@ class Head:
         self.causal = causal
         self.module = causal.get_output_embeddings()
         family = read_model_shape(causal.config).family
-        # a subclass with a forward of its own has another
+        # another module if a subclass has a forward of its own
         written = type(causal).forward.__module__
         plain = (
             family in PLAIN
@@ -60,7 +59,7 @@ class Head:
     def _forward(self, hidden: Tensor) -> Tensor:
         """Run the model's own forward on states computed by its trunk before."""
         causal = self.causal
-        # the same parts, but for the trunk; the model itself is not touched
+        # a copy with the same parts except the trunk; the model itself is not changed
         shell = object.__new__(type(causal))
         trunk = _Computed(causal.base_model, hidden[None])
         shell.__dict__.update(

@@ -88,11 +88,11 @@ def load_policy(
         base model with the adapters added to its weights.
       revision: of a hub id; a commit makes the run reproducible.
       dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay
-        float32), float32 otherwise:
-        trained bfloat16 weights do not move at reinforcement-learning rates.
+        float32), float32 otherwise, because trained bfloat16 weights do not move at
+        reinforcement-learning rates.
       attention: implementation name of transformers (sdpa, eager, flash_attention_2).
-      head_precision: "float32" computes logits so from a narrower base, in training and rlkit's own
-        engines; vLLM has its own.
+      head_precision: "float32" computes logits in float32 also if the base is narrower, in training
+        and in rlkit's own engines. vLLM keeps its own precision.
       gradient_checkpointing: True recomputes activations in the backward pass: less memory, about a
         third more time. "auto" loads the model as False does; a training run then switches it on if
         memory requires it (rlkit.training.activations).
@@ -106,7 +106,7 @@ def load_policy(
       trust_remote_code: run the model's own code. Needs a pinned revision.
       kernel: of updates on a CPU: "fused" C code (fused.py), "eager" calls of torch, "auto" the
         fused one if possible.
-      device: the place for the weights.
+      device: of the weights.
     Raises: ConfigError or TemplateError naming the key to change.
     """
     if trust_remote_code and not re.fullmatch("[0-9a-f]{40}", revision or ""):
@@ -131,6 +131,7 @@ def load_policy(
         if not file.is_file():
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
+        tokenizer.template_file = chat_template
     # before the weights, to refuse a tokenizer without a template at once
     renderer = make_renderer(
         tokenizer, enable_thinking=enable_thinking, interruption=interruption, tools=tools
@@ -145,10 +146,10 @@ def load_policy(
         model.get_output_embeddings().__class__ = Float32Head
     if lora.rank > 0:
         model = add_lora(model, lora)
-    # after the adapters: PEFT hangs a hook on the embeddings if the model recomputes
+    # after the adapters: PEFT puts a hook on the embeddings if the model already recomputes
     checkpoint_activations(model, gradient_checkpointing is True)
     choose_kernel(model, kernel)
-    # gradient checkpointing works in this mode alone; engines sample in the other one
+    # gradient checkpointing works only in training mode; engines sample in the other mode
     model.train()
     return _policy(model, renderer)
 
@@ -315,7 +316,8 @@ def check_vocabulary(
 
 
 def _find_odd_token(own: Any, other: Any) -> str:
-    """The first token the other tokenizer lacks, or has by other rules; "" if there is none."""
+    """Name the first token that the other tokenizer lacks, or say that only the rules differ; "" if
+    they are alike."""
     added = own.get_added_vocab()
     others = other.get_added_vocab()
     theirs = other.get_vocab()
@@ -437,6 +439,11 @@ def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
         if not (known or damaged or "gguf_file" in place):
             raise
         said = str(error).partition("\n")[0] if known or damaged else repr(error)
+        folder = Path(source)
+        if source.startswith(("/", ".")) and not folder.exists():
+            said = "there is no such folder or file"
+        elif folder.is_dir() and not (folder / "config.json").exists():
+            said = "the folder holds no config.json"
         raise ConfigError(
             f"model.path={path}: cannot be loaded ({said}). Give a local folder, or a hub id"
         ) from error

@@ -39,8 +39,9 @@ def forward_logprobs(
     """Log-prob and entropy of every sampled token, and on request its value and the exact KL to the
     reference.
 
-    One pass through the trunk, without padding and every shared beginning once. The head is applied
-    only at the positions that predict a sampled token, in chunks, so [B, T, V] never exists.
+    One pass through the trunk, without padding, and with every shared beginning only once. The head
+    is applied only at the positions that predict a sampled token, in chunks, so [B, T, V] never
+    exists.
 
     Args:
       packed: of `rlkit.models.packing.pack(ids, response_mask)`, both [B, T].

@@ -2,9 +2,9 @@
 passes.
 
 The samples of one prompt begin alike, so rows are laid out as the forest of their prefixes. Each
-distinct prefix is one packed token: linear layers see every one once, attention looks up the path
-to it. Causal states depend on the prefix alone, so this changes no log-prob and no gradient; equal
-replies cost one.
+distinct prefix is one packed token. Linear layers compute each packed token once, and attention
+looks up the path to it. Causal states depend only on the prefix, so this changes no log-prob and no
+gradient. Several equal replies cost as much as one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Kernels(NamedTuple):
 # plans each new shape: 0.44 s forward and 0.55 s backward (FunASR#3704), and `pack` gives about 50
 # shapes a step.
 KERNELS = {
-    # A CPU plans nothing and has one kernel for masks, grouped heads and any length, so exact
-    # lengths are the least work.
+    # On a CPU nothing is planned, and one kernel takes masks, grouped heads and any length, so
+    # exact lengths are the least work.
     (0, 0): Kernels(varlen=False, steps=False),
     # Volta and Turing: flash needs sm_80. The memory-efficient kernel takes no grouped heads in
     # torch 2.13 (pytorch#191085 came later).
@@ -67,7 +67,7 @@ def choose_kernels(device: torch.device) -> Kernels:
         return KERNELS[0, 0]
     own = torch.cuda.get_device_capability(device)
     kernels = KERNELS[max((row for row in KERNELS if (0, 0) < row <= own), default=(7, 0))]
-    # grouped heads came with it
+    # varlen attention takes grouped heads since then
     return kernels._replace(varlen=kernels.varlen and torch.__version__ >= "2.12")
 
 
@@ -264,8 +264,8 @@ def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
     """The last hidden states [N, H] of all packed tokens.
 
     A trunk reads the paths as rows if it cannot be packed (`allow_packing`), or if some layers do
-    not see the whole of
-    the longest row: same states, the shared beginnings once a row.
+    not see the whole of the longest row. The states are the same, but shared beginnings are
+    computed again for each row.
     """
     if packed.ids.device.type == "cuda":
         # for the process: gradient checkpointing attends again in the backward pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, suggest_name
 from rlkit.rewards.calls import call_each
 from rlkit.rewards.declarations import batched, reads_truths, truth_problems
 from rlkit.rewards.terms import Term
@@ -15,8 +15,8 @@ from rlkit.types import Rollout, Task, bound, plain, safe
 def _truth_problems(
     tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]
 ) -> list[str]:
-    """Why each row's own reward cannot read the row's truth; "" if it can. `by_task` refuses
-    unknown names later."""
+    """Why each row's own reward cannot read the row's truth; "" if it can. Unknown names are left
+    to `by_task`, which refuses them."""
     problems = [""] * len(tasks)
     for name, places in _places(tasks).items():
         if name in rewards:
@@ -42,16 +42,17 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
     way.
 
     Args:
-      rewards: name → function of one rollout, or of the list of them if it is marked `@batched`; it
-        then sees all rollouts of its tasks.
+      rewards: name → function of one rollout, or, if it is marked `@batched`, of the list of all
+        rollouts of its tasks.
     Returns: for each rollout the value returned by its function, or the exception raised.
     Raises: ConfigError naming the row, the name it asks for and the known names.
     """
     for rollout in rollouts:
         if rollout.task.reward not in rewards:
             raise ConfigError(
-                f"task {rollout.task.id!r} asks for the reward {rollout.task.reward!r}; known are"
-                f" {', '.join(sorted(rewards)) or 'none'}. Add it with"
+                f"task {rollout.task.id!r} asks for the reward {rollout.task.reward!r}, but the"
+                f" known rewards are: {', '.join(sorted(rewards)) or 'none'}."
+                f"{suggest_name(rollout.task.reward, rewards)} Add it with"
                 f" task.rewards=[{','.join([*rewards, rollout.task.reward])}], correct the row's"
                 " reward, or set reward= to one option for all rows"
             )
@@ -64,5 +65,5 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
 
 
 def list_named_rewards(fn: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
-    """Return the rewards of a configured `by_task` by name; for any other function, none."""
+    """Return the rewards of a configured `by_task` by name; empty for any other function."""
     return bound(fn).get("rewards", {}) if plain(fn) is by_task else {}

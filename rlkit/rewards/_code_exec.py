@@ -1,5 +1,5 @@
 """Reward for code: the program in the reply runs in the sandbox, and its tests are judged outside
-it."""
+the sandbox."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Judgement(NamedTuple):
 
     `status`: ok (every test passes), wrong (some test fails), timeout, error (it raised, was killed
     or printed too much), unparseable (no code, or not Python), unrun (this machine could not start
-    it; no fault of the program).
+    it, and the program is not to blame).
     """
 
     status: Literal["ok", "wrong", "timeout", "error", "unparseable", "unrun"]
@@ -63,12 +63,12 @@ def code_exec(
       rollouts: a batch; equal programs with equal tests run once.
       sandbox: limits, and the required isolation.
       credit: all gives `correct` if every test passes; share gives a score between `wrong` and
-        `correct` by the share of passing tests, so programs right on easy cases only are rewarded
-        too.
+        `correct` by the share of passing tests, so a program that is right only on the easy cases
+        earns something too.
       correct, wrong: the two scores.
-    Returns: a score each, with the status of its judgement; None for a task without tests. If this
-      machine could not start the program, the value is the error itself. It counts as a failure of
-      the reward (`Reward.max_error_rate`) and not as a wrong answer.
+    Returns: one score per rollout, with the status of its judgement; None for a task without tests.
+      If this machine could not start the program, the value is the error itself. It counts as a
+      failure of the reward (`Reward.max_error_rate`) and not as a wrong answer.
     Raises: DataError with the row of a test that cannot be checked; ConfigError if the sandbox is
       weaker than required.
     """
@@ -139,7 +139,7 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
 
 
 def _list_called_names(calls: Sequence[str]) -> set[str]:
-    """Names that tests use and Python itself does not define."""
+    """Names used by tests and not defined by Python itself."""
     found = {
         node.id
         for call in calls

@@ -1,5 +1,5 @@
-"""Rewards on one scale over a whole run, by the running mean and standard deviation of the rewards
-of all episodes so far."""
+"""Rewards on one scale over a whole run, from the running mean and standard deviation of all
+episodes' rewards so far."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ EPS = 1e-8  # added to the standard deviation
 
 
 class Moments(NamedTuple):
-    """Running moments of total rewards; plain numbers, for the checkpoint."""
+    """Running moments of total rewards; plain numbers, so they fit into a checkpoint."""
 
-    n: float = 0.0  # rewards
+    n: float = 0.0  # number of rewards
     mean: float = 0.0
     squares: float = 0.0  # sum of squared deviations from the mean
 
@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
-    """Update the moments with these episodes; unscored ones do not count.
+    """Update the moments with these episodes; unscored episodes do not count.
 
     Source: Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing
     sample variances, equation 2.1.

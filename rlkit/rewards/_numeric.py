@@ -16,9 +16,9 @@ from rlkit.rewards.declarations import reads_truth
 from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.types import Rollout, Task, gives
 
-MAX_DIGITS = 200  # characters of one number as written; a longer one is no answer
-MAX_SEGMENT = 1000  # characters after a marker to hold its number
-MAX_MARKERS = 100  # markers read in one text, from the last one backwards
+MAX_DIGITS = 200  # characters of one number as written; a longer number is not an answer
+MAX_SEGMENT = 1000  # characters after a marker that are searched for its number
+MAX_MARKERS = 100  # markers read in one text, from the last marker backwards
 
 # ------------------------------------------------------------------ different spellings of a number
 
@@ -103,7 +103,7 @@ WORD = rf"{LETTER}++(?:['’.]{LETTER}++)*+(?:\s?\^(?:\{{-?[0-9]\}}|-?[0-9]))?"
 UNIT = re.compile(
     rf"\s*+(?:[%°](?:\s?{WORD})?|[(/]?\s*+{WORD})(?:(?:\s*[/*.)(-]\s*|\s+){WORD}){{0,5}}\s*+\)?"
 )
-# The only units of one or two letters: in 2k and 3xy the letters are factors.
+# The only units of one or two letters. In 2k and 3xy the letters are factors.
 SHORT_UNIT = re.compile(
     "[mgshlLJWVNAKCF]|[kcmnd][mg]|[mcd]?[lL]|lb|oz|ft|in|yd|mi|hr|yr|wk|mo|am|pm|st|nd|rd|th|sq|pt|qt|ha|cc|[kMG][WVJ]|m[VA]|Hz|[kKMGT]B|Pa|dB|[AW]h"
 )
@@ -116,7 +116,7 @@ NOT_UNIT = re.compile(
     "|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|hundred|thousand|[mbtr]+illion",
     re.IGNORECASE,
 )
-# Words after a number in a sentence can make it another one: "5 and a half", "2 thirds", "5 or
+# Words after a number in a sentence can make it another number: "5 and a half", "2 thirds", "5 or
 # 6".
 GOES_ON = re.compile(
     rf"\s*(?:(?:and|or)\s+(?:an?\s+)?(?:one\s+|two\s+|three\s+)?(?:[-+]?[0-9]|(?:{FRACTION_WORD})\b)|(?:plus|minus|divided|squared|cubed|factorial)\b"
@@ -163,7 +163,7 @@ def explain_unreadable(task: Task, **keywords: object) -> str:
     if _truth(task.answer) is not None:
         return ""
     return (
-        "is not one number with an optional unit; write it so, as 18, 3/4 or 2.5 km, or choose a"
+        "is not one number with an optional unit; write it like 18, 3/4 or 2.5 km, or choose a"
         " reward that can read it"
     )
 
@@ -200,15 +200,15 @@ def parse_number(text: str) -> Fraction | None:
     2 3/4, ½, \frac{3}{4}, 2\frac12), powers (10^{-3}, 10⁻³, 2 \times 10^6, 1e6) and words of scale
     (5 million). Currencies, percent signs and units are dropped, without conversion: 50% is 50, and
     50 cents is 50. A unit is up to six words, without words of calculation (and, times, half, …). A
-    unit of one or two letters must be a known one, since 2k is a product. A full stop or comma at
-    the end and emphasis around the number are dropped. None also for a zero denominator, and for
+    unit of one or two letters must be a known unit, because 2k is a product. A full stop or comma
+    at the end and emphasis around the number are dropped. None also for a zero denominator, and for
     more than MAX_DIGITS characters.
 
     >>> parse_number(r"$2\frac{1}{2}$ cups"), parse_number(r"3\sqrt{2}"), parse_number("10:30")
     (Fraction(5, 2), None, None)
     """
     text = text.strip()
-    # a fast path for most truths; the general one takes fifty times as long
+    # a fast path for most truths; the general path takes fifty times as long
     if len(text) <= MAX_DIGITS and text.isascii() and text.removeprefix("-").isdigit():
         return Fraction(int(text))
     return (
@@ -223,8 +223,8 @@ def extract_answer(text: str) -> Fraction | None:
 
     The last marker with a number after it decides. Markers are `####` with a number on its line,
     `\boxed{…}`, "the answer is", "Answer:" and `<answer>…</answer>`. After "the answer is" the
-    first number of the sentence counts; after the other markers the number must follow at once. In
-    an equation, the number after the last "=" counts. A heading (#### Step 2) is no marker. A
+    first number of the sentence counts; after the other markers the number must follow directly. In
+    an equation, the number after the last "=" counts. A heading (#### Step 2) is not a marker. A
     marker whose expression is not a number (\boxed{3\sqrt{2}}) gives None.
 
     Without a marker the last number of the text counts or, in a sentence with "=", the number after
@@ -272,7 +272,7 @@ def _simplify_text(text: str) -> str:
 
 
 def _parse_whole(plain: str) -> Fraction | None:
-    """The number in a plain text as a whole, unit and punctuation aside."""
+    """The number that a plain text is as a whole, apart from unit and punctuation."""
     text = plain.strip(" \t\r\n*_\"'")
     if not text.endswith(".."):
         text = text.rstrip(".,;:?*_\"' \t")
@@ -303,7 +303,7 @@ def _value(number: re.Match[str]) -> Fraction | None:
     if group["mixed"]:
         whole, part, of = (int(group[name]) for name in ("mixed", "part", "of"))
         if part >= of:
-            return None  # 2 3/2 is no mixed number
+            return None  # 2 3/2 is not a mixed number
         value = whole + Fraction(part, of)
     else:
         value = Fraction(group["decimal"].replace(",", ""))
@@ -328,7 +328,7 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
     following: re.Match[str] | None = None
     for marker in reversed(markers[-MAX_MARKERS:]):
         segment = text[marker.end() : following.start() if following else len(text)].lstrip()
-        if len(segment) > MAX_SEGMENT:  # a number at the cut is not read in part
+        if len(segment) > MAX_SEGMENT:  # a number at the cut must not be read in part
             segment = segment[:MAX_SEGMENT].rpartition(" ")[0]
         segment = _cut_own_text(
             str(marker.lastgroup),
@@ -341,8 +341,8 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _cut_own_text(kind: str, text: str, *, closed: bool) -> str:
-    """The text that belongs to the marker before it: a line, a box, a tag, or the rest of
-    the sentence."""
+    """The part of the text that belongs to the marker before it: a line, a box, a tag, or the rest
+    of the sentence."""
     if kind == "hashes":
         return text.partition("\n")[0]
     if kind == "box":
@@ -356,7 +356,7 @@ def _cut_own_text(kind: str, text: str, *, closed: bool) -> str:
 
 
 def _read_braces(text: str) -> str | None:
-    """The text before the closing brace; None without one."""
+    """The text before the closing brace; None without a closing brace."""
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
@@ -376,7 +376,8 @@ def _is_followed_by_number(kind: str, plain: str) -> bool:
 
 
 def _read_delimited(plain: str) -> Fraction | None:
-    """The number in a box or a tag: after an equation's last "=", or the only one among words."""
+    """The number in a box or a tag: after an equation's last "=", or the only number among
+    words."""
     left, equals, right = plain.rpartition("=")
     if equals and not CLAUSE.search(left):
         return _parse_whole(right)

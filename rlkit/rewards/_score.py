@@ -19,7 +19,7 @@ from rlkit.types import Measured, Rollout, unpacked
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     """Fill in `reward`, `rewards`, `statuses` and `metrics` of rollouts, and the rewards of their
-    steps if terms give any.
+    steps if terms return any.
 
     Args:
       rollouts: scored in order; earlier scores on them are replaced.
@@ -33,11 +33,12 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
       `max_error_rate` of the rollouts: it raises, hangs, or returns anything but a finite number, a
       bool or None (a batched term: a list with one for each rollout; a term per step: one for each
       step). Also if the aggregator fails. ConfigError if every weight is 0, or a limit is out of
-      range. A Refusal raised by a function tells the user the remedy and passes unchanged.
+      range. A Refusal raised by a function is raised unchanged, because its message tells the user
+      the remedy.
     """
     if not isinstance(reward, Reward):
         raise ConfigError(
-            f"{reward!r:.100} is no Reward; make one of your function with"
+            f"{reward!r:.100} is not a Reward; make one from your function with"
             ' rlkit.Reward("mine", {"mine": rlkit.Term(1.0, my_function)})'
         )
     require_terms(reward)
@@ -72,7 +73,7 @@ def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def _drop_term_rewards(rollout: Rollout) -> Rollout:
-    """The rollout with its environment's payments alone, without the rewards of per-step terms."""
+    """The rollout with only its environment's payments, without the rewards of per-step terms."""
     if not rollout.environment_rewards:
         return rollout
     steps = tuple(
@@ -83,8 +84,8 @@ def _drop_term_rewards(rollout: Rollout) -> Rollout:
 
 
 def _score_column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> list[Checked]:
-    """The checked values of one term for all rollouts, in their order. Raises: RewardError if it
-    fails on too many."""
+    """The checked values of one term for all rollouts, in their order. Raises: RewardError if the
+    term fails on too many."""
     term = reward.terms[name]
     count = len(rollouts)
     limit = reward.max_error_rate
@@ -94,15 +95,15 @@ def _score_column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> lis
     cells = [check_value(value, rollout, term, f"reward/{name}") for rollout, value in known]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
     if len(failed) > limit * count:
-        first = failed[allowed]  # the one too many
+        first = failed[allowed]  # the first failure above the limit
         rate = f" ({len(failed)} of {count} rollouts failed, more than max_error_rate={limit:g})"
         raise reward_error(f"term {name!r}", rollouts[first], cells[first], rate if limit else "")
     return cells
 
 
 def _with_scores(rollout: Rollout, row: Mapping[str, Checked], reward: Reward) -> Rollout:
-    """The rollout with the values of its terms, the rewards of its steps included, and without a
-    reward yet."""
+    """The rollout with the values of its terms and the rewards of its steps, but without its
+    reward."""
     scored = rollout._replace(
         reward=None,
         rewards={name: cell.score for name, cell in row.items()},
@@ -146,14 +147,14 @@ def _aggregate_rewards(rollouts: Sequence[Rollout], reward: Reward) -> list[Roll
 
 
 def _require_bounded(rollouts: Sequence[Rollout]) -> None:
-    """Raise RewardError if an episode's rewards, including those that its environment paid at its
-    steps, add up to more than float32 can train on."""
+    """Raise RewardError if an episode's rewards, the environment's payments at the steps included,
+    add up to more than float32 can train on."""
     for rollout in rollouts:
         total = rollout.total_reward
         if total is not None and not abs(total) <= LARGEST:
             raise RewardError(
-                f"the rewards of an episode of task {rollout.task.id!r} come to {total},"
-                f" its steps' rewards included; training allows at most {LARGEST:g} in magnitude",
+                f"the rewards of an episode of task {rollout.task.id!r} add up to {total}, the"
+                f" steps' rewards included; training allows at most {LARGEST:g} in magnitude",
                 rollout,
             )
 

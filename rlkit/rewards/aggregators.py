@@ -1,5 +1,5 @@
-"""From named components to one reward. An aggregator sees the components of non-zero weight, none
-of them None.
+"""From named components to one reward. An aggregator gets the components of non-zero weight. None
+of the values is missing.
 
 Weights are factors on the components, so a negative weight turns a component into a penalty under
 every aggregator. An aggregator marked `batched` takes all scored rollouts at once and returns a
@@ -72,17 +72,17 @@ def group_normalised(
     """Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps): each component on the scale of its
     own spread within the prompt's group.
 
-    So a component that varies much does not drown one that varies little. The rewards of a group
-    sum to 0, so `reward/mean` is always 0; `reward/NAME/mean` shows how good the policy is. GDPO as
-    published divides once more, over the batch: algorithm/advantage=raw
-    algorithm/normalization=batch.
+    So a component with a large spread does not hide a component with a small spread. The rewards of
+    a group sum to 0, so `reward/mean` is always 0; `reward/NAME/mean` shows how good the policy is.
+    The published GDPO also divides by the deviation over the batch; set algorithm/advantage=raw
+    algorithm/normalization=batch for that.
 
     Args:
       rollouts: with their components in `rewards` and their prompt in `group`.
       weights: component → weight.
       eps: ≥ 0, in units of a component.
-    Returns: a dimensionless reward for each rollout. std is that of a sample (n-1). A component
-      without spread in a group, or in a group of one, adds exactly 0.
+    Returns: a dimensionless reward for each rollout. std is the standard deviation of a sample
+      (n-1). A component without spread in a group, or in a group of one, adds exactly 0.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242.
     """
     groups: dict[int, list[int]] = defaultdict(list)

@@ -1,5 +1,5 @@
-"""Rewards of how a policy behaves: how soon it is right, how long its replies are, whether they
-repeat, whether tools were used."""
+"""Rewards for how a policy behaves: how soon it is right, how long its replies are, whether they
+repeat themselves, whether it used tools."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environment(rollout: Rollout) -> float | None:
 @reads_truth(explain_unreadable)
 def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
     """1 for the right number in the first reply, falling linearly to 1 / max_turns in the last; 0
-    for a wrong number or none.
+    for a wrong number or no number.
 
     R = correct · (1 - (n - 1) / max_turns), n replies
 
@@ -65,7 +65,7 @@ def length(
         tokens of the whole episode, thinking included.
       low, high: bounds in this unit, both within the band; 0 ≤ low ≤ high.
       below, above, inside: the three scores.
-    Returns: one of them. A reply cut off by the length limit counts with the length it has.
+    Returns: one of them. A reply cut off by the length limit counts with its present length.
     Raises: ConfigError for bounds that leave no band.
 
     >>> from rlkit.types import Step, Task
@@ -85,8 +85,8 @@ def soft_length(
     buffer: int = 128,
     penalty: float = 1.0,
 ) -> float:
-    """A ramp instead of a step: 0 up to limit - buffer, falling evenly to -penalty at `limit`, and
-    -penalty beyond.
+    """A ramp instead of a step: 0 up to limit - buffer, falling linearly to -penalty at `limit`,
+    and -penalty above.
 
     penalty * min(0, max(-1, ((limit - buffer) - length) / buffer))
 
@@ -120,7 +120,7 @@ def measure(rollout: Rollout, unit: Unit) -> int:
 def band(
     value: int, *, low: int, high: int | None, below: float, above: float, inside: float
 ) -> float:
-    """One of three scores for a count; both bounds are inside, and a `high` of None has no end.
+    """One of three scores for a count. Both bounds count as inside; a `high` of None is no bound.
     Raises ConfigError."""
     if low < 0 or (high is not None and high < low):
         raise ConfigError(f"a band needs 0 <= low <= high, not low={low}, high={high}")
@@ -136,10 +136,10 @@ def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
     Args:
       n: words of an n-gram, > 0; case is folded. Published values are 3 words (open-r1) to 40
         tokens (Yeo et al.).
-      penalty: ≥ 0. A reply that repeats one thing for ever scores almost -penalty.
-    Returns: a score in (-penalty, 0]. Thinking counts as well as content, but each text counts by
-      itself: no n-gram spans two texts, and words said again in a later reply are no repetition. 0
-      if every text is shorter than n words.
+      penalty: ≥ 0. A reply that repeats one thing forever scores almost -penalty.
+    Returns: a score in (-penalty, 0]. Thinking counts as well as content, but each text is counted
+      separately: no n-gram spans two texts, and words of an earlier text are no repetition in a
+      later text. 0 if every text is shorter than n words.
     Raises: ConfigError for n or penalty out of range.
     Source: Yeo et al. 2025, appendix C.2, arXiv:2502.03373, there token by token; this is its sum
       over a reply.
@@ -176,7 +176,7 @@ def tool_usage(
     """A band over the successful tool calls, all replies together.
 
     Args:
-      low, high: bounds, both within the band; null: no upper one.
+      low, high: bounds, both within the band; `high` null: no upper bound.
       below, above, inside: the three scores.
     Returns: one of them. A call without effect (unreadable, of an unknown tool, raising, or never
       answered) does not count at all, neither for `low` nor for `high`.

@@ -1,6 +1,6 @@
 """Calling the functions of terms: plain, async or batched, with limits of time, in threads.
 
-A call gives a value or, in its place, an exception. `checks` judges whether the value is a score.
+A call returns a value, or an exception in its place. `checks` judges whether the value is a score.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from rlkit.system.shared_state import Watch, get_current_watch
 from rlkit.system.waiting import note_movement, waiting
 from rlkit.types import Rollout
 
-# seconds beyond a term's timeout after which async calls that block their event loop are given up
+# async calls that block their event loop are given up this many seconds after the term's timeout
 GRACE = 15.0
 
 
 class Misshapen(Exception):
-    """A returned value is no reward."""
+    """A returned value is not a reward."""
 
 
 class Unawaited(Exception):
-    """A call not awaited to its end, because the step has failed."""
+    """A call was not awaited to its end, because the step has failed."""
 
 
 def call_term(term: Term, rollouts: Sequence[Rollout], allowed: int) -> list[Any]:
     """The result of the term's function for each rollout: a value or an exception.
 
-    Async calls are awaited together, after the plain ones. The list ends at the first timeout
-    beyond `allowed`: the step has failed then, and each further call may take as long.
+    Async calls are awaited together, after the plain calls. The list ends at the first timeout
+    above `allowed`: the step has failed then, and each further call could take as long.
     """
     values: list[Any] = []
     timeouts = 0
@@ -70,8 +70,8 @@ def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
     """The result of the function for each rollout, one by one: a value, an exception, or an
     awaitable.
 
-    Each call gets its own copies, and shared state that it changes is restored before the next
-    call. The watcher counts the time of all calls together (rlkit.system.waiting).
+    Each call gets its own copies, and changed shared state is restored before the next call. The
+    watcher counts the time of all calls together (rlkit.system.waiting).
     """
     with waiting("the reward", term.fn, count=len(rollouts)):
         if term.takes_all:
@@ -95,8 +95,8 @@ def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
 
 
 def call(function: Callable[[], Any], term: Term, watch: Watch, *, here: bool = True) -> Any:
-    """The value that the term's function returned, or the exception that it raised. `here`: the
-    call runs in the thread of `watch`."""
+    """The value returned by the term's function, or the exception raised by it. `here`: the call
+    runs in the thread of `watch`."""
 
     def work() -> Any:
         with (
@@ -120,17 +120,17 @@ def call_on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
 
 
 def spread(values: Any, count: int) -> Sequence[Any]:
-    """The list that a batched function returned; if it failed, the failure for every rollout."""
+    """The list returned by a batched function; if it failed, the failure for every rollout."""
     failure = (
         values
         if isinstance(values, Exception)
-        else shape_problem(values, count, "rollouts; a batched term returns a list, one for each")
+        else shape_problem(values, count, "rollouts; a batched term returns one value for each")
     )
     return [failure] * count if failure else values
 
 
 def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
-    """What is wrong with a value that should be a list of `count` entries; None if nothing."""
+    """The fault of a value that should be a list of `count` entries; None if it is such a list."""
     if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
         return None
     size = f"a list of {len(values)}" if isinstance(values, list) else type(values).__name__
@@ -141,8 +141,7 @@ def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
 
 
 def _run_in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
-    """The values of calls, in order, with `threads` calls under way at a time. Raises the first
-    Refusal."""
+    """The values of calls, in order; `threads` calls run at a time. Raises the first Refusal."""
 
     async def together() -> list[Any]:
         places = asyncio.Semaphore(threads)
@@ -159,15 +158,15 @@ def _run_in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[An
 
 
 def _close_awaitable(value: Any) -> Any:
-    """The value itself, or Unawaited for an awaitable, which is closed."""
+    """The value itself; an awaitable is closed, and Unawaited takes its place."""
     if inspect.iscoroutine(value):
         value.close()
     return Unawaited() if inspect.isawaitable(value) else value
 
 
 def _await_all(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0) -> list[Any]:
-    """Await all calls together and return their results or exceptions. This happens in a thread,
-    because a notebook has a running event loop of its own.
+    """Await all calls together and return their results or exceptions. They run in a thread,
+    because a notebook has its own running event loop.
 
     Nothing more is awaited once there are more exceptions than `allowed`, or a Refusal; missing
     results are Unawaited.
@@ -217,6 +216,6 @@ def _outcome(task: asyncio.Task[Any]) -> Any:
 
 
 def _has_too_many_failures(tasks: Sequence[asyncio.Task[Any]], allowed: int) -> bool:
-    """Whether the step has failed already, whatever the other tasks give."""
+    """Whether the step has failed already, whatever the other tasks return."""
     errors = [error for task in tasks if is_over(task) and (error := get_error(task)) is not None]
     return len(errors) > allowed or any(isinstance(error, Refusal) for error in errors)

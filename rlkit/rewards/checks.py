@@ -12,8 +12,8 @@ from rlkit.rewards.terms import Term
 from rlkit.rewards.verdicts import Paid, ScoreStatus, Verdict
 from rlkit.types import Rollout, unpacked
 
-TAKEN = ("mean", "std", "variance_share")  # measured by rlkit itself as reward/TERM/…
-LARGEST = 1e15  # largest reward; the sum of squares of larger ones may overflow float32
+TAKEN = ("mean", "std", "variance_share")  # names of rlkit's own metrics reward/TERM/…
+LARGEST = 1e15  # largest reward; the sum of squares of larger rewards may overflow float32
 
 
 class RewardError(RLKitError, RuntimeError):
@@ -32,7 +32,8 @@ class Checked(NamedTuple):
     component  the logged value: the score, or the sum paid to an episode at its steps (`Paid`)
     steps      rewards of the steps, if the term is per step
     metrics    other figures of the function, by their names in the step's row
-    failure    why there is no score, if the function is to blame; cause: the exception
+    failure    why there is no score, if the function is to blame
+    cause      the exception behind the failure
     """
 
     score: float | None
@@ -47,7 +48,7 @@ class Checked(NamedTuple):
 def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
     """A returned value, or a raised exception, as a score with its status.
 
-    `part` begins the names of its metrics: reward/TERM or aggregator.
+    `part`: the beginning of the metrics' names, reward/TERM or aggregator.
     """
     where = f"on task {rollout.task.id!r}:"
     try:
@@ -90,7 +91,7 @@ def _check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked
         score = _number(value)
         component = value.amount if isinstance(value, Paid) else score
         return Checked(score, _status(value, score), component, metrics=metrics)
-    what = "steps; a term per step returns a list, one number or None a step"
+    what = "steps; a term per step returns a list with one number or None for each step"
     wrong = shape_problem(value, len(rollout.steps), what)
     if wrong:
         raise wrong
@@ -111,10 +112,10 @@ def _number(value: Any) -> float | None:
 
 
 def _metric(name: str, value: Any, part: str) -> float | None:
-    """A metric that comes with a score. Raises: Misshapen if its name belongs to rlkit, or if it is
+    """A metric returned with a score. Raises: Misshapen if its name belongs to rlkit, or if it is
     not a number."""
     if part != "aggregator" and (name in TAKEN or name.endswith("_frac")):
-        raise Misshapen(f"a metric {name!r}, a name that rlkit uses itself; rename it")
+        raise Misshapen(f"a metric {name!r}, and rlkit uses this name itself; rename the metric")
     return _number(value)
 
 

@@ -19,7 +19,8 @@ class Declared(NamedTuple):
 
     batched   it takes the list of all rollouts and returns a list of scores
     no_gold   its rows have no gold answer to try
-    problems  (tasks) → why it cannot read the truth of each, "" if it can; None: it reads none
+    problems  (tasks) → for each task why the function cannot read its truth, "" if it can. None:
+              the function reads no truth
     fields    keys of `task.metadata` to compare with
     """
 
@@ -55,8 +56,8 @@ def batched(fn: F) -> F:
 
 
 def no_gold(fn: F) -> F:
-    """Mark a reward that cannot be tried on gold answers, because its rows have none: the
-    environment, a model or the row's own package judges."""
+    """Mark a reward that cannot be tried on gold answers, because its rows have none. The
+    environment, a model or the row's own package judges instead."""
     return _declare(fn, no_gold=True)
 
 
@@ -72,8 +73,8 @@ def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
 
 
 def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
-    """`reads_truth` for a question about all rows at once: (tasks, keywords) → one
-    problem for each task."""
+    """Like `reads_truth`, for a function that gets all rows in one call: (tasks, keywords) → one
+    problem per task."""
     return partial(_declare, problems=problems)
 
 

@@ -21,8 +21,8 @@ WORD = re.compile(r"\{?\.?[A-Za-z]")
 
 
 class Block(NamedTuple):
-    """A fenced block: `language` is python, unmarked, or other for every other language; `code` has
-    no common indentation."""
+    """A fenced block. `language`: python, unmarked, or other for every other language. `code`:
+    without common indentation."""
 
     language: Literal["python", "unmarked", "other"]
     code: str
@@ -115,7 +115,7 @@ def _closes(block: _Open, line: str) -> bool:
 
 
 def _cut_glued_fence(fence: str, line: str) -> str | None:
-    """The text before a closing fence at the end of a line of code; None without a
+    """The text before a closing fence at the end of a line of code; None if there is no such
     fence."""
     line = line.rstrip(" \t")
     before = line.rstrip(fence[0])
@@ -137,8 +137,8 @@ def _columns(line: str) -> int:
 
 
 def _remove_margin(lines: list[str]) -> str:
-    """The lines without the indentation of the first line of code, which a program has at column 0.
-    Comments do not count as code."""
+    """The lines without the indentation of the first line of code, because a program's first line
+    is at column 0. Comments do not count as code."""
     margins = [len(line) - len(line.lstrip(" \t")) for line in lines]
     first = next(
         (

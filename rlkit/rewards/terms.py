@@ -1,4 +1,4 @@
-"""A reward as a record: its terms by name, the aggregator that makes one number of them, and how
+"""A reward as a record: its terms by name, the aggregator from their values to one number, and how
 often they may fail."""
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from rlkit.types import AggregatorFn, safe
 class Term(NamedTuple):
     """A component of a reward: a function of one rollout, plain or async.
 
-    fn        gives the score, or a pair (score, metrics): numbers by name; the step's row has
-              their mean as reward/TERM/NAME
+    fn        returns the score, or a pair (score, metrics). metrics are numbers by name; the step's
+              row has their means as reward/TERM/NAME
     weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of
               the reward
     batched   fn takes the list of all rollouts and returns a list of scores
     per_step  fn returns a list with one number or None for each step. weight * number is added to
-              `Step.reward`, beside the environment's payment; the aggregate of the other terms is
-              given at the end. The logged component is the sum of the numbers
+              `Step.reward`, on top of the environment's payment; the aggregate of the other terms
+              is given at the end. The logged component is the sum of the numbers
     timeout   seconds for a call (of a batched term: the call for all rollouts); None: no limit. An
-              async function is cancelled. A plain function runs in a thread, which cannot be
+              async function is cancelled. A plain function runs in a thread, and a thread cannot be
               killed: it is given up and goes on in the background. So code that may hang belongs in
               a child process, as in math_verify
-    threads   number of rollouts that a plain function scores at the same time, each in a thread,
-              > 0. Use more than 1 for a function that waits, say, for the network. Its random draws
+    threads   how many rollouts a plain function scores at the same time, each in a thread, > 0. Use
+              more than 1 for a function that waits, for example for the network. Its random draws
               then depend on the clock
     """
 
@@ -49,14 +49,14 @@ class Term(NamedTuple):
 
 @safe("name", "terms")
 class Reward(NamedTuple):
-    """Named terms in order, and how they become one number.
+    """Named terms in order, and the rule from their scores to one number.
 
     aggregator      (scores, weights) → float, or a function of the whole batch
-                    (rlkit.rewards.aggregators). It may return (float, metrics): numbers whose
-                    means over the scored rollouts are logged as aggregator/NAME
+                    (rlkit.rewards.aggregators). It may return (float, metrics). metrics are numbers
+                    by name; their means over the scored rollouts are logged as aggregator/NAME
     max_error_rate  share of rollouts, 0 … 1, on which a term may raise, hang or return no reward.
                     Such a rollout cannot be scored (None) and is counted in
-                    `reward/NAME/error_frac` and `timeout_frac`. Beyond the share, scoring stops
+                    `reward/NAME/error_frac` and `timeout_frac`. Above this share, scoring stops
     normalize       trains on (reward - mean) / std over all episodes of the run so far
                     (rlkit.rewards.normalise); metrics stay raw
     """
@@ -74,8 +74,8 @@ class Reward(NamedTuple):
 
 
 def require_terms(reward: Reward) -> None:
-    """Raise ConfigError if every weight is 0, a limit is out of range, or a function does not
-    fit its call."""
+    """Raise ConfigError if every weight is 0, a limit is out of range, or a function cannot be
+    called with one argument."""
     if not any(term.weight for term in reward.terms.values()):
         raise ConfigError(
             f"reward {reward.name!r} has no term of non-zero weight; set one of"
@@ -100,8 +100,8 @@ def require_terms(reward: Reward) -> None:
         if wrong:
             what = "the list of rollouts" if term.takes_all else "a rollout"
             raise ConfigError(
-                f"reward term {name!r}: {name_function(term.fn)} is called with {what} alone,"
-                f" which it does not fit: {wrong}"
+                f"reward term {name!r}: {name_function(term.fn)} must accept a call with one"
+                f" argument, {what}, and does not: {wrong}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Rewards comparing the final reply's text. Thinking is not read, and an episode without a final
+"""Rewards that compare the final reply's text. Thinking is not read, and an episode without a final
 answer is wrong."""
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def exact_match(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> float | None:
-    """Whether the final reply equals `task.answer`, apart from surrounding white space, after
-    `parse` if it is given.
+    """Whether the final reply equals `task.answer`, apart from surrounding white space; with
+    `parse`, only the parsed parts are compared.
 
     Args:
-      parse: gives the part of both texts to compare, or None if there is nothing to compare; for
-        example `rlkit.rewards.extract_answer`. null compares the texts.
-      ignore_case: both are case-folded first.
+      parse: a function from a text to the part to compare; it returns None if there is nothing to
+        compare. For example `rlkit.rewards.extract_answer`. Without it (null in a config) the whole
+        texts are compared.
+      ignore_case: case-fold both texts first.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; None if `task.answer` is empty or cannot be parsed. A reply that
       cannot be parsed is wrong, with the status unparseable.
@@ -55,7 +56,7 @@ def contains(
     space between the answer's words may be of any kind and length.
 
     Args:
-      ignore_case: compare case-folded.
+      ignore_case: case-fold both texts first.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; None for an empty `task.answer`.
     """
@@ -82,7 +83,7 @@ def format_match(
 
     Args:
       pattern: a regular expression of Python's `re`, without flags (write (?s) or (?i) in front).
-        Avoid nested repetition, whose cost on hostile text has no bound.
+        Avoid nested repetition: its cost on hostile text has no bound.
       whole: the pattern must cover the whole reply, apart from surrounding white space, and not
         only a part of it.
       correct, wrong: the two scores.

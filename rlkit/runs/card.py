@@ -34,8 +34,8 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+")
 def model_card(run: Path, step: int, *, adapters: bool) -> str:
     """Markdown with a header for model hubs.
 
-    Figures are from test problems, and only from the run's last step: policies of other steps were
-    not measured on them.
+    Figures are from test problems, and only from the run's last step, because no other policy was
+    measured on them.
 
     Args:
       run: a run folder; missing entries are left out. step: the RL step of the policy.
@@ -76,8 +76,8 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
             ' AutoTokenizer.from_pretrained("FOLDER")\n```'
         ),
         (
-            "The weights are in float32, the precision in which they were trained. The chat"
-            " template stands beside the tokenizer."
+            "The weights are in float32, as in training. The chat template is in the folder of the"
+            " tokenizer."
         ),
         _repeat(run, summary, start),
     ]
@@ -85,7 +85,8 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
 
 
 def _results(summary: Mapping[str, Any], step: int) -> str:
-    """Test problems before and after; nothing if they were not played with this policy."""
+    """Results on test problems before and after training, or a sentence if this policy was not
+    measured."""
     before = summary.get("before") or {}
     after = summary.get("after") or {}
     if not (after and step == summary.get("steps")):
@@ -129,7 +130,7 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def _repeat(run: Path, summary: Mapping[str, Any], start: Mapping[str, Any]) -> str:
     """The command, the versions and the costs."""
-    # hydra's overrides are places of one machine
+    # hydra's overrides name folders of one machine
     kept = (text for text in runs.read_overrides(run) if not text.lstrip("+~").startswith("hydra"))
     overrides = " ".join(shlex.quote(text) for text in kept)
     versions = ", ".join(

@@ -2,8 +2,8 @@
 comparisons, and summaries over tasks.
 
 A figure of a run is a mean over its problems. Runs of one seed share problems, order and sampling
-noise, so arms are paired by seed, and the seeds are the independent units. n seeds, M problems or
-tasks, m comparisons, α = 0.05 throughout. Three seeds have an interval, ten can make a claim.
+noise, so arms are paired by seed, and the seeds are the independent units. Symbols: n seeds, M
+problems or tasks, m comparisons, α = 0.05 throughout. An interval needs three seeds, a claim ten.
 tests/runs/test_sentences.py checks the promise of each sentence in a simulation.
 """
 
@@ -22,7 +22,7 @@ from rlkit.statistics import FEWEST, LEVEL, bounded_interval, student_cdf, stude
 
 ALPHA = 0.05
 POWER = 0.8
-TO_CLAIM = 10  # seeds: fewer are shown and claim nothing
+TO_CLAIM = 10  # fewer seeds are shown, but claim nothing
 NORMAL = NormalDist()
 ERF = np.frompyfunc(math.erf, 1, 1)
 
@@ -35,11 +35,11 @@ class Difference(NamedTuple):
     low: float
     high: float
     p: float
-    spread: float  # standard deviation of the differences, at least that of a rounded figure
+    spread: float  # standard deviation of the differences, at least the one of a rounded figure
     n: int
 
     def evidence(self) -> float:
-        """The p-value for a claim; nan below `TO_CLAIM` pairs, and no correction counts nan."""
+        """The p-value for a claim; nan below `TO_CLAIM` pairs, and corrections leave nan out."""
         return self.p if self.n >= TO_CLAIM else math.nan
 
 
@@ -59,12 +59,12 @@ def compare_pairs(
     the seeds' figures. So pairing gains if c > 0.
 
     Args:
-      first, second: [n] figures, one a seed, in the same order of seeds.
+      first, second: [n] figures, one per seed, in the same order of seeds.
       level: of the interval, in (0, 1).
       resolution: the smallest step of a figure, for example 1 / problems. The spread of the
         differences is at least the spread of rounding, resolution / √12, even if all are equal. 0:
         no floor.
-    Returns: nan for interval and p-value of fewer than `FEWEST` pairs.
+    Returns: interval and p-value are nan for fewer than `FEWEST` pairs.
     Raises: ValueError without pairs, or if the lengths differ.
     """
     differences = [b - a for a, b in zip(first, second, strict=True)]
@@ -86,8 +86,8 @@ def compare_pairs(
 
 
 def spread_of(values: Sequence[float], resolution: float = 0.0) -> float:
-    """Standard deviation of n ≥ 2 values, at least that of rounding to `resolution`: resolution /
-    √12."""
+    """Standard deviation of n ≥ 2 values, but at least resolution / √12, the one of rounding to
+    `resolution`."""
     mean = math.fsum(values) / len(values)
     square = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return max(math.sqrt(square), resolution / math.sqrt(12))
@@ -116,14 +116,14 @@ def estimate_bounded_mean(
     bounds.
 
     `bounded_interval`: Wilson's interval with Student's t and the variance over the seeds. Near a
-    bound it reaches further away from the bound than towards it, as few wrong answers in few seeds
-    may be luck.
+    bound it reaches further away from the bound than towards it, because few wrong answers in few
+    seeds may be luck.
 
     Args:
       resolution: the smallest step of a figure, as for `compare_pairs`.
-    Returns: nan for the bounds of fewer than `FEWEST` seeds, and of equal values with an unknown
-      step: such values do not show how far they vary.
-    Raises: ValueError for a value outside the bounds, or none.
+    Returns: the bounds are nan for fewer than `FEWEST` seeds, and for equal values with an unknown
+      step, because these do not show how far values vary.
+    Raises: ValueError for a value outside the bounds, or without values.
 
     >>> tuple(round(v, 3) for v in estimate_bounded_mean([0.85, 0.9, 0.97]))
     (0.907, 0.466, 0.98)
@@ -152,12 +152,12 @@ def count_needed_seeds(
 
     By `compute_power`, exact for normal differences; beyond 300 seeds by (z + z_power)² (σ_D/δ)² +
     z²/2 (Guenther 1981, The American Statistician 35). Pass an estimated spread through
-    `spread_bound` first: with the estimate itself, half of the plans have less power than they say.
+    `spread_bound` first: with the estimate itself, half of the plans have less power than planned.
 
     Args:
       spread: standard deviation σ_D of the paired differences, ≥ 0. effect: δ > 0, in the same
         unit.
-      comparisons: how many are made at once, ≥ 1; each then has α / comparisons.
+      comparisons: how many comparisons are made together, ≥ 1; each then has α / comparisons.
 
     >>> count_needed_seeds(0.0148, 0.02), count_needed_seeds(0.0148, 0.01)
     (10, 20)
@@ -170,7 +170,7 @@ def count_needed_seeds(
     about = (z + NORMAL.inv_cdf(power)) ** 2 * (spread / effect) ** 2 + z**2 / 2
     if about > 300:
         return math.ceil(about)
-    low = TO_CLAIM - 1  # too few, or the least there is
+    low = TO_CLAIM - 1  # too few seeds, or one less than the minimum
     high = TO_CLAIM
     while find_detectable_effect(spread, high, power=power, comparisons=comparisons) > effect:
         low = high
@@ -187,14 +187,15 @@ def count_needed_seeds(
 def find_detectable_effect(
     spread: float, n: int, *, power: float = POWER, comparisons: float = 1
 ) -> float:
-    """The difference n seeds find with probability `power`, by `compute_power`; inf below
-    `TO_CLAIM`, because nothing is claimed there."""
+    """The difference found by n seeds with probability `power` (`compute_power`); inf below
+    `TO_CLAIM` seeds, because these claim nothing."""
     return spread * compute_visible_effect(n, power, comparisons) if n >= TO_CLAIM else math.inf
 
 
 @functools.lru_cache(4096)
 def compute_visible_effect(n: int, power: float, comparisons: float) -> float:
-    """The difference n seeds find with probability `power`, in units of its standard deviation."""
+    """The difference found by n seeds with probability `power`, in units of its standard
+    deviation."""
     low = 0.0
     high = 1.0
     while compute_power(1.0, high, n, comparisons=comparisons) < power:
@@ -210,12 +211,12 @@ def compute_visible_effect(n: int, power: float, comparisons: float) -> float:
 
 
 def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
-    """An upper bound of the true standard deviation, from one of n ≥ 2 values: s √((n - 1)/χ²), χ²
-    its lower quantile.
+    """An upper bound of the true standard deviation, from the estimate s of n ≥ 2 values: s √((n -
+    1)/χ²), χ² its lower quantile.
 
-    A pilot of few seeds underestimates the spread half of the time. A plan by this bound has its
-    power with the given probability. The quantile by Wilson and Hilferty 1931 is within 2 % from
-    four values on.
+    A pilot of few seeds underestimates the spread half of the time. A plan with this bound reaches
+    its power with the given probability. The quantile is by Wilson and Hilferty 1931, and within 2
+    % from four values on.
     """
     freedom = n - 1
     root = 1 - 2 / (9 * freedom) + NORMAL.inv_cdf(1 - confidence) * math.sqrt(2 / (9 * freedom))
@@ -251,7 +252,8 @@ def holm(values: Sequence[float]) -> list[float]:
     """Adjust p-values to keep the chance of any false claim among m at ≤ α: max over j ≤ i of (m -
     j + 1) p_(j), at most 1.
 
-    nan stays nan and is no comparison. Source: Holm 1979, Scandinavian Journal of Statistics 6.
+    nan stays nan and does not count as a comparison. Source: Holm 1979, Scandinavian Journal of
+    Statistics 6.
 
     >>> [round(p, 3) for p in holm([0.01, 0.03, 0.04, 0.2])]
     [0.04, 0.09, 0.09, 0.2]
@@ -270,8 +272,9 @@ def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list
     j ≥ i of m/j p_(j).
 
     Args:
-      dependent: times Σ 1/i, valid under any dependence (Benjamini and Yekutieli 2001); else for
-        independent or positively dependent tests (Benjamini and Hochberg 1995).
+      dependent: multiply by Σ 1/i, which is valid under any dependence (Benjamini and Yekutieli
+        2001). Without it, the tests must be independent or positively dependent (Benjamini and
+        Hochberg 1995).
 
     >>> [round(q, 3) for q in false_discovery([0.01, 0.03, 0.04, 0.2])]
     [0.04, 0.053, 0.053, 0.2]
@@ -289,8 +292,8 @@ def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list
 
 def holm_levels(values: Sequence[float]) -> list[float]:
     """The level of each interval, chosen to leave out 0 exactly if Holm's rule makes the claim: 1 -
-    α/(m - i + 1) for the i-th smallest p-value. From the first comparison without a claim on, all
-    intervals have its level."""
+    α/(m - i + 1) for the i-th smallest p-value. All comparisons from the first one without a claim
+    on have the same level."""
     order = _order_ascending(values)
     m = len(order)
     stop = next((rank for rank, i in enumerate(order) if values[i] > ALPHA / (m - rank)), m)
@@ -306,12 +309,12 @@ def _order_ascending(values: Sequence[float]) -> list[int]:
 
 
 class Tested(NamedTuple):
-    """A comparison among others."""
+    """One of several comparisons."""
 
     difference: Difference
     q: float  # the false-discovery rate of its claim; nan below `TO_CLAIM` seeds
-    # the difference these seeds would have claimed with probability `POWER`; inf below `TO_CLAIM`
-    # seeds
+    # with probability `POWER` these seeds would have claimed a difference this large; inf below
+    # `TO_CLAIM` seeds
     sees: float
 
 
@@ -321,15 +324,15 @@ def compare_together(
     """Make paired comparisons, correct them together by `false_discovery`, and give intervals to
     match.
 
-    Of m comparisons with R claims each interval is at 1 - max(1, R) α/m. Then on average 5 % of the
-    claims' intervals miss the truth (Benjamini and Yekutieli 2005, JASA 100), and an interval
-    leaves out 0 exactly if a claim is made. A further claim would have needed p ≤ (R + 1) α/m:
-    `sees` uses this level, and the spread's upper bound. If there are too few seeds for any claim,
-    each interval is at 95 %.
+    With R claims among m comparisons, each interval is at the level 1 - max(1, R) α/m. Then on
+    average 5 % of the claims' intervals miss the truth (Benjamini and Yekutieli 2005, JASA 100),
+    and an interval leaves out 0 exactly if a claim is made. A further claim would have needed p ≤
+    (R + 1) α/m: `sees` uses this level, and the spread's upper bound. If there are too few seeds
+    for any claim, each interval is at the level 95 %.
 
     Args:
-      sides: of each comparison [n] figures of both arms and their smallest step, as for
-      `compare_pairs`.
+      sides: for each comparison, [n] figures of both arms and their smallest step, as for
+        `compare_pairs`.
     """
     tests = [compare_pairs(first, second, resolution=step) for first, second, step in sides]
     rates = false_discovery([test.evidence() for test in tests])
@@ -351,8 +354,8 @@ def compare_together(
 
 
 def iqm(scores: Sequence[Sequence[float]] | np.ndarray) -> float:
-    """Interquartile mean: of all nM scores, without the ⌊nM/4⌋ lowest and as many highest. Agarwal
-    et al. 2021, arXiv:2108.13264.
+    """Interquartile mean: the mean of all nM scores without the ⌊nM/4⌋ lowest and the ⌊nM/4⌋
+    highest. Agarwal et al. 2021, arXiv:2108.13264.
 
     >>> iqm([range(8)]), iqm([[0, 1, 2, 3, 100]])
     (3.5, 2.0)
@@ -368,14 +371,14 @@ def seeds_interval(
     """A statistic of scores [n seeds, M] without the extremes, for example `iqm`, and its 95 %
     interval; nan below `TO_CLAIM`.
 
-    The wider of two at either end: Student's t of the jackknife (one seed left out at a time), and
-    `bootstrap`. Redrawing whole seeds is too narrow for few seeds (0.88 to 0.91 of the truth at
-    ten). The jackknife is too narrow if the scores take few values. Degrees of freedom: in one
-    column, ⌊n/4⌋ seeds on either side are left out and do not count, so n - 2⌊n/4⌋ - 1. Tukey and
-    McLaughlin 1963, Sankhyā 25.
+    At either end, the wider of two intervals: Student's t of the jackknife (one seed left out at a
+    time), and `bootstrap`. Redrawing whole seeds is too narrow for few seeds (0.88 to 0.91 of the
+    truth at ten). The jackknife is too narrow if the scores take few values. Degrees of freedom: in
+    one column, ⌊n/4⌋ seeds on either side are left out and do not count, so n - 2⌊n/4⌋ - 1. Tukey
+    and McLaughlin 1963, Sankhyā 25.
 
     Args:
-      resolution: the smallest step of a score. The standard error is at least that of as many
+      resolution: the smallest step of a score. The standard error is at least the error of as many
         rounded scores as one column keeps.
     """
     scores = np.asarray(scores, dtype=float)
@@ -402,7 +405,7 @@ def bootstrap(
     """The 95 % percentile interval of a statistic of scores [n seeds, M], by redrawing whole seeds
     with replacement.
 
-    A seed is shared by all columns, so its row stays together. Redrawing each column on its own, as
+    A seed is shared by all columns, so its row stays together. Redrawing each column separately, as
     rliable does, would be wrong here.
     """
     rng = np.random.default_rng(seed)

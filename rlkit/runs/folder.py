@@ -1,4 +1,4 @@
-"""Run folders: where they are, their states, and the one that a command means."""
+"""Run folders: where they are, their states, and how a command finds one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 
 from rlkit.config.changes import ONCE, find_departures, identify
 from rlkit.config.trust import read_yaml
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import ConfigError, DataError, suggest_name
 from rlkit.system.contents import require_readable
 from rlkit.system.files import put_aside, read_regular, refuse_unwritable, write_atomic
 from rlkit.system.identity import identity_line, read_identity
@@ -27,9 +27,9 @@ from rlkit.system.shards import index_steps
 
 OUTPUTS = Path("outputs")
 LATEST = "latest"  # in OUTPUTS, a link to the newest run
-SET_ASIDE = ".set_aside"  # behind the name of a run folder moved out of the way by a sweep
+SET_ASIDE = ".set_aside"  # ending of the name of a run folder that a sweep has moved out of the way
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
-# in summary.json: the last on validation problems, on test problems twice
+# in summary.json: the last evaluation on validation problems, and two on test problems
 EVALUATIONS = ("validation", "before", "after")
 
 
@@ -46,17 +46,17 @@ def make_fresh_folder(parent: Path, label: str = "") -> Path:
             try:
                 folder.mkdir()
                 return folder
-            except FileExistsError:  # also if another process came first
+            except FileExistsError:  # another process may have made it first
                 folder = parent / f"{stamp}_{number}"
                 number += 1
 
 
 def point_latest(outputs: Path, folder: Path) -> None:
-    """Point the link `latest` in `outputs` to a run folder; remove it if the folder is gone. On a
-    file system without links there is none."""
+    """Point the link `latest` in `outputs` to a run folder; remove it if the folder is gone. A file
+    system without links gets no link."""
     link = outputs / LATEST
     with suppress(OSError):
-        if link.is_symlink():  # else it is a file of the user's
+        if link.is_symlink():  # anything else is the user's file
             link.unlink()
         if folder.is_dir():
             link.symlink_to(os.path.relpath(folder, outputs))
@@ -64,9 +64,9 @@ def point_latest(outputs: Path, folder: Path) -> None:
 
 def describe_overrides(overrides: Sequence[str], name: str) -> str:
     """Describe a run's differences from the default, for the name of its folder: "lr-3e-4_seed-2".
-    At most 60 characters, whole parts only.
+    At most 60 characters, and only complete parts.
 
-    Left out are parts of `name`, and overrides without effect on the run's numbers.
+    Parts of `name`, and overrides without effect on the run's numbers, are left out.
     """
     parts = []
     length = 0
@@ -96,8 +96,8 @@ def shorten_path(path: Path) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder, and a file in it for a moment. Raises ConfigError if this is impossible,
-    before anything is computed."""
+    """Make the folder, and a file in it for a moment, before anything is computed. Raises
+    ConfigError if this is impossible."""
     made = not folder.exists()
     try:
         with refuse_unwritable(folder):
@@ -112,7 +112,7 @@ def require_writable(folder: Path) -> None:
 
 def is_run(folder: Path) -> bool:
     """Whether rlkit has trained there."""
-    return os.path.isfile(folder / "config.yaml")  # Path.is_file raises for too long a name
+    return os.path.isfile(folder / "config.yaml")  # Path.is_file raises for a name that is too long
 
 
 def is_finished(folder: Path) -> bool:
@@ -138,9 +138,9 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def find_run(text: str, key: str) -> Path:
-    """Find the run folder the user named, itself or by one of its checkpoints, as an absolute path.
+    """Find the run folder named by the user, or the run of a named checkpoint, as an absolute path.
 
-    Raises: ConfigError if there is none; DataError if it does not name its run.
+    Raises: ConfigError if there is no run; DataError if the folder does not name its run.
     """
     path = Path(text).expanduser().absolute()
     if LATEST in path.parts:
@@ -156,22 +156,23 @@ def find_run(text: str, key: str) -> Path:
         key=lambda p: p.stat().st_mtime,
     )
     newest = f" The newest run is {runs[-1]}" if runs else ""
-    raise ConfigError(f"{key}={text}: no run folder of rlkit.{newest}")
+    near = suggest_name(text, map(str, [*runs, *OUTPUTS.glob("*")]))
+    raise ConfigError(f"{key}={text}: no run folder of rlkit.{near or newest}")
 
 
 def refuse_leftovers(folder: Path) -> None:
-    """Raise DataError if a folder holds rows or checkpoints but no config.yaml: a run in there
-    would take the place of another."""
+    """Raise DataError if a folder holds rows or checkpoints but no config.yaml: a new run there
+    would replace another run."""
     left = "metrics.jsonl" if os.path.lexists(folder / "metrics.jsonl") else "checkpoints/"
     if not is_run(folder) and (left == "metrics.jsonl" or any(folder.glob("checkpoints/*.ckpt"))):
         raise DataError(
-            f"{folder} holds {left}, but no file config.yaml, and only that says which run it is."
-            " Put it back, or take another folder"
+            f"{folder} holds {left}, but no file config.yaml, and only that file says which run it"
+            " is. Put the file back, or choose another folder"
         )
 
 
 def find_checkpoint(text: str, folder: Path) -> Path:
-    """The place to load a run from: the checkpoint file the user named, or the run's folder of
+    """The place to load a run from: the checkpoint file named by the user, or the run's folder of
     checkpoints."""
     return Path(text).expanduser().absolute() if text.endswith(".ckpt") else folder / "checkpoints"
 
@@ -189,7 +190,7 @@ def find_unfinished_run(
         f for f in (OUTPUTS / name).absolute().glob("*") if is_run(f) and not is_finished(f)
     ]
     for folder in sorted(candidates, key=_read_last_write, reverse=True):
-        with suppress(DataError):  # half-written: it is equal to no config
+        with suppress(DataError):  # a half-written config equals no config
             if not find_departures(read_config(folder), config, beside=beside):
                 return folder
     return None
@@ -207,7 +208,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_yaml(folder / "config.yaml")
     if not isinstance(config, dict):
         raise DataError(
-            f"{folder}/config.yaml: holds no settings; give the folder as rlkit wrote it"
+            f"{folder}/config.yaml: holds no settings; restore the folder as rlkit wrote it"
         )
     return config
 
@@ -215,13 +216,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_config(
     folder: Path, config: Mapping[str, Any], identity: str = "", *, new: bool = False
 ) -> None:
-    """Write the resolved config without its secrets, for people and for resume; whole or not at
-    all.
+    """Write the resolved config without its secrets, for people and for resume; completely or not
+    at all.
 
     Args:
-      identity: of the run, for the first line. Empty: this config makes the folder and gives the
-        run its identity.
-      new: whether the folder is made now. It is noted as the user's own.
+      identity: of the run, for the first line. Empty: the identity is made from this config.
+      new: whether the folder is new. It is then noted as the user's own.
     """
     cover_overrides(folder)
     content = identity_line(identity or identify(config)) + dump(redact_config(config))
@@ -246,8 +246,8 @@ def write_hydra(folder: Path, name: str, text: str) -> None:
 
 
 def rewrite(folder: Path, name: str, content: bytes) -> None:
-    """Write a config file of a run folder. A folder noted as the user's own stays noted, even if a
-    kill comes in between."""
+    """Write a config file of a run folder. A folder noted as the user's own stays noted, even if
+    the process is killed in between."""
     path = folder / name
     if path.is_file() and path.read_bytes() == content:
         return
@@ -267,7 +267,7 @@ class _NoAliases(yaml.SafeDumper):
 
 
 def redact_node(node: Any) -> Any:
-    """Redact Hydra's files; an override of a secret key loses its value, however short."""
+    """Redact Hydra's files. An override of a secret key loses its value, even a short one."""
     if isinstance(node, list):
         return [redact_node(value) for value in node]
     if isinstance(node, dict):
@@ -286,14 +286,14 @@ def write_start(
     identity: str = "",
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    """Add this process to run.json. Returns its differences from the process before it (versions of
+    """Add this process to run.json. Return its differences from the previous process (versions of
     packages, state of the code), as sentences.
 
     An unreadable run.json is set aside, and a sentence says so.
 
     Args:
-      identity: of the run. overrides: Hydra's future content of .hydra/overrides.yaml, for
-        `require_overrides` to recognise.
+      identity: of the run. overrides: the content that Hydra will write to .hydra/overrides.yaml;
+        `require_overrides` compares with it.
     """
     started = datetime.now().isoformat(timespec="seconds")
     now = {
@@ -317,13 +317,14 @@ def write_start(
         return changed
     before = starts[-1]
     changed = [
-        f"{name} was {was}, is {then}"
+        f"{name} was {was} and is now {then}"
         for name, was in before["versions"].items()
         if was != (then := now["versions"].get(name))
     ]
     if before["git"] != now["git"]:
         changed.append(
-            f"the code was at {before['git'] or 'no commit'}, is at {now['git'] or 'no commit'}"
+            f"the code was at {before['git'] or 'no commit'} and is now at"
+            f" {now['git'] or 'no commit'}"
         )
     return changed
 
@@ -351,8 +352,8 @@ def _read_starts(folder: Path) -> list[dict[str, Any]] | None:
 
 
 def find_identity(folder: Path) -> str:
-    """The identity of the run in a folder, by its config.yaml. Raises DataError if the file cannot
-    be read or names none."""
+    """The identity of the run in a folder, from its config.yaml. Raises DataError if the file
+    cannot be read or names no identity."""
     require_readable(folder / "config.yaml")
     identity = read_identity(folder)
     if not identity:
@@ -373,10 +374,10 @@ def require_identity(folder: Path) -> str:
     if others:
         raise DataError(
             f"{folder}: config.yaml belongs to run {identity} and run.json to run {others[0]}, so"
-            " one of them comes from another run. Put the right one back"
+            " one of them comes from another run. Put the right file back"
         )
     if starts == []:
-        print("resume: run.json is missing, and begins anew with this process", flush=True)
+        print("resume: run.json is missing; a new one begins with this process", flush=True)
     return identity
 
 
@@ -386,8 +387,8 @@ def require_overrides(folder: Path) -> None:
     path = folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
         raise DataError(
-            f"{path} is missing or no file, so the settings of this run cannot be composed again."
-            " Put it back"
+            f"{path} is missing or not a file, so the settings of this run cannot be composed"
+            " again. Put it back"
         )
     saved = _read_saved(folder)
     starts = _read_starts(folder) or ()
@@ -422,7 +423,8 @@ def git_state() -> str:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    """The overrides at a run's start, without secrets and without keys of one process alone.
+    """The overrides at a run's start, without secrets and without keys that hold for one process
+    only.
 
     Raises: DataError if they cannot be read.
     """
@@ -445,25 +447,25 @@ def _read_saved(folder: Path) -> list[str]:
         return []
     saved = read_yaml(path)
     if not isinstance(saved, list):
-        raise DataError(f"{path}: holds no list of overrides; give the folder as rlkit wrote it")
+        raise DataError(f"{path}: holds no list of overrides; restore the folder as rlkit wrote it")
     return [str(text) for text in saved]
 
 
 def refuse_restart(folder: Path) -> None:
-    """Raise DataError if a run has trained and has no checkpoint left: it could only begin again,
-    and replace its old results."""
+    """Raise DataError if a run has trained and has no checkpoint left, because it could only begin
+    again and replace its old results."""
     steps = count_lost_steps(folder)
     if steps:
         raise DataError(
-            f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot"
-            " go on (as metrics.jsonl, rollouts/ or summary.json say). Start a new run without"
+            f"{folder} has trained {steps} steps (by metrics.jsonl, rollouts/ or summary.json), but"
+            " none of its checkpoints is left, so it cannot continue. Start a new run without"
             " resume (with resume=auto: move this folder away first); nothing in it was changed"
         )
 
 
 def count_lost_steps(folder: Path) -> int:
-    """The number of steps trained by a run that lost its checkpoints; 0 if one is left, or if the
-    run ended before its first save.
+    """How many steps a run has trained that lost its checkpoints; 0 if a checkpoint is left, or if
+    the run ended before its first save.
 
     A run is past its first save if it has rows of steps after callbacks.checkpoint.every, if its
     summary reports a saved end, or if a trace of a save is left.
@@ -484,7 +486,7 @@ def count_lost_steps(folder: Path) -> int:
     )
     left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
     parts: Any = None
-    with suppress(DataError):  # an unreadable config says nothing of saves
+    with suppress(DataError):  # an unreadable config says nothing about saves
         parts = read_config(folder).get("callbacks")
     named = (
         [part for part in parts.values() if isinstance(part, Mapping)]

@@ -14,32 +14,33 @@ NAME = "kernels.json"  # in the folder of the jobs
 
 
 def decide_kernels(folder: Path) -> dict[str, str]:
-    """Environment variables to give all jobs of a folder one meaning of `auto`. A line says so if
-    they go without compiled code.
+    """Environment variables that give all jobs of a folder one meaning of `auto`. Prints a line if
+    they run without compiled code.
 
     The folder keeps the decision, so jobs added later are computed like the first ones.
     Raises: ConfigError if the jobs so far used compiled code and this machine has none; Undecided
-      if the load of the moment keeps the compiler from its work.
+      if the machine's present load keeps the compiler from its work.
     """
     reason = explain_missing_kernels()
     earlier = read_decision(folder / NAME) if next(folder.rglob("config.yaml"), None) else ""
     if earlier == "fused" and reason:
         raise ConfigError(
-            f"{folder}: its jobs so far used compiled kernels, and here {reason}. Go on where there"
-            " is a compiler, or start anew in another folder"
+            f"{folder}: its jobs so far used compiled kernels, but here {reason}. Continue on a"
+            " machine with a compiler, or start again in another folder"
         )
     decided = earlier or ("eager" if reason else "fused")
     write_json(folder / NAME, {"auto": decided})
     if decided == "eager":
         print(
-            f"kernels: all jobs are computed without compiled code ({reason or 'as those so far'})",
+            "kernels: all jobs are computed without compiled code"
+            f" ({reason or 'like the jobs so far'})",
             flush=True,
         )
     return {JOBS: decided}
 
 
 def explain_missing_kernels() -> str:
-    """Say why this machine has no compiled code; empty if it has."""
+    """Say why this machine cannot compile code; empty if it can."""
     from rlkit.engines.cached.kernel import compile_kernel
     from rlkit.models.fused import load_operations
 
@@ -52,7 +53,8 @@ def explain_missing_kernels() -> str:
 
 
 def read_decision(path: Path) -> str:
-    """Read eager or fused; empty if nothing is decided yet or the file cannot be read."""
+    """Read the decision, eager or fused; empty if there is none yet, or if the file cannot be
+    read."""
     try:
         decided = json.loads(path.read_text()).get("auto")
     except (OSError, ValueError, AttributeError):

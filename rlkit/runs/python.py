@@ -32,10 +32,10 @@ WITHOUT_FILES = ("progress", "health")  # callbacks without files
 class Run(NamedTuple):
     """The result of a run."""
 
-    # a row a step, as in metrics.jsonl; step 0 is the evaluation before training
+    # one row per step, as in metrics.jsonl; step 0 is the evaluation before training
     metrics: list[dict[str, Any]]
     rollouts: list[Rollout]  # of the last step, scored
-    policy: Policy  # as trained
+    policy: Policy  # the trained policy
     folder: Path | None
     summary: dict[str, Any]  # how it ended; `before` and `after`: accuracy on test problems
 
@@ -52,7 +52,7 @@ class RLStep(NamedTuple):
     step: int  # counted from 1
     metrics: dict[str, Any]
     rollouts: list[Rollout]  # scored
-    policy: Policy  # as it is after the step
+    policy: Policy  # the policy after the step
 
     def __repr__(self) -> str:
         reward = display.format_figure(self.metrics.get("reward/mean"))
@@ -65,14 +65,14 @@ class RLStep(NamedTuple):
 def train(x: Experiment, folder: Path | str | None = None) -> Run:
     """Train to the end, as `rlkit train` does, evaluations included.
 
-    An interrupt (Ctrl-C, or the stop button of a notebook) ends the run after the step under way,
-    and the results so far are returned.
+    An interrupt (Ctrl-C, or the stop button of a notebook) ends the run after the current step, and
+    the results so far are returned.
 
     Args:
-      x: of `rlkit.experiment`, or built by hand.
-      folder: a new run folder, for `rlkit report`, `evaluate` and `export`. Without one
-        nothing is kept on disk: no checkpoint, no logger, and only the callbacks that print. A line
-        names the others.
+      x: from `rlkit.experiment`, or built by hand.
+      folder: a new run folder, for `rlkit report`, `evaluate` and `export`. Without it nothing is
+        kept on disk: there are no checkpoints and no loggers, and of the callbacks only those that
+        print. A line names the callbacks left out.
     Raises: ConfigError, DataError, SelfCheckError before the first step; any exception of a part in
       a step.
     """
@@ -147,13 +147,13 @@ def _make_rebuilder(x: Experiment) -> Callable[[], Experiment] | None:
 
 
 def _load_problems(x: Experiment) -> Splits:
-    """Load the problems of a run in this process. Prints warnings about settings probably not
-    meant."""
+    """Load the problems of a run in this process. Prints warnings about settings that were probably
+    not intended."""
     count = x.trainer.devices * x.trainer.nodes
     if count > 1 and ranks.size() == 1:
         raise ConfigError(
-            f"trainer.devices={x.trainer.devices}, trainer.nodes={x.trainer.nodes}: {count}"
-            " processes are started by `rlkit train`; from Python, train in one process"
+            f"trainer.devices={x.trainer.devices}, trainer.nodes={x.trainer.nodes}: only"
+            f" `rlkit train` starts {count} processes; from Python, train in one process"
             " (trainer__devices=1)"
         )
     tasks = load_tasks(x)
@@ -164,12 +164,12 @@ def _load_problems(x: Experiment) -> Splits:
 
 
 def _begin_run(x: Experiment, folder: Path) -> Any:
-    """Write a run's beginning to its folder. Returns a block in which this process owns the
+    """Write a run's beginning to its folder. Return a context in which this process owns the
     folder."""
     if runs.is_run(folder):
         raise ConfigError(
-            f"folder={folder}: already holds a run, which is never overwritten; choose another"
-            f" folder, or go on with it: rlkit train resume={folder}"
+            f"folder={folder}: already holds a run, and a run is never overwritten; choose another"
+            f" folder, or continue the run: rlkit train resume={folder}"
         )
     runs.refuse_leftovers(folder)
     runs.require_writable(folder)

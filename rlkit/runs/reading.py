@@ -17,7 +17,7 @@ from rlkit.training.schedules.paths import flatten_numbers
 
 SWITCH = "schedule/switch"
 LARGEST = 1e100
-SAME = (*ONCE, "trainer.max_time")  # settings without effect on a run's numbers, besides its seeds
+SAME = (*ONCE, "trainer.max_time")  # settings other than seeds by which equal runs may differ
 
 
 class ReadRun(NamedTuple):
@@ -28,7 +28,7 @@ class ReadRun(NamedTuple):
     seed: int | None
     settings: Mapping[str, Any]  # dotted key → value
     summary: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]  # one a step, from step 0, in order
+    rows: Sequence[Mapping[str, Any]]  # one per step, from step 0, in order
     switches: Sequence[tuple[int, str]]  # (last step before the switch, the run's message)
     notes: Sequence[str] = ()  # unreadable parts of the folder
 
@@ -41,10 +41,10 @@ class Group(NamedTuple):
 
 
 def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
-    """List folders of runs and of `rlkit rollout`: the given ones, and those below a given folder
-    that is none itself.
+    """List folders of runs and of `rlkit rollout`: the given folders, or, if a given folder is
+    neither, the folders below it.
 
-    Other files and folders of a sweep are passed over, since `outputs/sweep/*` names them too.
+    Other files and folders of a sweep are passed over, because `outputs/sweep/*` names them too.
     Raises ConfigError naming the command.
     """
     found = list[Path]()
@@ -58,7 +58,8 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
     beside = {path.parent for path in found}
     odd = [path for path in without if path.parent not in beside or not path.exists()]
     if odd:
-        runs.find_run(str(odd[0]), command)  # names the newest run if there is one
+        # its message names the newest run if there is one
+        runs.find_run(str(odd[0]), command)
         raise ConfigError(f"{command}: {odd[0]} holds no run")
     return list(dict.fromkeys(found))
 
@@ -90,7 +91,7 @@ def find_rollout_file(folder: Path) -> Path | None:
 
 
 def read_run(folder: Path) -> ReadRun:
-    """Read a run, finished or not. A folder of `rlkit rollout` gives numbers of one step.
+    """Read a run, finished or not. A folder of `rlkit rollout` has the numbers of one step.
     Unreadable parts are left out and noted."""
     notes: list[str] = []
     settings: dict[str, Any] = {}
@@ -109,7 +110,7 @@ def read_run(folder: Path) -> ReadRun:
     lines = read_lines(folder / "metrics.jsonl")
     odd = sum(row is None for _, row in lines)
     if odd:
-        notes.append(f"{folder}/metrics.jsonl: {odd} lines are no rows of a step and left out")
+        notes.append(f"{folder}/metrics.jsonl: {odd} lines are not rows of a step and are left out")
     for step, row in ((row["step"], row) for _, row in lines if row is not None):
         if SWITCH in row:
             switches.append((step, str(row[SWITCH])))
@@ -138,7 +139,7 @@ def is_number(value: Any) -> bool:
 
 
 def read_series(run: ReadRun, metric: str) -> dict[int, float]:
-    """Step → value, for each step with a finite one."""
+    """Step → value, for each step with a finite value."""
     return {row["step"]: float(row[metric]) for row in run.rows if is_number(row.get(metric))}
 
 
@@ -158,7 +159,7 @@ def is_seed(key: str) -> bool:
 
 
 def group_runs(found: Sequence[ReadRun]) -> list[Group]:
-    """Group runs with metrics by their settings, seeds aside, and label each group by its
+    """Group runs with metrics by their settings apart from seeds, and label each group by its
     differences."""
     by_settings: dict[str, list[ReadRun]] = {}
     for run in found:
@@ -178,9 +179,9 @@ def group_runs(found: Sequence[ReadRun]) -> list[Group]:
 
 
 def find_differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
-    """Dotted key → its value in each run, for every setting that differs; seeds aside."""
+    """Dotted key → its value in each run, for every setting that differs, apart from seeds."""
     told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
-    # Hydra's own words
+    # without Hydra's own keys
     keys = dict.fromkeys(key for key in told if not key.endswith(("_partial_", "_convert_")))
     table = {key: [run.settings.get(key) for run in found] for key in keys}
     return {
@@ -189,8 +190,8 @@ def find_differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
 
 
 def make_labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> list[str]:
-    """A short name of each, no two alike: the run's name, with as many settings as needed to tell
-    them apart, else a number."""
+    """A short and unique name of each run: its name, with as many settings as needed to tell the
+    runs apart, or else with a number."""
     names = [run.name for run in found]
     out = list(names)
     for key, values in sorted(changed.items(), key=lambda item: rank_setting(item[0])):
@@ -208,7 +209,7 @@ def make_labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) 
 
 
 def rank_setting(key: str) -> tuple[int, int]:
-    """Rank a setting by how little it tells about a run: names first, then the chosen option of a
+    """Rank a setting; a low rank tells most about a run: names first, then the chosen option of a
     group, then numbers, then code within options."""
     depth = key.count(".")
     last = key.rsplit(".", 1)[-1]
@@ -220,9 +221,9 @@ def rank_setting(key: str) -> tuple[int, int]:
 
 
 def shorten_setting(key: str, value: Any) -> str:
-    """A setting in a few characters; of an option's code its name.
+    """A setting in a few characters; an option's code is shortened to its name.
 
-    >>> said("optimizer.lr", 1e-4), said("task._target_", "rlkit.tasks.gsm8k")
+    >>> shorten_setting("optimizer.lr", 1e-4), shorten_setting("task._target_", "rlkit.tasks.gsm8k")
     ('optimizer.lr=0.0001', 'task=gsm8k')
     """
     text = f"{value:g}" if isinstance(value, float) else str(value)

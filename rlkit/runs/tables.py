@@ -1,5 +1,5 @@
-"""Tables of runs' results: figures of test problems before and after, health, and seeds put
-together."""
+"""Tables of runs' results: figures of test problems before and after training, health, and means
+over seeds."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ class WithInterval(NamedTuple):
 
 
 class HeldOutRow(NamedTuple):
-    """A figure of a line before and after training, of the problems of a split."""
+    """A figure of a line before and after training, on the problems of a split."""
 
     line: str
     split: str  # test
     figure: str
     seeds: int
-    problems: int  # rows
-    distinct: int  # problems among them
+    problems: int  # number of rows
+    distinct: int  # number of distinct problems among them
     before: WithInterval
     after: WithInterval
     change: WithInterval
 
     def claims(self) -> bool:
-        """Whether the change may be called a gain or a loss: of one run over its problems, else of
-        `TO_CLAIM` seeds and more."""
+        """Whether the change may be called a gain or a loss: for one run over its problems, or for
+        `TO_CLAIM` seeds or more."""
         return self.seeds == 1 or self.seeds >= TO_CLAIM
 
 
 def mark_change(change: WithInterval, *, claims: bool = True) -> Literal["good", "bad", "open"]:
-    """How a change may be marked: open if its interval holds 0 or is not known, or if it claims
-    nothing."""
+    """How to mark a change: open if its interval holds 0 or is unknown, or if it claims nothing."""
     if claims and change.low > 0:
         return "good"
     if claims and change.high < 0:
@@ -57,9 +56,9 @@ def mark_change(change: WithInterval, *, claims: bool = True) -> Literal["good",
 def tabulate_held_out(groups: Iterable[Group]) -> list[HeldOutRow]:
     """Test accuracy and, if it is another number, reward; for a mixture also of each part.
 
-    One seed: the interval is over problems. The change has the interval of Newcombe's rule for two
-    independent samples; it is wide, because the problems are the same. Three seeds and more: over
-    seeds, see `average_over_seeds`. Two have no interval.
+    With one seed the interval is over problems. The change has the interval of Newcombe's rule for
+    two independent samples; it is too wide, because the problems are the same. With two seeds there
+    is no interval. With three or more it is over seeds, see `average_over_seeds`.
     """
     out = []
     for group in groups:
@@ -79,7 +78,7 @@ def tabulate_held_out(groups: Iterable[Group]) -> list[HeldOutRow]:
 def select_whole_pairs(
     sides: Iterable[tuple[Any, Any]],
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The pairs of held-out results with both sides in the form `rlkit train` writes."""
+    """The pairs of held-out results with both sides in the form written by `rlkit train`."""
 
     def whole(side: Any) -> bool:
         if not isinstance(side, Mapping) or not isinstance(side.get("n"), int):
@@ -102,7 +101,7 @@ def select_whole_pairs(
 
 
 def _parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a mixture, the results of its parts."""
+    """The results of a mixture's parts; empty without a mixture."""
     found = result.get("parts")
     return found if isinstance(found, Mapping) else {}
 
@@ -110,7 +109,7 @@ def _parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
 def tabulate_figures(
     line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> list[HeldOutRow]:
-    """The rows of one line; of `pairs` there is one a seed."""
+    """The rows of one line; `pairs` has one pair per seed."""
     out = []
     for name, interval in INTERVALS.items():
         if not pairs or (
@@ -145,7 +144,7 @@ def tabulate_figures(
 
 
 def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
-    """The change and its interval from the intervals of both (Newcombe 1998, method 10, of
+    """The change and its interval, from the intervals of both (Newcombe 1998, method 10, for
     independent samples).
 
     low = d - √((after - after_low)² + (before_high - before)²), high likewise, d = after - before
@@ -170,14 +169,14 @@ def estimate(value: float | None, interval: Sequence[float | None]) -> WithInter
 def average_over_seeds(
     values: Sequence[float], *, bounded: bool, resolution: float = 0.0
 ) -> WithInterval:
-    """The mean of a figure over seeds, and its 95 % interval by Student's t; nan below three seeds,
-    because t says nothing there.
+    """The mean of a figure over seeds, and its 95 % interval by Student's t. The interval is nan
+    below three seeds, because t says nothing there.
 
-    The problems are held fixed: the interval is of these problems, whatever the seed.
+    The problems are held fixed: the interval is about these problems, whatever the seed.
 
     Args:
-      bounded: the figure is one of a policy, and its interval stays within 0 … 1 and the values
-        (`estimate_bounded_mean`); else it is a change.
+      bounded: True for a figure of a policy; its interval stays within 0 … 1, widened to the values
+        (`estimate_bounded_mean`). False for a change.
       resolution: the smallest step of a figure.
     """
     known = [value for value in values if math.isfinite(value)]
@@ -193,12 +192,12 @@ def average_over_seeds(
 
 
 class RewardRow(NamedTuple):
-    """A component of a line's reward: means over a tenth of the steps at either end, and over the
-    last tenth how its scores came about."""
+    """A component of a line's reward: means over the first and the last tenth of the steps, and the
+    shares of its statuses in the last tenth."""
 
     line: str
     name: str
-    shadow: bool  # scored, and not trained on
+    shadow: bool  # scored, but not trained on
     first: float
     last: float
     explains: float  # share of the reward's variance within groups
@@ -239,14 +238,14 @@ def reward_rows(groups: Iterable[Group]) -> list[RewardRow]:
 
 
 def _ends(curve: Mapping[int, float]) -> tuple[float, float] | None:
-    """Means over the first and the last tenth of a curve, one value at least."""
+    """Means over the first and the last tenth of a curve, each of at least one value."""
     values = [curve[step] for step in sorted(curve)]
     count = max(1, len(values) // 10)
     return (sum(values[:count]) / count, sum(values[-count:]) / count) if values else None
 
 
 def _mean_end(group: Group, metric: str) -> float:
-    """The mean over a line's runs at their ends; nan if it was not measured."""
+    """The mean of a metric over the ends of a line's runs; nan if it was not measured."""
     known = [end[1] for run in group.runs if (end := _ends(read_series(run, metric))) is not None]
     return sum(known) / len(known) if known else math.nan
 

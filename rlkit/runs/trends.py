@@ -1,7 +1,7 @@
 """Find trends visible only in a whole run: figures that drift together and are known to end badly.
 
-Each check compares thirds of a run. It speaks if a change is beyond twice its standard error and
-large enough to matter.
+Each check compares thirds of a run. It reports a change if the change is beyond twice its standard
+error and large enough to matter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rlkit.runs.reading import ReadRun, read_series
 
-FEWEST = 12  # RL steps; with fewer a third says nothing
+FEWEST = 12  # RL steps; in a shorter run a third says nothing
 
 
 class Thirds(NamedTuple):
@@ -26,12 +26,12 @@ class Thirds(NamedTuple):
     error: float  # standard error of a difference of two of them
 
     def rose(self, since: float) -> bool:
-        """Whether the last third is above an earlier one by more than chance: two standard
-        errors."""
+        """Whether the last third is above an earlier third by more than chance, which is two
+        standard errors."""
         return self.last - since > 2 * self.error
 
     def fell(self, since: float) -> bool:
-        """The same downwards."""
+        """Whether the last third is below an earlier third by more than chance."""
         return since - self.last > 2 * self.error
 
 
@@ -39,8 +39,7 @@ def average_thirds(curve: Mapping[int, float]) -> Thirds | None:
     """Means by thirds; None below FEWEST values.
 
     The error comes from the values' differences from step to step, so a trend within a third does
-    not hide it:
-    σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n values a third.
+    not enter it: σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n values per third.
     """
     values = [curve[step] for step in sorted(curve)]
     if len(values) < FEWEST:
@@ -53,7 +52,7 @@ def average_thirds(curve: Mapping[int, float]) -> Thirds | None:
 
 
 def entropy_collapse(run: ReadRun) -> str | None:
-    """Entropy below a fifth of its start, and most prompts still unsolved."""
+    """The entropy is below a fifth of its start, and most prompts are still unsolved."""
     entropy = average_thirds(read_series(run, "policy/entropy"))
     solved = average_thirds(read_series(run, "group/frac_all_good"))
     if (
@@ -103,7 +102,7 @@ def kl_growth(run: ReadRun) -> str | None:
 
 
 def length_growth(run: ReadRun) -> str | None:
-    """Replies half as long again, for no more reward."""
+    """Replies are more than half as long again, without more reward."""
     length = average_thirds(read_series(run, "len/mean"))
     reward = average_thirds(read_series(run, "reward/mean"))
     if (
@@ -165,7 +164,7 @@ def reward_hacking(run: ReadRun) -> str | None:
 
 
 def find_shadow_rewards(run: ReadRun) -> list[str]:
-    """Terms of the reward without weight in any phase: they are scored and not trained on."""
+    """Terms of the reward without weight in any phase: they are scored, but not trained on."""
     weights: dict[str, list[object]] = {}
     for key, value in run.settings.items():
         before, found, rest = key.rpartition("reward.terms.")

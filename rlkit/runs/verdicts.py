@@ -1,5 +1,5 @@
-"""Say which line of runs is better, in a plain sentence: differences paired by seed, corrected for
-their number.
+"""Say which line of runs is better, in a plain sentence: differences are paired by seed, and
+corrected for the number of comparisons.
 
 Runs of one seed share problems, order and sampling noise. So lines are compared within seeds, and
 the seeds are the independent units.
@@ -28,10 +28,10 @@ from rlkit.runs.comparing import (
 from rlkit.runs.reading import Group, ReadRun, find_differences, is_number, read_series
 from rlkit.statistics import FEWEST
 
-# default difference for counting the seeds: a point of accuracy
+# the default difference for counting the needed seeds: one point of accuracy
 EFFECT = 0.01
 LAST = 10  # RL steps at the end of a run, for comparing training rewards
-UNEVEN = 0.02  # relative difference of two budgets worth naming
+UNEVEN = 0.02  # a relative difference of two budgets above this is named
 Unit = Literal["steps", "updates", "samples", "tokens", "seconds"]
 UNITS: Mapping[str, str] = {
     "steps": "RL steps",
@@ -40,7 +40,7 @@ UNITS: Mapping[str, str] = {
     "tokens": "tokens trained on",
     "seconds": "seconds",
 }
-# settings that decide which problems are played, and how they are scored
+# settings with an effect on the problems and their scoring
 PROBLEMS = ("task.", "evaluation.", "environment.")
 
 
@@ -48,19 +48,19 @@ class Figure(NamedTuple):
     """A number of each run, for comparing lines."""
 
     name: str
-    values: list[dict[int, float]]  # of each line: seed → figure
+    values: list[dict[int, float]]  # for each line: seed → figure
     resolution: float = 0.0  # the smallest step between two figures of a run
 
 
 class Compared(NamedTuple):
-    """The verdict on two lines: `found` is second - first; `p` is corrected for the number of
+    """The verdict on two lines. found: second - first. p: corrected for the number of
     comparisons."""
 
     first: str
     second: str
     found: Difference
     p: float
-    claim: Literal["better", "worse", "open"]  # of the second; open: nothing can be claimed
+    claim: Literal["better", "worse", "open"]  # about the second line; open: nothing can be claimed
     sentence: str
 
 
@@ -73,7 +73,7 @@ def _side(run: ReadRun, side: str, name: str) -> float | None:
 
 
 def _curve(run: ReadRun) -> float | None:
-    """Mean height of the validation accuracy over the steps: the area under the curve by trapezia,
+    """Mean of the validation accuracy over the steps: the area under the curve, by trapezoids,
     divided by its width."""
     points = sorted(read_series(run, "eval/accuracy").items())
     width = points[-1][0] - points[0][0] if points else 0
@@ -101,17 +101,17 @@ FIGURES: Mapping[str, tuple[str, Callable[[ReadRun], float | None]]] = {
 def find_shared_figure(
     groups: Sequence[Group], name: str | None = None, at: str | None = None
 ) -> Figure | None:
-    """The figure of this name, or the first one two lines have; None without any.
+    """The figure of this name, or the first figure with values for two lines; None without any.
 
     Args:
-      name: one of FIGURES. at: one of UNITS: the validation accuracy at the largest budget every
-        run has reached.
+      name: one of FIGURES. at: one of UNITS: the validation accuracy at the largest budget reached
+        by every run.
     Raises: ConfigError for another name or unit, or if a named figure is missing.
     """
     if name is not None and name not in FIGURES:
-        raise ConfigError(f"figure={name}: there is no such figure; there are {', '.join(FIGURES)}")
+        raise ConfigError(f"figure={name}: no such figure; there are: {', '.join(FIGURES)}")
     if at is not None and at not in UNITS:
-        raise ConfigError(f"at={at}: there is no such budget; there are {', '.join(UNITS)}")
+        raise ConfigError(f"at={at}: no such budget; there are: {', '.join(UNITS)}")
     if at is not None:
         return _find_budget_figure(groups, at)
     for key in [name] if name else FIGURES:
@@ -128,7 +128,7 @@ def find_shared_figure(
 
 
 def _find_budget_figure(groups: Sequence[Group], at: str) -> Figure:
-    """The last validation accuracy within the budget all runs have spent."""
+    """The last validation accuracy within the budget spent by all runs."""
     spent = [[read_budget(run, at) for run in group.runs] for group in groups]
     shared = min((max(own.values(), default=0.0) for of in spent for own in of), default=0.0)
     values: list[dict[int, float]] = []
@@ -140,7 +140,7 @@ def _find_budget_figure(groups: Sequence[Group], at: str) -> Figure:
             values[-1] |= {run.seed or 0: curve[max(within)]} if within else {}
     if sum(map(bool, values)) < 2:
         raise ConfigError(
-            f"at={at}: needs validation on the way, which these runs lack; train with"
+            f"at={at}: needs evaluations during training, and these runs have none; train with"
             " evaluation.every=N"
         )
     name = f"validation accuracy after {shared:,.0f} {UNITS[at]}"
@@ -150,8 +150,8 @@ def _find_budget_figure(groups: Sequence[Group], at: str) -> Figure:
 def _resolution(
     groups: Sequence[Group], values: Sequence[Mapping[int, float]], *, accuracy: bool
 ) -> float:
-    """The smallest step of a figure: for an accuracy 1 / distinct problems; for a reward, whose
-    scale is free, the smallest one seen."""
+    """The smallest step of a figure: for an accuracy 1 / distinct problems; for a reward, with its
+    free scale, the smallest step seen."""
     seen = find_smallest_step([value for own in values for value in own.values()])
     counts = _problem_counts(groups)
     if not counts or (seen and not accuracy):
@@ -160,7 +160,7 @@ def _resolution(
 
 
 def _problem_counts(groups: Sequence[Group]) -> list[int]:
-    """Numbers of distinct problems, from every test or validation result with this number."""
+    """Numbers of distinct problems, from every test or validation result that records it."""
     sides = [
         run.summary.get(side)
         for group in groups
@@ -182,7 +182,7 @@ def count_problems(result: Mapping[str, Any]) -> int:
 
 
 def read_budget(run: ReadRun, unit: str) -> dict[int, float]:
-    """RL step → the run's spending up to its end."""
+    """RL step → the run's spending up to the end of the step."""
     rows = [row for row in run.rows if is_number(row.get("reward/mean"))]
     size = run.settings.get("batch.group_size") or 1
     spent: dict[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -200,7 +200,7 @@ def read_budget(run: ReadRun, unit: str) -> dict[int, float]:
 
 
 def average_budgets(groups: Sequence[Group]) -> dict[str, list[float]]:
-    """Unit → each line's mean spending; units recorded by no run are left out."""
+    """Unit → each line's mean spending. A unit not recorded by any run is left out."""
     table = {
         unit: [
             _mean([max(read_budget(run, unit).values(), default=0.0) for run in group.runs])
@@ -226,7 +226,7 @@ def list_notes(groups: Sequence[Group]) -> list[str]:
             )
             out.append(
                 f"The lines had unequal budgets, in {UNITS[unit]}: {said}. at={unit} compares them"
-                " where each has spent as much."
+                " at equal budgets."
             )
     changed = [
         key
@@ -235,7 +235,7 @@ def list_notes(groups: Sequence[Group]) -> list[str]:
     ]
     if changed:
         out.append(
-            f"The lines differ in {', '.join(changed[:4])}: their figures may not be of the same"
+            f"The lines differ in {', '.join(changed[:4])}, so their figures may be from different"
             " problems."
         )
     return out
@@ -249,12 +249,12 @@ def judge_lines(
 ) -> list[Compared]:
     """Compare each line with the first, or every pair.
 
-    Student's t of the differences within seeds; Holm's correction over the comparisons with enough
-    seeds; intervals to match: one leaves out 0 exactly if a difference is claimed. Below `TO_CLAIM`
-    seeds in common nothing is claimed.
+    Student's t of the differences within seeds, with Holm's correction over the comparisons with
+    enough seeds. The intervals match: an interval leaves out 0 exactly if a difference is claimed.
+    Below `TO_CLAIM` common seeds nothing is claimed.
 
     Args:
-      effect: the difference > 0 for counting the seeds if nothing can be claimed.
+      effect: if nothing can be claimed, the seeds needed for this difference > 0 are counted.
     """
     places = (
         list(combinations(range(len(groups)), 2))
@@ -298,7 +298,7 @@ NOTHING = Difference(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
 def phrase_verdict(
     first: str, second: str, d: Difference, claim: str, *, effect: float, comparisons: int
 ) -> str:
-    """A verdict as a person would say it."""
+    """A verdict as a sentence."""
     if claim != "open":
         low, high = sorted((abs(d.low), abs(d.high)))
         return (
@@ -332,13 +332,14 @@ class Fall(NamedTuple):
     line: str
     before: float
     found: Difference  # after - before, within seeds
-    claim: bool  # beyond chance, at a level corrected for the number of lines
+    # whether it is beyond chance, at a level corrected for the number of lines
+    claim: bool
     sentence: str
 
 
 def find_falls(groups: Sequence[Group]) -> list[Fall]:
-    """Lines ending below their start, over the runs with both ends: in test accuracy, else in
-    validation accuracy.
+    """Lines with a lower accuracy at the end than at the start, over the runs with both figures: in
+    test accuracy, else in validation accuracy.
 
     Holm's correction over all lines, whether or not they fell. Fewer than `TO_CLAIM` seeds claim
     nothing.
@@ -385,7 +386,8 @@ def phrase_fall(line: str, before: float, d: Difference, *, claim: bool) -> str:
 def format_verdicts(
     groups: Sequence[Group], compared: Figure, found: Sequence[Compared]
 ) -> list[str]:
-    """The verdicts as lines of text, with their basis, and the lines that training made worse."""
+    """The verdicts as lines of text, with their basis, and with the lines of runs made worse by
+    training."""
     return [
         *(v.sentence for v in found),
         *(fall.sentence for fall in find_falls(groups)),

@@ -1,4 +1,4 @@
-"""Run code from a model: one confined child a program, verdicts computed outside it.
+"""Run code from a model: each program in one confined child, verdicts computed outside it.
 
 A child is a fresh interpreter with an empty environment, an empty folder, and limits of time,
 memory, output and files. If the kernel has them, it also gets Landlock (files), seccomp (processes,

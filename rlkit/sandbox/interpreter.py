@@ -26,6 +26,7 @@ from rlkit.sandbox.process import (
     _job,
     make_folder,
     read_output,
+    require_start,
     start_child,
 )
 from rlkit.sandbox.values import split_records
@@ -38,11 +39,11 @@ STARTER = ThreadPoolExecutor(1, "interpreters")
 
 
 class Interpreter:
-    """One child for many programs, under the limits of `Sandbox`; time and output are counted anew
+    """One child for many programs, under the limits of `Sandbox`. Time and output are counted anew
     for each program.
 
-    Its first program starts it. A program that runs out of time, says too much or ends the
-    interpreter takes all names with it; the next one starts afresh. One program at a time.
+    Its first program starts it. If a program runs out of time, writes too much or ends the
+    interpreter, all names are lost, and the next program starts a new child. One program at a time.
     """
 
     def __init__(self, sandbox: Sandbox | None = None):
@@ -95,12 +96,7 @@ class Interpreter:
         job = _job(Job("", interactive=True), self.sandbox, features) | {"cpu_s": LIFETIME}
         self._send(marshal.dumps(job), START_LIMIT)
         said, _ = self._read_answer(START_LIMIT, "RX")
-        if not said or said[0][0] != "R":
-            why = said[0][1].decode("utf-8", "replace") if said else "the child said nothing"
-            raise SandboxError(
-                f"the sandbox could not be set up, and the program did not run: {why}; see"
-                " `rlkit.sandbox.probe()`"
-            )
+        require_start(said)
 
     def _send(self, data: bytes, seconds: float) -> bool:
         """Whether the interpreter has read all of it in time: a thread of an earlier program may

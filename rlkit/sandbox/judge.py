@@ -2,8 +2,8 @@
 `isclose`, `sorted` and the like.
 
 Only literal values come in (see `values`), so nothing here runs code of the program. There are no
-loops, and operations are bounded if they could make a large value from a small one. So the cost
-follows from the length of the test and of the values.
+loops, and an operation that could make a large value from a small one is bounded. So the cost
+depends only on the length of the test and of the values.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Run one child process a program: the parent starts, reads, times and kills it, and never runs a
-line of it. The parent also chooses the files readable for the program, and its working folder."""
+"""Run each program in one child process: the parent starts, reads, times and kills it, and never
+runs a line of the program. The parent also chooses the files readable for the program, and its
+working folder."""
 
 from __future__ import annotations
 
@@ -67,13 +68,13 @@ class SandboxError(RLKitError, RuntimeError):
 class Sandbox(NamedTuple):
     """How untrusted programs run."""
 
-    time_limit: float = 5.0  # seconds a program, its start not counted
+    time_limit: float = 5.0  # seconds of one program, its start not counted
     memory_mb: int = 512  # address space of one program
     output_kb: int = 64  # most output of one program
     # of isolation; a weaker one is refused
     min_level: Literal["basic", "kernel", "kernel+ns"] = "kernel"
     allow_weak: bool = False  # run even if min_level cannot be reached
-    workers: int | None = None  # programs at once; None: one a core, at most 8
+    workers: int | None = None  # programs at once; None: one for each core, at most 8
 
 
 @runtime_checkable
@@ -123,8 +124,8 @@ def check_settings(sandbox: Sandbox) -> None:
 
 
 def count_workers(sandbox: Sandbox) -> int:
-    """Programs at once: as asked, or one a core up to 8; never more than fit in half of the
-    memory."""
+    """The number of programs at once: the setting, or one for each core up to 8; never more than
+    fit in half of the memory."""
     asked = sandbox.workers or min(count_cores(), 8)
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return asked
@@ -255,13 +256,18 @@ def read_output(
             data += chunk
 
 
-def _outcome(said: list[tuple[str, bytes]], job: Job, how: str, seconds: float) -> Outcome:
+def require_start(said: list[tuple[str, bytes]], how: str = "no answer") -> None:
+    """Raise a SandboxError unless the child has said that the program starts."""
     if not said or said[0][0] != "R":
         why = said[0][1].decode("utf-8", "replace") if said else f"the child said nothing ({how})"
         raise SandboxError(
             f"the sandbox could not be set up, and the program did not run: {why}; see"
-            " `rlkit.sandbox.probe()`"
+            " `rlkit.sandbox.find_level()`"
         )
+
+
+def _outcome(said: list[tuple[str, bytes]], job: Job, how: str, seconds: float) -> Outcome:
+    require_start(said, how)
     first = {
         tag: payload.decode("utf-8", "replace")
         for tag, payload in reversed(said[1:])

@@ -16,7 +16,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def base_model(model: Any) -> Any:
-    """The model below the adapters; a model without adapters itself."""
+    """The model below the adapters. A model without adapters is returned itself."""
     return model.get_base_model() if has_adapters(model) else model
 
 
@@ -39,7 +39,8 @@ class LoRAFactors(NamedTuple):
 
 
 def plain_lora(layer: Any) -> LoRAFactors | None:
-    """A LoRA layer's factors, if they are all it computes in evaluation mode; None otherwise.
+    """A LoRA layer's factors, if base and factors are all that it computes in evaluation mode; None
+    otherwise.
 
     This holds for PEFT's linear layers with one active adapter, if it is neither merged nor
     disabled nor a variant like DoRA.

@@ -2,8 +2,8 @@
 moves all others to aside/.
 
 A checkpoint lists the files the run appends to, each with its size and the SHA-256 of its bytes. It
-also holds a short digest of each row of metrics.jsonl. So the files themselves stay plain: the
-checkpoint names its run, and thereby the owner of all of them.
+also holds a short digest of each row of metrics.jsonl. So the files need no mark of their run: the
+checkpoint names its run, and thereby the owner of all these files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ APPENDED = (  # files that grow while a run goes on; the part listed in a checkp
     "completions/steps_*.parquet",
     "samples/steps_*.md",
 )
-REWRITTEN = (  # other files a resume reads or writes, and can do without
+REWRITTEN = (  # other files that a resume reads or writes, and does not need
     "run.json",
     "summary.json",
     "metrics.csv",
@@ -62,7 +62,7 @@ FOLDERS = (
     "debug",
 )
 SPAN = re.compile(r"steps_(\d+)-(\d+)\.")
-SHOWN = 3  # files named in a sentence
+SHOWN = 3  # most files named in a sentence
 
 
 class Hashed(NamedTuple):
@@ -84,7 +84,7 @@ def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashe
     for path in _list_appended(folder):
         name = path.relative_to(folder).as_posix()
         with suppress(OSError):
-            # raised on one rank alone, it would leave the others waiting for their part of the
+            # an error on one rank alone would leave the others waiting for their part of the
             # checkpoint
             found[name] = _measure_file(path, before.get(name))
     return found

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 ATOMS = frozenset((str, int, float, bool, bytes, complex, NoneType))
-SHORT = 16  # a longer tuple is judged by its ends
+SHORT = 16  # of a longer tuple only the two ends are looked at
 
 
 def copy_value(value: T) -> T:

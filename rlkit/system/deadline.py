@@ -25,7 +25,7 @@ from rlkit.system.loops import leave_behind, was_left
 from rlkit.types import plain
 
 T = TypeVar("T")
-MOST_THREADS = 256  # at work for one event loop at the same time; further calls wait for a place
+MOST_THREADS = 256  # calls of one event loop that run at the same time; further calls wait
 
 
 class DeadlinePassed(TimeoutError):
@@ -50,9 +50,12 @@ def contain_block(*passing: type[BaseException]) -> Iterator[None]:
         with raise_exits():
             yield
     except BaseException as error:
-        if isinstance(error, (Exception, Interrupted, *passing)) or (
-            isinstance(error, KeyboardInterrupt) and _may_be_typed()
-        ):
+        typed = (  # Ctrl-C: in the main thread, and by Python's own handler
+            isinstance(error, KeyboardInterrupt)
+            and threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if typed or isinstance(error, (Exception, Interrupted, *passing)):
             raise
         raise ProcessEndAsked(describe_raise(error)) from error
 
@@ -64,13 +67,6 @@ def contain_call(call: Callable[[], T]) -> T:
         return call()
 
 
-def _may_be_typed() -> bool:
-    """Whether a KeyboardInterrupt in this thread may come from Ctrl-C: only in the main thread, and
-    only from Python's own handler."""
-    main = threading.current_thread() is threading.main_thread()
-    return main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 class _Work(Generic[T]):
     """A call in a thread of its own. The thread does not keep the process alive."""
 
@@ -80,7 +76,7 @@ class _Work(Generic[T]):
         self.lock = Lock()
         self.given_up = False
         self.ends = list[Callable[[], None]]()
-        self.waits = waiting.CURRENT.get()  # waits in the thread are inside of this one
+        self.waits = waiting.CURRENT.get()  # waits in the thread are inside this wait
         self.thread = Thread(target=self._run, args=(call,), daemon=True)
         self.thread.start()
 
@@ -99,7 +95,7 @@ class _Work(Generic[T]):
     def give_up(self, what: str = "") -> None:
         """Stop waiting for the call. If the call has said how to end it (`end_when_left`), it is
         ended; otherwise it goes on, and `what` is named once."""
-        with self.lock:  # so no call is ended after it is over
+        with self.lock:  # so `end` is never called after the call is over
             if self.future.done() or self.given_up:
                 return
             self.given_up = True
@@ -110,7 +106,7 @@ class _Work(Generic[T]):
         if what and not self.ends:
             warn_once(
                 f"{what} was given up and goes on in a thread beside the training, since a thread"
-                " cannot be killed; what it gives is dropped. Make it async, or have it wait"
+                " cannot be killed; its result is dropped. Make it async, or have it wait"
                 " inside `with rlkit.system.deadline.end_when_left(end)`, and it ends in time"
             )
 
@@ -123,11 +119,11 @@ warn_once = lru_cache(maxsize=64)(warn)
 
 @contextmanager
 def end_when_left(end: Callable[[], None]) -> Iterator[None]:
-    """Inside a tool or a reward in a thread: call `end()` when nobody waits for the thread any
-    longer. It ends the call the block waits for.
+    """For a tool or a reward in a thread: `end()` is called when nobody waits for the thread any
+    longer. It has to end the call for which the block waits.
 
-    `end` is called from another thread, and may kill a child process. The block is not left
-    meanwhile.
+    `end` is called from another thread, and may kill a child process. The block does not end
+    before `end` has returned.
     """
     work = WORK.get()
     if work is None:
@@ -149,10 +145,10 @@ def run_in_thread(call: Callable[[], T], seconds: float | None) -> T:
     """Run a call in a thread of its own, and return its result or raise its exception. The thread
     does not keep the process alive.
 
-    A thread cannot be killed. A call given up without a way to end it (`end_when_left`) goes on in
-    the background. A call that never lets go of the interpreter (a single huge power, a C function
-    holding the lock) is not even noticed in time. Code that may truly hang belongs in a child
-    process, as in the python tool and math_verify.
+    A thread cannot be killed. If a call is given up and has no way to end it (`end_when_left`), it
+    goes on in the background. If a call never releases the interpreter's lock (a single huge power,
+    a C function that holds the lock), the end of the time is not even noticed. Code that may truly
+    hang belongs in a child process, as in the python tool and math_verify.
 
     Args:
       seconds: the time to wait; None waits for ever.
@@ -190,11 +186,12 @@ async def run_in_worker(call: Callable[[], T], seconds: float | None, what: str)
 
 
 class Countdown:
-    """Seconds for awaiting, shared by several blocks; None: no limit. `spent` is the blocks' time
-    on the clock.
+    """Seconds for awaiting, shared by several blocks; None: no limit. `spent` is the wall-clock
+    time of the blocks.
 
-    The event loop counts them in small ticks. While it is busy with something else, for example
-    decoding, nothing it awaits can go on. So a busy stretch of any length counts as one tick.
+    The event loop counts the seconds in small ticks. While it is busy with something else, for
+    example decoding, nothing it awaits can go on. So a busy stretch of any length counts as one
+    tick.
     """
 
     def __init__(self, seconds: float | None):

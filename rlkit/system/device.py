@@ -53,7 +53,7 @@ def load_on_device(x: Any) -> tuple[Any, Any]:
     with guard_state(x.model.load, kinds=[FOLDER]):
         policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
-    # of the cached engine's compiled step: its threads do not spin, and every core helps
+    # threads of the cached engine's compiled step: they do not spin, so every core helps
     if isinstance(x.generation.engine, ThreadedEngine):
         available = max(1, count_cores() // x.trainer.devices)
         x.generation.engine.threads = x.trainer.threads or choose_threads(
@@ -64,7 +64,7 @@ def load_on_device(x: Any) -> tuple[Any, Any]:
 
 def use_threads(settings: Any, model: Any, device: Any) -> None:
     """Give torch the number of threads in the settings, or as many as a model of this size can use.
-    With a GPU torch's choice stays."""
+    With a GPU torch keeps its own number."""
     import torch
 
     parameters = sum(p.numel() for p in model.parameters())
@@ -91,9 +91,9 @@ def keep_freed_memory() -> None:
     """Let glibc keep freed blocks of up to 32 MiB instead of giving them back to the system. Other
     C libraries stay as they are.
 
-    An update frees and takes the same blocks again and again, and the system fills each page with
-    zeros first: about an eighth of the processor time of an update over 10,000 tokens. The peak
-    stays, since larger blocks go back at once.
+    An update frees and takes the same blocks again and again. Each time the system would first fill
+    every page with zeros: about an eighth of the processor time of an update over 10,000 tokens.
+    The peak memory stays the same, since larger blocks still go back at once.
     """
     # names of malloc.h; glibc takes 32 MiB at most
     trim_threshold = -1
@@ -107,16 +107,16 @@ def keep_freed_memory() -> None:
 
 
 def precision(x: Any, device: Any) -> str:
-    """auto: bf16-mixed if all weights are trained on a GPU; otherwise nothing is cast (under LoRA
-    the base is bfloat16 already)."""
+    """The precision of the trainer. auto is bf16-mixed if all weights are trained on a GPU;
+    otherwise nothing is cast (under LoRA the base is bfloat16 already)."""
     if x.trainer.precision != "auto":
         return x.trainer.precision
     return "bf16-mixed" if device.type == "cuda" and not x.model.rank else "32-true"
 
 
 def autocast(x: Any, device: Any, *, updates: bool = False) -> AbstractContextManager[Any]:
-    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise. `updates`:
-    weights move inside, so none stays cast."""
+    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise. `updates`: the
+    weights change inside the block, so their casts are not kept."""
     import torch
 
     return (

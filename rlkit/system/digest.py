@@ -22,7 +22,7 @@ CHUNK = 1 << 20
 
 
 class Hashing:
-    """A binary file to write to, and the digest of everything written."""
+    """A binary file to write to. It keeps the digest of everything written."""
 
     def __init__(self, file: IO[bytes]):
         self.file = file

@@ -1,7 +1,8 @@
 """Find the extras in this copy of rlkit, and the commands from them and from other packages.
 
-An extra is a folder of rlkit/extras. The folder itself is looked for, so a bare checkout works, and
-deleting the folder removes the extra. Nothing is imported before it is called.
+An extra is a folder of rlkit/extras. It is found by its folder, so a checkout without an
+installation works, and deleting the folder removes the extra. Nothing is imported before it is
+called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write a run's files whole or not at all, and handle failed writes: one place for all of them.
 
 Before the first step, a file that cannot be written refuses the run (`refuse_unwritable`). From
-then on no file is worth a run: each loss is reported at once, the run goes on, and its end names
+then on no failed write ends the run: each loss is reported at once, and the end of the run names
 the missing files (`report_write_errors`, `LOST`).
 """
 
@@ -36,7 +36,7 @@ def open_atomically(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".tmp")
     try:
-        part.unlink(missing_ok=True)  # left by a killed process, whatever it is by now
+        part.unlink(missing_ok=True)  # a killed process may have left anything here
         with part.open("wb") as file:
             yield file
             file.flush()
@@ -99,8 +99,8 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def append_once(path: Path, data: bytes) -> None:
-    """Append to a file, on the disk when this returns. If the file ends with the data already, they
-    were appended before a kill. Raises: OSError."""
+    """Append to a file; the data are on the disk when this returns. If the file already ends with
+    the data, they were appended before a kill, and nothing is appended. Raises: OSError."""
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def append_once(path: Path, data: bytes) -> None:
         sync(path)
 
 
-# output that could not be written, and has not been written since → the reason
+# name of an output that could not be written, and has not been written since → the reason
 LOST: dict[str, str] = {}
 
 
@@ -167,9 +167,9 @@ def refuse_unwritable(place: Path | str) -> Iterator[None]:
         ) from error
 
 
-# Errors of libraries about a file that cannot grow or be made, besides OSError. Rust libraries
-# (safetensors, tokenizers) give the system's error number; torch's zip writer in C++ names only
-# itself.
+# Errors besides OSError with which libraries report that a file cannot grow or be made. Rust
+# libraries (safetensors, tokenizers) give the system's error number; the message of torch's zip
+# writer in C++ has only its own name.
 RUST = re.compile(r"\(os error (\d+)\)")
 TORCH = re.compile(
     r"PytorchStreamWriter|unexpected pos \d+|Parent directory .* does not exist|cannot be"

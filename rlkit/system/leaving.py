@@ -14,7 +14,7 @@ from contextvars import ContextVar
 
 from rlkit.errors import describe_definition, tell_user
 
-SHOWN = 3  # threads named in the line
+SHOWN = 3  # most threads named in the line
 # seconds for threads other than daemons, and for `atexit` handlers of libraries
 GRACE = 10.0
 end_process = os._exit  # the system's own; `raise_exits` replaces os._exit
@@ -26,7 +26,7 @@ GUARDED: ContextVar[int] = ContextVar("GUARDED", default=0)
 class ExitAsked(SystemExit):
     """Raised by os._exit where it may not end the process."""
 
-    inner = 2  # its innermost frame is `_raise_exit`
+    inner = 2  # `_raise_exit` is its innermost frame
 
 
 ExitAsked.__name__ = "os._exit"  # as a message names it
@@ -55,8 +55,8 @@ def leave_process(status: int) -> None:
     """End the process with this status, after all has been written. Does not return.
 
     Non-daemon threads and `atexit` handlers have GRACE seconds together, in Python's usual order.
-    Then a line names the rest, and the process ends all the same. The interpreter is not taken
-    apart, so no finalizer of an object can hold it up.
+    Then a line names those that are left, and the process ends all the same. The interpreter does
+    not clean up, so no object's finalizer can delay the end.
     """
     ended = threading.Event()
 

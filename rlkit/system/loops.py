@@ -68,7 +68,7 @@ def _end_tasks(runner: asyncio.Runner) -> None:
         except ends:
             before = left
             left = {task for task in before if not task.done()}
-            if left == before:  # it came from outside
+            if left == before:  # the exception came from outside
                 raise
 
 
@@ -81,7 +81,7 @@ async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
         if not task.done():
             KEPT.append(task)
         elif not task.cancelled():
-            task.exception()  # looked at, or asyncio complains
+            task.exception()  # otherwise asyncio complains that nobody retrieved it
     if any(not task.done() for task in tasks):
         return  # the generators of a task left behind are in use
     with suppress(TimeoutError):
@@ -145,7 +145,7 @@ async def run_together(
                     task.cancel()
             await wind_up(others)
         for task in tasks:
-            get_error(task)  # each is looked at, or asyncio complains
+            get_error(task)  # otherwise asyncio complains that nobody retrieved it
     if first is not None:
         raise first
     return [get_result(task) for task in tasks]
@@ -207,7 +207,7 @@ def get_error(task: asyncio.Future[Any]) -> BaseException | None:
 def get_result(task: asyncio.Future[T]) -> T:
     """The result of a task that is over. Raises: its error."""
     if task not in LEFT:
-        if task.cancelled():  # not by a waiter: a waiter that cancels does not ask
+        if task.cancelled():  # by user code: a waiter that cancels does not ask for the result
             raise EnvironmentFailed(
                 "code of a tool, an environment or a reward cancelled the task of its episode; take"
                 " its cancel() out"
@@ -266,8 +266,8 @@ async def wait_for_tasks(
 
 
 async def wind_up(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Wait for cancelled tasks. A task not over within GRACE is left behind. A closing task has
-    longer, because its close has a limit of its own."""
+    """Wait for cancelled tasks. A task that is not over within GRACE is left behind. A closing task
+    may take longer, because its close has a limit of its own."""
     told = {task for task in tasks if task not in CLOSING}
     while any(not is_over(task) for task in tasks):
         await wait_for_tasks(tasks, seconds=waiting.GRACE)
@@ -293,7 +293,7 @@ CLOSING: WeakSet[asyncio.Task[Any]] = WeakSet()
 @contextmanager
 def closing() -> Iterator[None]:
     """A block for freeing a task's resources: an error in another task of `run_together` does not
-    cut it short."""
+    cancel it."""
     task = asyncio.current_task()
     assert task is not None
     CLOSING.add(task)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from rlkit.system.files import write_atomic
 
-# digests of a folder: while rlkit replaces its files one by one, each state on the way is noted
+# digests kept for a folder: while rlkit replaces its files one by one, each state in between is
+# noted
 KEPT = 8
 LARGEST = 4 << 20  # bytes of a config file
 

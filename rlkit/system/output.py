@@ -7,9 +7,6 @@ import errno
 import io
 import os
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rlkit.system.files import LOST, reason
@@ -55,12 +52,12 @@ def guard_output() -> None:
         stream = getattr(sys, name) or open(number, "w", closefd=False)  # noqa: SIM115
         try:
             own = not isinstance(stream, Output) and stream.fileno() == number
-        except (AttributeError, OSError, ValueError):  # a notebook's or a test's
+        except (AttributeError, OSError, ValueError):  # a stream of a notebook or a test
             continue
         if own:
             stream.flush()
             raw = io.BufferedWriter(Descriptor(number, "wb", closefd=False))
-            errors = "backslashreplace"  # for half a character from a model
+            errors = "backslashreplace"  # a model may write half a character
             setattr(
                 sys,
                 name,
@@ -73,26 +70,15 @@ def guard_output() -> None:
             )
 
 
-@contextmanager
-def hold_warnings() -> Iterator[dict[str, None]]:
-    """Keep Python's warnings about coroutines that were never awaited, once each.
+def hold_unawaited(held: set[str], show: Any, message: Any, *place: Any) -> None:
+    """Show a warning of Python, or keep it in `held` if a coroutine was never awaited.
 
     A command that refuses such a coroutine says so in its own sentence.
     """
-    held: dict[str, None] = {}
-    show = warnings.showwarning
-
-    def hold(message: Any, *more: Any) -> None:
-        if "was never awaited" not in str(message):
-            show(message, *more)
-        else:
-            held[str(message)] = None
-
-    warnings.showwarning = hold  # type: ignore[assignment]
-    try:
-        yield held
-    finally:
-        warnings.showwarning = show
+    if "was never awaited" in str(message):
+        held.add(str(message))
+    else:
+        show(message, *place)
 
 
 def clock(seconds: float) -> str:

@@ -10,8 +10,9 @@ when it ends. A second process is refused while the owner lives:
 A beat in the future means that the two clocks differ. It says nothing about how long the owner has
 been silent. So the second process is refused, and the refusal names both times.
 
-A machine started again counts as another machine, and so does another container: neither shows the
-owner's processes. A SLURM job queued again knows that its earlier self is gone.
+A machine that was started again counts as another machine, and so does another container: the
+owner's process cannot be seen from either. If a SLURM job was queued again, its earlier process is
+known to be gone.
 
 The file is created with O_EXCL and changed while the folder is locked. So if several processes find
 a dead owner, exactly one takes its place. On a file system without locks two may do so at the
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import Refusal, RLKitError, warn
-from rlkit.system.files import read_regular
+from rlkit.system.files import read_regular, reason
 
 NAME = "owner.json"
 BEAT = 30.0  # seconds between two signs of life
@@ -77,7 +78,7 @@ def own_folder(folder: Path, *, takeover: bool = False) -> Iterator[None]:
         if said:
             print(f"resume: {said}", flush=True)
     except OSError as error:
-        why = error.strerror or error
+        why = reason(error)
         warn(f"{folder / NAME} not written ({why}); nothing keeps a second process from this run")
         yield
         return
@@ -141,7 +142,7 @@ def find_start_time(pid: int) -> str | None:
         return None
     except PermissionError:
         pass
-    return UNKNOWN  # another user's, or a system without /proc
+    return UNKNOWN  # another user's process, or a system without /proc
 
 
 def is_here(found: Mapping[str, Any]) -> bool:
@@ -163,7 +164,7 @@ def lives(found: Mapping[str, Any]) -> bool:
         return runs_here(found)
     mine = identify_process()["slurm"]
     theirs = found.get("slurm")
-    # the same job, queued again
+    # this is the same SLURM job, queued again
     again = mine and isinstance(theirs, list) and theirs[:1] == mine[:1] and theirs != mine
     return not again and time.time() - found["beat"] < DEAD
 
@@ -312,8 +313,8 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The record of a folder. If it cannot be read, as while it is being written, only the time:
-    its last change counts as a beat."""
+    """The record of a folder. If it cannot be read, for example while it is being written, the
+    record only has a beat: the time of the file's last change."""
     file = folder / NAME
     try:
         found = json.loads(read_regular(file).decode())

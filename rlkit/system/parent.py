@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 PARENT = "RLKIT_PARENT"  # in the environment of a child: the process it must not outlive
 DEATH_SIGNAL = 1  # of prctl, linux/prctl.h
-LOOK = 0.2  # seconds between two looks for the parent, if the kernel does not tell
+LOOK = 0.2  # seconds between two checks for the parent, if the kernel does not report its end
 
 
 def make_child_environment() -> dict[str, str]:
@@ -40,8 +40,8 @@ def end_with_parent() -> None:
 def end_with(parent: int) -> None:
     """Have this process killed when its parent ends.
 
-    On Linux the kernel does it, when the starting thread of the parent ends. Elsewhere a thread of
-    this process looks.
+    On Linux the kernel does this when the parent's thread that started this process ends. Elsewhere
+    a thread of this process checks for the parent.
 
     Args:
       parent: the parent's process id, as the parent knows it. If the parent is gone already, this
@@ -74,7 +74,7 @@ def _main() -> None:
     """See the head of this file."""
     parent = int(sys.argv[1])
     command = sys.argv[2:]
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for the command: it ends in its own time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command may take its time to end
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -63,10 +63,10 @@ def memory_limit(folder: Path) -> float:
 def choose_threads(parameters: int, available: int) -> int:
     """Threads to compute a model of so many parameters with on so many cores.
 
-    A function of the model and the machine alone, never of the load of the moment: sums in another
-    order round differently, so another number of threads gives other weights.
+    It depends only on the model and the machine, never on how busy the machine is. Sums in another
+    order round differently, so another number of threads would give other weights.
     """
-    # the user's, or a sweep's with several jobs at once
+    # set by the user, or by a sweep with several jobs at once
     asked = os.environ.get("OMP_NUM_THREADS", "")
     limit = min(available, int(asked)) if asked.isdecimal() and int(asked) else available
     return max(1, min(limit, parameters // PARAMETERS_PER_THREAD))

@@ -1,6 +1,6 @@
 """Keep secrets out of every text of a run: its files, its prints, and its loggers' displays.
 
-A secret is found in three ways. Then it is covered by its value, wherever it turns up:
+A secret is found in three ways. From then on its value is covered wherever it turns up:
 by name     the value of a key in SECRET_KEYS, or of an environment variable with a secret's name
 by origin   a value taken from the environment (`${oc.env:NAME}`); these words replace it, so a
             reader knows the source
@@ -20,47 +20,14 @@ from urllib.parse import quote
 
 REDACTED = "<redacted>"
 # Keys of a config for secrets, in small letters and with _ in place of -.
-SECRET_KEYS = {
-    "access_key",
-    "access_key_id",
-    "access_token",
-    "api_key",
-    "api_keys",
-    "api_secret",
-    "api_token",
-    "apikey",
-    "auth_token",
-    "authorization",
-    "bearer_token",
-    "client_secret",
-    "cookie",
-    "cookies",
-    "credential",
-    "credentials",
-    "github_token",
-    "hf_token",
-    "hub_token",
-    "id_token",
-    "passphrase",
-    "passwd",
-    "password",
-    "passwords",
-    "private_key",
-    "proxy_authorization",
-    "refresh_token",
-    "secret",
-    "secret_access_key",
-    "secret_key",
-    "secret_token",
-    "secrets",
-    "session_token",
-    "set_cookie",
-    "ssh_key",
-    "token",
-    "wandb_api_key",
-    "x_api_key",
-    "x_auth_token",
-}
+SECRET_WORDS = """
+access_key access_key_id access_token api_key api_keys api_secret api_token apikey
+auth_token authorization bearer_token client_secret cookie cookies credential credentials
+github_token hf_token hub_token id_token passphrase passwd password passwords private_key
+proxy_authorization refresh_token secret secret_access_key secret_key secret_token secrets
+session_token set_cookie ssh_key token wandb_api_key x_api_key x_auth_token
+"""
+SECRET_KEYS = frozenset(SECRET_WORDS.split())
 # names of environment variables with secrets
 VARIABLE = re.compile(
     r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?"
@@ -75,8 +42,8 @@ PARAMETER = re.compile(
     re.IGNORECASE,
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)[^{}]*\}")
-# fewest characters of a value to be covered in any text: of a variable found by its name, and of
-# one found by its origin
+# A value is covered in any text only if it has at least so many characters: NAMED for a variable
+# found by its name, TAKEN for a value found by its origin.
 NAMED = 8
 TAKEN = 6
 # values without information
@@ -89,7 +56,7 @@ def learn(config: Any, raw: Any = None) -> None:
 
     Args:
       config: composed and resolved, in plain containers.
-      raw: the same before its interpolations were resolved. A value in clear here is no secret,
+      raw: the same before its interpolations were resolved. A value written out here is no secret,
         even if a variable holds it too.
     """
     for value in _variables():
@@ -138,8 +105,8 @@ def _cover_secrets(text: str, known: Mapping[str, str]) -> str:
 
 
 def redact_config(config: Any) -> Any:
-    """The config as it may be written: a secret under its key, and the value of one wherever it was
-    put, is replaced. Names of functions stay as they are."""
+    """The config as it may be written: secrets under their keys are replaced, and their values
+    wherever else they stand. Names of functions stay as they are."""
     known = KNOWN | {
         value: KNOWN.get(value, REDACTED) for value in _variables() | _find_secrets(config)
     }

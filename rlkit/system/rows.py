@@ -67,7 +67,7 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
     Args:
       own: digests of the lines the run had written up to `step`, by its checkpoint. If one of them
         is missing, the file was damaged or exchanged. Then other lines up to `step` go to
-        aside/metrics.jsonl, and without any line of its own the whole file does. None: no
+        aside/metrics.jsonl. If no line is the run's own, the whole file goes there. None: no
         checkpoint lists them.
     Raises: DataError, with everything in its place, if a file cannot be written.
     """

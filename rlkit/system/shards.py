@@ -22,7 +22,7 @@ from typing import NamedTuple
 from rlkit.errors import DataError
 from rlkit.system.files import append_once, append_whole, open_regular, reason
 
-STEPS = 100  # of a file
+STEPS = 100  # RL steps in a file
 HEAD = struct.Struct("<16sQQ")  # the bytes equal in every header, step, bytes of the member
 # deflated, with an extra field, without a time
 SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)

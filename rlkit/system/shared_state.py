@@ -1,9 +1,9 @@
 """Guard state of the whole process against changes by a user's function: gradients off, another
 default type, another folder.
 
-rlkit reads the state before a stretch of user code, and compares it at points without user code.
-Every difference is put back, so the run's numbers do not depend on it, and one sentence names the
-functions behind it. A change holds until its function returns or waits.
+rlkit reads the state before a stretch of user code, and compares it at points at which no user code
+runs. Every difference is put back, so the run's numbers do not depend on it, and one sentence names
+the functions that made it. A change holds until its function returns or waits.
 
 Some changes are left alone, because they are usually intended and affect no number of a run:
 environment variables, warning filters, the recursion limit, `sys.path`. The umask cannot be read
@@ -239,7 +239,7 @@ class Watch:
 
     Args:
       parts: functions, or values with functions inside, for example an Environment. They are named
-        if nothing closer is known. A text stands for itself.
+        if it is not known more precisely which function ran. A text stands for itself.
       kinds: the state to compare; by default all of it.
     """
 
@@ -255,8 +255,9 @@ class Watch:
         """Put back every difference and name the functions behind it. Call it while no user code
         runs in this thread.
 
-        While user code runs in other threads, state of the whole process stays: a change may be
-        theirs, and still be needed. Once the stretch is `over`, only functions given up still run.
+        While user code runs in other threads, state of the whole process is left alone: a change
+        may be theirs, and still be needed. Once the stretch is `over`, only functions that were
+        given up can still run, so then it is put back too.
         """
         with self.lock:
             self._compare(

@@ -29,14 +29,14 @@ from rlkit.system.redaction import cover
 
 NAMED_AFTER = 20.0  # seconds of waiting until a line names the function
 GRACE = 10.0  # seconds after its cancellation until a call is abandoned
-LOOK = 1.0  # seconds between two looks of the watcher, while something is waited for
+LOOK = 1.0  # seconds between two checks of the watcher, while there is a wait
 # seconds of an async call without an option for its limit, for example an environment's answer
 CALL_LIMIT = 1800.0
 CLOSE_LIMIT = 30.0  # seconds of an async close
 THREAD = "rlkit watcher"
 MAX_STEP_TIME = "trainer.max_step_time"
-# Seconds after the limit: then the process ends even if a call holds the interpreter, so that no
-# watcher can run.
+# Seconds after the limit at which the process ends even if a call holds the interpreter's lock and
+# the watcher cannot run.
 LATE = 5.0
 
 
@@ -67,7 +67,8 @@ class Wait:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A block in which the awaited call waits itself. The time begins anew after it."""
+        """A block in which the awaited call itself waits for something. After it the time begins
+        anew."""
         self.inner += 1
         try:
             yield
@@ -144,7 +145,7 @@ WORK = Work()
 # the innermost one of this thread or coroutine
 CURRENT: ContextVar[Wait | None] = ContextVar("CURRENT", default=None)
 LOCK = threading.Lock()
-# held until a line is printed, so the next to look finds it there
+# held until a line is printed, so the next check knows of it
 LOOKING = threading.Lock()
 
 
@@ -204,7 +205,7 @@ def waiting(what: str | Wait, function: Any = None, *, count: int = 1) -> Iterat
 
 
 def note_movement() -> None:
-    """Something went on: the time until a limit begins anew."""
+    """Report progress: the time until a limit begins anew."""
     WATCHER.moved = monotonic()
 
 
@@ -315,7 +316,7 @@ def _watch() -> None:
         looked = now
         look_safely(now)
         with LOCK:
-            WATCHER.thread = None  # first, so a wait beginning now starts another one
+            WATCHER.thread = None  # first, so that a wait beginning now starts another thread
             if not WAITS and not WATCHER.limits:
                 return
             WATCHER.thread = threading.current_thread()
@@ -338,7 +339,7 @@ def look_safely(now: float) -> None:
     try:
         with LOOKING:
             look(now)
-    except Exception as error:  # an unprintable name ends no watch
+    except Exception as error:  # an unprintable name must not end the watcher
         tell_user(f"rlkit: the watcher failed: {type(error).__name__}: {error}")
 
 
@@ -354,9 +355,9 @@ def look(now: float) -> None:
     lines = {name: _line(name, *group) for name, group in groups.items()}
     for name, (_, age) in groups.items():
         if not reached and age >= WATCHER.named.get(name, NAMED_AFTER):
-            # a hanging call is named again and again, ever more rarely
+            # a hanging call is named again, each time after twice the time
             WATCHER.named[name] = 2 * age
-            line = show_controls(f"rlkit: {_rank()}{lines[name]}")
+            line = f"rlkit: {_rank()}{lines[name]}"
             tell_user(line)
             WATCHER.tell(line)
     if reached:

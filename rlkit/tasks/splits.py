@@ -13,6 +13,8 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.types import SPLITS, Split, Splits, Task
 
 Row = TypeVar("Row")
+# environments in which the prompt is all that a reply can be judged by
+ALONE = ("single_turn", "tool_use")
 
 
 def split_of(content: Any, *, validation: float, held_out: float) -> Split:
@@ -115,7 +117,17 @@ def find_overlaps(splits: Splits) -> list[str]:
     instances.
     """
     keys = [[identify_problem(task) for task in tasks] for tasks in splits]
+    answers: dict[str, set[str]] = {}
+    for task in itertools.chain(*splits):
+        if task.environment in ALONE:
+            answers.setdefault(json.dumps(task.messages, default=str), set()).add(task.answer)
+    torn = [prompt for prompt, own in answers.items() if len(own) > 1]
     out = []
+    if torn:
+        out.append(
+            f"{len(torn)} prompts have rows with different answers, so no reply is right in all of"
+            f" them; keep one row of each, such as {torn[0]:.120}"
+        )
     for (a, first), (b, second) in itertools.combinations(zip(SPLITS, keys, strict=True), 2):
         known = set(first)
         shared = sum(key in known for key in second)

@@ -2,7 +2,7 @@
 model.gradient_checkpointing=auto once, from a measurement on a few tokens.
 
 The measurement (`measure_activations`) and the rule (`fits`) are separate. A resumed run keeps the
-decision, even on a machine with other memory.
+decision, even on a machine with more or less memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ USABLE = 0.9
 # Bytes of the libraries, or of CUDA with its kernels. Imports take 0.45 GiB on a CPU; the figure of
 # a GPU is assumed.
 LIBRARIES = 1 << 30
-# Bytes of one entry of a chunk of logits, with everything made of it: six float32.
+# Bytes of one entry of a chunk of logits, with everything computed from it: six float32.
 LOGITS = 6 * 4
 # On a GPU, memory is counted for at most this many tokens of a micro-batch. The memory probe halves
 # larger micro-batches until they fit, which costs less than recomputing activations; assumed.
@@ -51,10 +51,10 @@ MEASURED = 128  # tokens of the longest measured row
 
 
 class Needs(NamedTuple):
-    """Bytes on one device in an update with activations kept."""
+    """Bytes on one device during an update that keeps its activations."""
 
     weights: int  # of policy, critic, references and the copy for decoding
-    training: int  # gradients, and two moments a trained parameter
+    training: int  # gradients, and two moments per trained parameter
     activations: int  # of one micro-batch
     logits: int  # of one chunk
 
@@ -64,13 +64,13 @@ class Needs(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The settled `auto`, and the figures it rests on."""
+    """The decision for gradient_checkpointing=auto, and the figures behind it."""
 
     recompute: bool
     needs: Needs
     cache: int  # bytes of the engine's keys and values
     tokens: int  # of the micro-batch
-    total: int  # bytes of the device, or this process's part of them
+    total: int  # bytes of the device, or this process's share
 
 
 def fits(needs: Needs, cache: int, total: int) -> bool:
@@ -89,7 +89,7 @@ def saved_bytes(run: Callable[[], Any], apart: Iterable[Tensor] = ()) -> int:
 
     def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage  # held, so that its address is not used again
+        storages[storage.data_ptr()] = storage  # held, so its address is not used again
 
     with torch.enable_grad(), saved_tensors_hooks(note, _no_backward):
         given = run()
@@ -114,8 +114,8 @@ def fit_activations(model: nn.Module) -> tuple[float, float, float]:
     """Coefficients of a + b·L + c·L², the bytes kept by a trunk for the backward pass of a row
     of L tokens.
 
-    The trunk reads one row of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 holds the weights that
-    autocast has cast; c is 0 unless attention writes out its scores.
+    The trunk reads one row of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 is for the weights cast by
+    autocast; c is 0 unless attention writes out its scores.
     """
     context = read_model_shape(base_model(model).config).context or MEASURED
     n = max(2, min(MEASURED, context) // 4)
@@ -146,7 +146,7 @@ def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any)
 
 
 class Lengths(NamedTuple):
-    """Tokens of the shortest prompt among the first tasks, and of the longest context."""
+    """How many tokens the shortest prompt among the first tasks has, and the longest context."""
 
     prompt: int
     width: int
@@ -191,7 +191,7 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
 
 
 def _rows(x: Experiment, width: int, device: torch.device) -> int:
-    """Number of rollouts of `width` tokens in the micro-batch that has to fit."""
+    """How many rollouts of `width` tokens are in the micro-batch to fit into memory."""
     tokens = x.trainer.micro_batch_tokens
     if device.type == "cuda" and ranks.size() == 1:
         tokens = min(tokens, FEWEST)
@@ -253,7 +253,7 @@ def _cache(
     total: int,
     device: torch.device,
 ) -> int:
-    """Bytes that the engine's cache holds during an update. On a CPU they are at most those of
+    """Bytes that the engine's cache holds during an update. On a CPU the cache holds at most
     max_rows rows at their longest, because untouched pages take no memory. Other engines hold
     none."""
     engine = x.generation.engine
@@ -287,20 +287,21 @@ def settle_activations(
 
 
 def activations_line(decision: Decision, *, fused: bool = False) -> str:
-    """`activations: kept (one micro-batch of 9,600 tokens takes 0.41 GiB; all together …)`.
-    `fused`: model.kernel=fused keeps them whatever was decided."""
+    """`activations: kept (one micro-batch of 9,600 tokens takes 0.41 GiB; everything together …)`.
+    `fused`: model.kernel=fused keeps them, whatever the decision."""
     gib = 2**30
     together = decision.needs.update + decision.cache + LIBRARIES
     figures = (
         f"one micro-batch of {decision.tokens:,} tokens takes"
-        f" {decision.needs.activations / gib:.2f} GiB; with all else {together / gib:.2f} of"
-        f" {USABLE * decision.total / gib:.2f} GiB, {USABLE:.0%} of the total"
+        f" {decision.needs.activations / gib:.2f} GiB; everything together takes"
+        f" {together / gib:.2f} GiB; the limit is {USABLE * decision.total / gib:.2f} GiB,"
+        f" {USABLE:.0%} of the memory"
     )
     if decision.recompute and fused:
         return (
             f"activations: kept although they do not fit, because model.kernel=fused cannot"
             f" recompute them ({figures}); lower trainer.micro_batch_tokens, or set"
-            " model.kernel=auto, with which model.gradient_checkpointing=auto recomputes them"
+            " model.kernel=auto; then model.gradient_checkpointing=auto recomputes them"
         )
     return f"activations: {'recomputed' if decision.recompute else 'kept'} ({figures})"
 
@@ -308,7 +309,7 @@ def activations_line(decision: Decision, *, fused: bool = False) -> str:
 def keep_activations(
     x: Experiment, model: nn.Module, critic: nn.Module | None, recompute: bool
 ) -> str:
-    """Keep the decision of a checkpoint, in a separate critic too, if the config says auto. Return
+    """Keep the decision of a checkpoint if the config says auto, also in a separate critic. Return
     a sentence if this machine would have decided otherwise."""
     if x.model.gradient_checkpointing != AUTO or is_checkpointed(model) == recompute:
         return ""

@@ -53,16 +53,16 @@ class Sampling(NamedTuple):
     max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
-    # when an episode decodes again after an answer from outside (SamplingParams)
+    # when an episode decodes again after an outside answer (SamplingParams)
     admission: Literal["rounds", "barrier", "free"] = "rounds"
     admission_rounds: int = 16
-    # of the cached engine, which takes the same values
+    # `kernel` and `cache` of the cached engine (`Cached`), with the same choices
     kernel: Literal["auto", "eager", "fused"] = "auto"
-    cache: Literal["gather", "varlen"] = "gather"  # of the cached engine too
+    cache: Literal["gather", "varlen"] = "gather"
 
     @property
     def params(self) -> dict[str, Any]:
-        """The fields of SamplingParams: all but the engine, its kernel and its cache."""
+        """The fields of SamplingParams: all except the engine, its kernel and its cache."""
         own = self._asdict()
         return {name: own[name] for name in SamplingParams._fields}
 
@@ -90,10 +90,10 @@ class Evaluation(NamedTuple):
     temperature: float = 1.0  # of the sampled replies
     max_new_tokens: int | None = None  # None: as in training
     seed: int = 0  # of the sampled replies
-    # of the one reply per task before, during and after training; 0 is greedy
+    # temperature of the one reply per task before, during and after training; 0 is greedy
     curve_temperature: float = 0.0
-    stop_at: float | None = None  # validation accuracy to end training at
-    max_time: float | None = None  # minutes of one evaluation; None waits for ever
+    stop_at: float | None = None  # training ends at this validation accuracy
+    max_time: float | None = None  # minutes of one evaluation; None: no limit
 
 
 @ranges(
@@ -121,11 +121,11 @@ class TrainerSettings(NamedTuple):
     strategy: Literal["single", "ddp", "fsdp"] = "single"
     devices: int = 1  # processes of a node, each with a device of its own
     nodes: int = 1
-    timeout: float = 1800.0  # seconds of a rank waiting for the others
-    max_step_time: float | None = 60.0  # minutes without progress; None waits for ever
-    # the run stops after so many skipped updates in a row (loss or gradient not finite)
+    timeout: float = 1800.0  # longest wait of a rank for the others, in seconds
+    max_step_time: float | None = 60.0  # minutes without progress; None: no limit
+    # the run stops after this many skipped updates in a row (loss or gradient not finite)
     max_nonfinite: int = 5
-    # whether a signalled SLURM job asks to be queued again, once it is saved
+    # whether a SLURM job asks to be queued again after a signal, once its state is saved
     requeue: bool = False
 
 
@@ -156,15 +156,15 @@ class Asynchrony(NamedTuple):
 
 @ranges(groups=(0, None), staleness=(0, None))
 class Reuse(NamedTuple):
-    """Keeps groups with their versions, and learns from them again in place of a step's groups of
-    equal rewards.
+    """Keeps groups with their versions, and learns from them again in place of groups with equal
+    rewards.
 
     Source: TRL's replay buffer for groups without variance (grpo_with_replay_buffer), here
     with a bound on the staleness and the correction of algorithm/correction.
     """
 
     groups: int = 0  # kept at most; 0 keeps none
-    # age of a group's sampling weights, in RL steps, at which it may still be used; 0 uses none
+    # greatest age of a group's sampling weights, in RL steps; 0 uses no kept group
     staleness: int = 0
 
     @property
@@ -184,8 +184,9 @@ class ModelSpec:
     lora: LoRA | None = None
     interruption: str | None = None
     gradient_checkpointing: bool | Literal["auto"] | None = None
-    origin: str | None = None  # where the weights of an already loaded policy are from
-    suggests: Mapping[str, Any] = field(default_factory=dict)  # numbers for the other groups
+    origin: str | None = None  # source of the weights of an already loaded policy
+    # suggested numbers for other config groups
+    suggests: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, **settings: Any) -> Policy:
         """The policy; its weights go to `device`."""
@@ -198,7 +199,7 @@ class ModelSpec:
 
     @property
     def hub(self) -> dict[str, Any]:
-        """The settings of a download, besides the path."""
+        """The settings of a download, apart from the path."""
         return {"revision": self.revision, "trust_remote_code": bool(self.trust_remote_code)}
 
 
@@ -267,7 +268,7 @@ class AgentRun(NamedTuple):
     system_prompt: str | None = None
     max_turns: int = 10  # replies
     max_calls: int = 8  # answered in one reply
-    max_chars: int = 2000  # of a result for the policy to read
+    max_chars: int = 2000  # longest result of a call that the policy reads, in characters
     timeout: float | None = 30.0  # seconds of a call; None: no limit
     seed: int = 0
     sandbox: Sandbox = Sandbox()  # of the python tool
@@ -299,11 +300,11 @@ class Experiment(NamedTuple):
     logger: Mapping[str, Callable[..., Any]] = {}  # name → (run folder, RL step) → Lightning logger
     callbacks: Mapping[str, Callable[..., Any]] = {}  # name → (run folder) → Lightning callback
     resume: str = "never"  # never, auto, or a run folder
-    takeover: bool = False  # whether a process at work in the run folder has to give way
+    takeover: bool = False  # whether to take over the run folder from a process that works in it
 
     def held_out(self, temperature: float) -> dict[str, Any]:
-        """The parts to play and score an evaluation at this temperature: a verifier and a limit
-        of its own, the rest as in training."""
+        """The parts to play and score an evaluation at this temperature: its own verifier and limit
+        of tokens, the rest as in training."""
         limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
         sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
         parts = {
@@ -325,14 +326,12 @@ class Experiment(NamedTuple):
 
     @property
     def staleness(self) -> int:
-        """RL steps between a group's sampling weights and its learning step, at
-        most."""
+        """The most RL steps between a group's sampling weights and its learning step."""
         return max(self.asynchrony.staleness, self.reuse.staleness if self.reuse.active else 0)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any step's KL may be positive: in any phase, now or after a schedule raises
-        it."""
+        """Whether the KL may count in any phase, now or after a schedule raises its coefficient."""
         return any(
             x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths)
             for x in list_phases(self).values()
@@ -350,7 +349,7 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
     There is no correction if sampler and old policy are the same: the check before the first step
     found `exact` log-probs, in float32, and every step samples with the weights it then trains.
-    There is none either if the loss takes its ratio to the sampler itself. Otherwise the
+    There is also none if the loss takes its ratio to the sampler itself. Otherwise the
     correction is the token factor truncated at 2.
     """
 
@@ -369,7 +368,7 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
 
 def describe_correction(x: Experiment, *, exact: bool) -> str:
-    """A line on how `algorithm/correction=auto` was settled; empty if no phase has it."""
+    """A line on how `algorithm/correction=auto` was settled; empty if no phase uses auto."""
     automatic = [
         phase.algorithm for phase in list_phases(x).values() if _is_automatic(phase.algorithm)
     ]

@@ -48,7 +48,7 @@ def _entry(names: str, said: dict[str, str]) -> Entry:
 
 
 def find_meaning(metric: str) -> Entry | None:
-    """The entry of a metric. An exact name goes before a name with words in capitals.
+    """The entry of a metric. An exact name takes precedence over a name with words in capitals.
 
     >>> find_meaning("reward/format/mean").unit
     'units of the term'

@@ -31,21 +31,21 @@ def experience(
     version: int | None = None,
     clock: Clock | None = None,
 ) -> tuple[list[Rollout], list[Rollout], StreamState]:
-    """All scored episodes of a step, the ones to train on, and the state of the stream of prompts
-    after them.
+    """All scored episodes of a step, the rollouts to train on, and the state of the stream of
+    prompts after them.
 
-    With `max_refills` only groups that the group filter accepts are trained on, and further prompts
-    are played until there are batch.prompts such groups (dynamic sampling, DAPO, Yu et al. 2025,
-    section 3.2). If the filter accepts none, all episodes are returned, and the filter later leaves
-    nothing to train on. If the advantage asks for `greedy_rewards`, each task is also played once
-    greedily; only the reward of this rollout is kept, as `greedy_reward` of the task's other
-    rollouts.
+    With `max_refills` only groups accepted by the group filter are trained on, and further prompts
+    are played, at most `max_refills` times, until there are batch.prompts accepted groups (dynamic
+    sampling, DAPO, Yu et al. 2025, section 3.2). If the filter accepts none, all episodes are
+    returned, and the filter later leaves nothing to train on. If the advantage asks for
+    `greedy_rewards`, each task is also played once greedily; only the reward of this rollout is
+    kept, as `greedy_reward` of the task's other rollouts.
 
     Args:
       x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done
         before this one.
-      version: RL steps that trained the sampling weights; None: `step`.
-      clock: takes the seconds of the parts.
+      version: how many RL steps had trained the sampling weights; None: `step`.
+      clock: the seconds of the parts are added to it.
     """
     place: Any = {"step": step, "version": version, "clock": clock or Clock()}
     sampled: list[Rollout] = []
@@ -121,7 +121,7 @@ def score_fresh(
 
 
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
-    """The groups of which the group filter keeps at least one rollout."""
+    """The groups with at least one rollout kept by the group filter."""
     given = assemble(rollouts, pad_token_id=policy.pad_token_id).quantities
     kept = {
         r.group

@@ -35,10 +35,10 @@ def read_kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
 
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
     """Settle `auto` for the whole run, the same way on all ranks. Return a line with the kernels
-    and the reason for a fallback; on a GPU, after a line on the engine.
+    and the reason for a fallback. On a GPU, a line on the engine comes before it.
 
-    Call it once the engine has its weights. `sharded`: the weights will be sharded, and compiled
-    code cannot read shards.
+    Call it once the engine has its weights. `sharded`: the weights will be sharded. `auto` is then
+    eager, because compiled code cannot read shards.
     """
     own = engine if isinstance(engine, KernelEngine) else None
     decodes = own.decodes if own else None
@@ -60,7 +60,7 @@ def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
 
 
 def engine_line(engine: Any, device: torch.device, parameters: int) -> str:
-    """`engine: Cached, which …`: the engine of a run on a GPU, and how it decodes; empty on a CPU.
+    """`engine: Cached, …`: the engine of a run on a GPU, and how it decodes; empty on a CPU.
 
     From LARGE parameters on, the line advises vLLM instead of an engine of this process.
     """
@@ -68,8 +68,8 @@ def engine_line(engine: Any, device: torch.device, parameters: int) -> str:
         return ""
     name = type(engine).__name__
     if isinstance(engine, SharedEngine):
-        return f"engine: {name}, which decodes with kernels of its own, from copies of the weights"
-    line = f"engine: {name}, which decodes in this process, from the trainer's own weights"
+        return f"engine: {name}; it decodes with kernels of its own, from copies of the weights"
+    line = f"engine: {name}; it decodes in this process, from the trainer's own weights"
     if parameters < LARGE:
         return line
     return (
@@ -94,7 +94,7 @@ def kernels_line(engine: Any, model: Any) -> str:
 def keep_kernels(
     engine: Any, model: Any, state: Mapping[str, Any], critic: Any = None
 ) -> list[str]:
-    """Keep the kernels named by a checkpoint, if the config leaves them open. Return sentences for
+    """Keep the kernels named by a checkpoint, unless the config names others. Return sentences for
     the user."""
     before = read_kernels_in_use(engine, model)
     said = []

@@ -46,19 +46,19 @@ class Learner:
                 metrics = learner.step(sampled, trained)
 
     This gives the weights of `rlkit train`, bit for bit. The rollouts may come from anywhere, if
-    they are scored: from `rlkit.collect` and `rlkit.score`, or from an engine running ahead.
+    they are scored: from `rlkit.collect` and `rlkit.score`, or from an engine that runs ahead.
 
     Its state is explicit: the weights and the optimizers, `rl_step`, `progress` (phase and
     controllers), `moments` (of the rewards), `kept` (references and teachers) and `micro`
-    (micro-batches). After a step `metrics` holds its row, `rollouts` the scored episodes
-    and `trained` the ones in `batch`.
+    (micro-batches). After a step `metrics` holds its row, `rollouts` the scored episodes and
+    `trained` the rollouts in `batch`.
 
     Args:
       experiment: the whole run. policy: trained in place, in evaluation mode.
-      exact: whether the engine was found to give the trainer's log-probs; decides what
-        algorithm/correction=auto means.
-      host: how to run forward, backward and optimizer step. For a precision other than the weights'
-        the caller writes `with autocast(x, device, updates=True)`.
+      exact: whether the check found that the engine gives the trainer's log-probs; this decides how
+        algorithm/correction=auto is settled.
+      host: how to run forward, backward and optimizer step. For another precision than the weights
+        have, the caller writes `with autocast(x, device, updates=True)`.
       critic, optimizers: in place of the experiment's; optimizers of the policy and, if there is
         one, of the critic.
     """
@@ -94,8 +94,8 @@ class Learner:
         self.moments = Moments()  # of all rewards so far
         # a few rollouts of the first step, with their log-probs at the start
         self.start: drift.Few | None = None
-        self.claims = Claims()  # of the engine about its versions
-        # version (RL steps done) → steps of the policy's optimizer until then; latest versions only
+        self.claims = Claims()  # the engine's claims about its versions of the weights
+        # version (RL steps done) → steps of the policy's optimizer so far; only the latest versions
         self.updates = {0: 0}
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
@@ -104,8 +104,8 @@ class Learner:
         self.clock = Clock()  # of the step under way
 
     def settle(self, experiment: Experiment, *, exact: bool) -> None:
-        """Use this experiment from the next step on. `exact` fixes what
-        algorithm/correction=auto means in every phase."""
+        """Use this experiment from the next step on. `exact` settles algorithm/correction=auto in
+        every phase."""
         self.configured = experiment
         self.exact = exact
         self.experiment = settle_correction(experiment, exact=exact)
@@ -113,8 +113,8 @@ class Learner:
         self.phases = schedules.list_phases(self.experiment)
 
     def begin(self) -> Experiment:
-        """The experiment of the step to come, also for sampling its rollouts. The clock of the
-        step starts with the first call."""
+        """The experiment of the next step, also for sampling its rollouts. The clock of the step
+        starts with the first call."""
         if self.begun < self.rl_step:
             self.advance()
             self.begun = self.rl_step
@@ -129,11 +129,14 @@ class Learner:
 
         Args:
           rollouts: all scored episodes of the step, group by group.
-          trained: the ones to train on; None is all.
+          trained: the rollouts to train on; None: all.
         Raises: NonFinite, OutOfMemory.
         """
         x = self.begin()
         self.rollouts, self.trained = list(rollouts), list(rollouts if trained is None else trained)
+        unscored = [r.reward is None and not r.rewards for r in self.trained]
+        if x.algorithm.reward_coef and unscored and all(unscored):
+            raise ValueError("Learner.step: no rollout has a score; score them by rlkit.score")
         self.moments = update_moments(self.moments, self.trained)
         if x.reward.normalize:
             self.trained = normalise(self.trained, self.moments)
@@ -156,7 +159,7 @@ class Learner:
         return self.metrics
 
     def record(self) -> Update:
-        """The record of the step under way for its passes and updates."""
+        """The record of the current step; its passes and updates read it."""
         x = self.x
         self.micro.tokens = x.trainer.micro_batch_tokens
         critic = x.algorithm.critic
@@ -175,8 +178,8 @@ class Learner:
         )
 
     def advance(self) -> str:
-        """Apply a step's metrics, once: controllers move, and the next phase begins if it is due.
-        Return a line if a phase begins.
+        """Apply a step's metrics, once: update the controllers, and begin the next phase if it is
+        due. Return a line if a phase begins.
 
         `begin` and `saved` call it. Until then callbacks may add to `metrics`, as
         evaluations do.
@@ -194,8 +197,8 @@ class Learner:
         )
 
     def enter_phase(self) -> list[str]:
-        """Begins the phase named by `progress`: its reference starts from the policy as it is
-        now. Returns the reset parts."""
+        """Begin the phase named by `progress`: its reference starts from the present policy. Return
+        the reset parts."""
         reset = ["reference"] if self.kept.enter(self.progress, self.x.reference) else []
         if "optimizer" in schedules.find_resets(self.experiment, self.progress):
             self.optimizers.forget()
@@ -205,8 +208,8 @@ class Learner:
     # ------------------------------------------------------------------------------------ its state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything with an effect on the steps to come, apart from the prompts and the
-        generators, as a checkpoint of `rlkit train` holds it."""
+        """Everything with an effect on later steps, except the prompts and the generators, as in a
+        checkpoint of `rlkit train`."""
         return {
             "state_dict": select_trained_state(self.nets.state_dict(), self.model),
             "optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers.made],

@@ -57,12 +57,12 @@ def wandb(
     """Weights & Biases, named after the run folder; a resumed run stays the same run there.
 
     Args:
-      project, entity: the run's place; None is the account's own entity.
-      group: gathers runs there. None takes the name of the folder above the run's: the run's
-        name, or the sweep's.
+      project, entity: where the run is stored; None: the account's own entity.
+      group: gathers runs there. None: the name of the folder above the run folder, which is the
+        name of the run or of the sweep.
       tags, job_type: to filter runs by.
       mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it
-        at once; disabled does nothing.
+        immediately; disabled does nothing.
     Raises: ConfigError if the package is missing.
     """
     _require_package("wandb")
@@ -97,8 +97,8 @@ def mlflow(
 
     Args:
       experiment: MLflow's name for a set of runs.
-      tracking_uri: None is $MLFLOW_TRACKING_URI, else the folder mlruns/ of the working folder,
-        to be shown by `mlflow ui --backend-store-uri mlruns`.
+      tracking_uri: None: $MLFLOW_TRACKING_URI if set, else the folder mlruns/ of the working
+        folder; `mlflow ui --backend-store-uri mlruns` shows it.
     Raises: ConfigError if the package is missing.
     """
     _require_package("mlflow")
@@ -182,8 +182,8 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
 def read_id(run: Path, name: str) -> str | None:
     """The id of this run at a logger's service, as written by `keep_id`; None if there is none.
 
-    A file of another run, or a damaged one, goes to aside/, so that this run does not write into
-    the other run's page.
+    A file of another run, or a damaged one, goes to aside/, so this run does not write into the
+    other run's page.
     """
     if not (run / name).exists():
         return None
@@ -205,8 +205,8 @@ def keep_id(run: Path, name: str, known: str) -> None:
 
 
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
-    """Raise ConfigError for a logger without its package now, because a logger is made only after
-    the model is loaded."""
+    """Raise ConfigError now if the package of a logger is missing; loggers are made only after the
+    model is loaded."""
     for make in loggers.values():
         function = plain(make)
         if function in (wandb, mlflow, trackio):
@@ -214,8 +214,7 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def _require_package(package: str) -> None:
-    """Raises ConfigError if an optional package, named as its option, is
-    missing."""
+    """Raise ConfigError if an optional package is missing. It has the name of its logger."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"logger={package}: the package {package} is not installed; {install(package)}, or"
@@ -225,7 +224,7 @@ def _require_package(package: str) -> None:
 
 # ------------------------------------------------------------------------------ a logger that fails
 
-# calls made by Lightning or by rlkit
+# methods called by Lightning or by rlkit
 CALLS = (
     "log_metrics",
     "log_hyperparams",
@@ -266,9 +265,9 @@ def report_logger_failure(logger: Any) -> Iterator[None]:
         name = type(logger).__name__
         if name not in LOST:
             why = explain_write_error(error) or f"{type(error).__name__}: {reason(error)}"
-            lose(f"a part of what {name} shows is", why, name)
+            lose(f"a part of the data for {name} is", why, name)
         if hasattr(logger, "_experiment") and hasattr(logger, "log_dir"):
-            # TensorBoard's writer ends with its first failure; the next call opens another file
+            # TensorBoard's writer stops at its first failure; the next call opens another file
             logger._experiment = None
 
 
@@ -284,8 +283,8 @@ def _is_tensorboard(logger: Any) -> bool:
 
 
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
-    """A text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other loggers
-    have no place for it."""
+    """Log a text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other
+    loggers do not get it."""
     with report_logger_failure(logger):
         if _is_tensorboard(logger):
             logger.experiment.add_text(name, text, global_step=step)
@@ -298,15 +297,15 @@ def log_text(logger: Any, name: str, text: str, step: int) -> None:
 def log_table(
     logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
 ) -> None:
-    """Rows of a step as a table to sort and filter: W&B and Trackio. Other loggers have
-    no place for it."""
+    """Log rows of a step as a table to sort and filter: W&B and Trackio. Other loggers do not get
+    it."""
     if hasattr(logger, "log_table"):
         with report_logger_failure(logger):
             logger.log_table(name, columns=list(columns), data=list(rows), step=step)
 
 
 def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) -> None:
-    """How values of a step are spread, if the logger can show it: TensorBoard, W&B and
+    """Log a histogram of a step's values, if the logger can show one: TensorBoard, W&B and
     Trackio."""
     if not values:
         return
@@ -324,8 +323,8 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
 
 
 def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
-    """The settings of a run, when it starts. TensorBoard gets them with the final figures: its
-    table of runs needs both at once."""
+    """Log the settings of a run at its start. TensorBoard gets them with the final figures, because
+    its table of runs needs both together."""
     with report_logger_failure(logger):
         if not _is_tensorboard(logger):
             logger.log_hyperparams(dict(settings))
@@ -334,7 +333,7 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
 def log_final(
     logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int
 ) -> None:
-    """The run's final figures, to compare the runs of a sweep: TensorBoard's hparams, W&B's
+    """Log the run's final figures, to compare the runs of a sweep: TensorBoard's hparams, W&B's
     summary, MLflow metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with report_logger_failure(logger):

@@ -1,5 +1,5 @@
-"""What an update did, in numbers: the terms of every micro-batch gathered once, and the metrics
-made of them."""
+"""The metrics of an update: the terms of every micro-batch, gathered once, and the metrics computed
+from them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ class UpdateTerms:
         self.loss = 0.0
         self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self.rates = {"policy": NAN, "critic": NAN}
-        # terms of the first update alone: before it the policy has not moved
+        # only terms of the first update: before it the policy has not moved
         self.first: dict[str, Tensor] = {}
-        self.reference: dict[str, float] = {}  # what the reference's update measured
+        self.reference: dict[str, float] = {}  # metrics of the reference's update
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
-        # tokens of the rows; tokens computed, shared ones once; the same with padding
+        # read: tokens of all rows. packed: computed tokens, shared ones once. padded: packed, plus
+        # padding
         self.read = self.packed = self.padded = 0
 
     def add(
@@ -59,7 +60,7 @@ class UpdateTerms:
         parts: dict[str, Tensor],
         packed: Packed,
     ) -> None:
-        """The terms of one micro-batch; `loss` is the policy's."""
+        """Add the terms of one micro-batch; `loss` is the policy's."""
         self._count(loss, packed)
         on_policy = batch.logprobs_old is None and batch.old_share is None
         terms = {
@@ -80,7 +81,7 @@ class UpdateTerms:
                 self.tokens[name].append(counted(term.detach(), batch).float())
 
     def add_stream(self, name: str, tokens: Tensor, loss: Tensor, packed: Packed) -> None:
-        """The per-token loss [M] of a stream in one micro-batch, and its addition to the loss."""
+        """Add the per-token loss [M] of a stream in one micro-batch, and its share of the loss."""
         self._count(loss, packed)
         self.tokens[f"streams/{name}"].append(tokens.float())
 
@@ -93,7 +94,7 @@ class UpdateTerms:
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
         """Note an optimiser step of the policy or the critic, skipped if its norm is not finite."""
-        if not self.first:  # a rank may have had none of the tokens
+        if not self.first:  # a rank may have no tokens
             self.first = {
                 name: torch.cat(self.tokens[name]) for name in BEFORE if self.tokens[name]
             } or {"ratio": torch.zeros(0)}
@@ -104,7 +105,7 @@ class UpdateTerms:
             self.skip("nonfinite")
 
     def taken(self) -> dict[str, Any]:
-        """All that was added so far, for `back_to`."""
+        """Everything added so far, for `back_to`."""
         tokens = {name: list(values) for name, values in self.tokens.items()}
         return vars(self) | {"tokens": defaultdict(list, tokens)}
 
@@ -135,7 +136,7 @@ class UpdateTerms:
         }
 
     def skip(self, why: str) -> None:
-        """An optimiser step was not taken."""
+        """Count a skipped optimiser step."""
         self.skipped[why] += 1
 
     def get(self, name: str) -> Tensor | None:
@@ -156,8 +157,8 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
     ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is
                       on-policy; nan unless algorithm.old=trainer)
     clip/*            share of the tokens left without gradient by the loss's own clip: low_frac
-                      with a ratio below 1, high_frac above; the same tokens as positive_frac and
-                      negative_frac by the sign of the advantage. capped_frac: the weight is
+                      with a ratio below 1, high_frac above. positive_frac and negative_frac split
+                      the same tokens by the sign of the advantage. capped_frac: the weight is
                       bounded, the gradient stays. nan if a loss declares no rule
                       (`rlkit.types.clips`). They show the step's own updates and not the age of the
                       samples, because the ratio is to the trainer's pass before the updates (unless
@@ -165,29 +166,31 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
     kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's
                       updates
     kl/old            mean over the step's updates of KL(before the step‖now), measured before each
-                      optimiser step. So it leaves out the last one, and is 0 with one update a
-                      step; nan if algorithm.old needs no pass before the updates
+                      optimiser step. So the effect of the last update is not in it, and it is 0
+                      with one update per step; nan if algorithm.old needs no pass before the
+                      updates
     kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start:
                       KL(the start‖after the last update), on rollouts of the first step
-                      (rlkit.training.drift); k3, nats per token
+                      (rlkit.training.update.drift); k3, nats per token
     kl/estimate       mean of the estimator named by `kl`; nonzero_frac: share of tokens with an
                       estimate other than 0
-    mismatch/*        trainer against sampler on the same tokens, before any correction; ess: share
-                      of effective samples, chi2: chi-square, 1 / ess - 1, of token weights,
-                      out_of_bounds_frac: share of them outside 1/2 … 2; ess_sequence,
-                      chi2_sequence: of rollouts' weights (`effective_sample_size`)
+    mismatch/*        trainer against sampler on the same tokens, before any correction. Of the
+                      tokens' weights: ess, the share of effective samples; chi2, the chi-square
+                      1 / ess - 1; out_of_bounds_frac, the share of weights outside 1/2 … 2. Of the
+                      rollouts' weights: ess_sequence, chi2_sequence (`effective_sample_size`)
     adv/*             advantages of trained tokens
     scale/*           factor on the policy loss (off-policy correction × token filter): mean, share
                       of tokens at 0
-    value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return)
-                      before the update
+    value/*           the critic: loss, mean, mean return, and before the update
+                      1 - Var(return - value) / Var(return)
     optim/*           gradient norms before clipping, learning rates, updates taken and skipped,
                       updates ended by target_kl
-    streams/NAME      per-token loss of a stream beside the reward's, over its own tokens: a
-                      divergence, or -log π, in nats
-    PART/NAME         measured by a part of PARTS (rlkit.algorithm) itself: the mean over the tokens
-                      trained on, or the rollouts with such a token, of all updates, without nan
-                      entries. For the group filter and the overlong rule: over all sampled rollouts
+    streams/NAME      per-token loss of a stream other than the reward's, over the stream's own
+                      tokens: a divergence, or -log π, in nats
+    PART/NAME         a figure returned by a part of PARTS (rlkit.algorithm): its mean over the
+                      trained tokens of all updates, or, for a figure per rollout, over the rollouts
+                      with a trained token. Entries of nan do not count. Figures of the group filter
+                      and the overlong rule: over all sampled rollouts
     Raises: PartError if the name of a part's metric is taken.
     """
     values = {
@@ -208,13 +211,13 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
 def _join_metrics(row: Mapping[str, Any], others: Mapping[str, float], said: str) -> dict[str, Any]:
     taken = row.keys() & others.keys()
     if taken:
-        raise PartError(f"{said} {min(taken)}, which rlkit has already; give it another name")
+        raise PartError(f"{said} {min(taken)}, a metric of rlkit; give it another name")
     return {**row, **others}
 
 
 def counted(value: Tensor, batch: Batch) -> Tensor:
-    """The entries of a term or a metric that count, [M]: those of trained tokens, or of rollouts
-    with a trained token. A single number counts once for each trained token.
+    """The counted entries of a term or a metric, [M]: of trained tokens, or of rollouts with a
+    trained token. A single number counts once for each trained token.
 
     So the sums and counts of a batch's parts add up to those of the batch, however it is split.
     """
@@ -256,7 +259,7 @@ def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> d
 
 
 def _measure_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    # these parts see all sampled rollouts, before any is taken out
+    # these parts see all sampled rollouts, before any is left out
     sampled = ("group_filter", "overlong")
     found = {
         n: counted(v, batch.whole() if n.startswith(sampled) else batch)
@@ -265,10 +268,8 @@ def _measure_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     found |= {
         name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values
     }
-    kept = {name: values[~values.isnan()].cpu().double() for name, values in found.items()}
-    return {
-        name: float(values.mean()) if len(values) else NAN for name, values in kept.items()
-    } | terms.reference
+    means = {name: float(v[~v.isnan()].cpu().double().mean()) for name, v in found.items()}
+    return means | terms.reference
 
 
 def _ratios(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
@@ -345,7 +346,8 @@ def _divergences(batch: Weighted, terms: UpdateTerms, experiment: Experiment) ->
 
 
 def _entropy(batch: Weighted, terms: UpdateTerms) -> float:
-    """Mean entropy of the updates' tokens; of the pass before them if none was taken."""
+    """Mean entropy of the tokens in the updates. If every update was skipped, of the pass before
+    them."""
     if terms.tokens.get("entropy") or batch.entropy_old is None or not batch.response_mask.any():
         return terms.mean("entropy")
     return float(batch.entropy_old[batch.response_mask].float().mean())
@@ -386,18 +388,19 @@ def staleness_metrics(
     """How far the sampling weights were behind the trained ones, over trained tokens, before any
     correction.
 
-    staleness/steps_mean, _max     RL steps behind (differences of versions); updates_mean: steps of
-                                   the policy's optimiser behind
+    staleness/steps_mean, _max     RL steps behind (differences of versions)
+    staleness/updates_mean         steps of the policy's optimiser behind
     staleness/kl                   KL(sampler‖before the update), k3, nats per token: the effect of
                                    old weights and of the engine together
-    staleness/ess_seq, chi2_seq    effective share and chi-square of rollouts' weights, chi2_token
-                                   of tokens' (`effective_sample_size`)
+    staleness/ess_seq, chi2_seq    effective share and chi-square of the rollouts' weights
+                                   (`effective_sample_size`)
+    staleness/chi2_token           chi-square of the tokens' weights
     staleness/out_of_bounds_frac   share of tokens with a weight outside 1/2 … 2
-    mismatch/*                     here only of tokens that the trained weights sampled; nan without
-                                   any
+    mismatch/*                     here only of tokens of age 0, sampled by the very weights trained
+                                   in this step; nan without any
 
     Args:
-      step: RL steps done before this one. updates: version → optimiser steps until then.
+      step: RL steps done before this one. updates: version → optimiser steps so far.
     """
     names = (
         "steps_mean",
@@ -435,8 +438,8 @@ def staleness_metrics(
 
 
 def _before(batch: Weighted, terms: UpdateTerms, name: str) -> Tensor | None:
-    """Log-probs of the trained tokens before the update: of the whole batch, or of the first
-    minibatch if there was no pass before."""
+    """Log-probs of the trained tokens before the update: of the whole batch, or, without a pass
+    before the update, of the first minibatch."""
     if batch.logprobs_old is None:
         return terms.first.get("logprobs" if name == "logprobs_old" else name)
     values = getattr(batch, name)
@@ -460,8 +463,6 @@ def _advantages(batch: Weighted) -> dict[str, float]:
 
 
 def _scale(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    if not batch.response_mask.any():
-        return {"scale/mean": NAN, "scale/zero_frac": NAN}
     measured = terms.get("scale")  # of every update, if the scale changes with the policy
     values = batch.scale[batch.response_mask].float() if measured is None else measured
     return {
@@ -503,28 +504,28 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
 
 class Clock:
     """Seconds of the named parts of a step; "model" counts the model's seconds in all of them, as
-    `performance` defines it.
+    `performance` defines them.
 
-    between: seconds since the end of the step before, in which callbacks logged and saved, without
-    evaluations.
+    between: seconds since the end of the previous step, without evaluations; callbacks log and save
+    in this time.
     """
 
     def __init__(self, between: float = 0.0) -> None:
         self.started = time.perf_counter()
         self.between = between
         self.ended: float | None = None
-        self.current = ""  # the innermost part under way
+        self.current = ""  # the innermost part that is running
         self.sessions: list[float] = []  # seconds that each episode spent in its session
         self.engine: dict[str, float] = {}  # figures of the engine after its last sampling
-        # seconds for which decoding stood still, waiting for an answer of a session
+        # seconds in which decoding stood still, waiting for an answer of a session
         self.late = 0.0
-        self.worked = 0.0  # seconds that the processor worked for this process in the update
+        self.worked = 0.0  # seconds of the processor for this process in the update
         parts = ("generate", "environment", "reward", "update", "model")
         self.parts = dict.fromkeys(parts, 0.0)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measures a block, device work included; blocks of one name add up."""
+        """Measure a block, device work included; blocks of one name add up."""
         begun = time.perf_counter()
         outer = self.current
         self.current = name
@@ -553,7 +554,7 @@ class Clock:
         self.parts["environment"] += time.perf_counter() - begun - worked
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         self.ended = time.perf_counter()
 
     def make_following(self, *, evaluated: float) -> Clock:
@@ -605,10 +606,10 @@ def performance(
 
     perf/outside_model_frac = 1 - model / (step + time since the step before), in [0, 1]. "model" is
     the engine's work, the passes over given tokens, backward and optimisers. The engine's work is
-    passes, draws and the slots they need, from the call of the decoder until the host has its
-    completions; a GPU or a fused step cannot tell them apart. Outside are the service around the
-    engine, environment, tools, templates and tokenizer, rewards, assembly, advantages, metrics,
-    callbacks, loggers and the loop.
+    forward passes, drawing tokens and managing slots, from the call of the decoder until the host
+    has its completions. On a GPU, or in a fused step, these three cannot be timed separately.
+    Everything else is outside: the service around the engine, environment, tools, templates and
+    tokenizer, rewards, assembly, advantages, metrics, callbacks, loggers and the loop.
 
     `tokens`: of the run so far.
     """
@@ -640,7 +641,7 @@ def performance(
 
 def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
     """batch/rollouts: number of rollouts trained on. group/sampled: prompts of the step.
-    group/acceptance_rate: share of these prompts that is trained on."""
+    group/acceptance_rate: share of these prompts that are trained on."""
     groups = len({r.group for r in sampled})
     return {
         "batch/rollouts": len(trained),

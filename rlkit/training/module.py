@@ -64,7 +64,7 @@ class RLModule(L.LightningModule):
     It owns the groups in flight and the position in the prompts (`flight`), the groups to learn
     from again (`kept`), the generators and the length of the run; all else is the learner's.
     `source` samples the groups (`rlkit.training.ahead.modes.group_source`). After each step
-    `metrics` holds the row to log, `rollouts` the scored episodes and `trained` the ones in
+    `metrics` holds the row to log, `rollouts` the scored episodes and `trained` the rollouts in
     `batch`. `mismatch_bound` is `Agreement.bound` of the check before the first step; in half
     precision it is in every row.
     """
@@ -105,10 +105,11 @@ class RLModule(L.LightningModule):
         self.flight = Flight()
         self.started = time.perf_counter()
         self.kept: tuple[Group, ...] = ()  # groups to learn from again
-        # whether the step can be dropped without loss, because no update has begun
+        # whether the step can be dropped without loss: no update has begun
         self.droppable = False
-        self.before: dict[str, Any] | None = None  # generators at the start of the step under way
-        self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
+        self.before: dict[str, Any] | None = None  # generators at the start of the current step
+        # one state per rank of the checkpoint, to be restored
+        self.generators: list[dict[str, Any]] = []
         self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
         # name → the values logged by callbacks since the last row
         self.logged: dict[str, list[float]] = {}
@@ -159,7 +160,7 @@ class RLModule(L.LightningModule):
         self.logged.setdefault(name, []).append(convert_to_number(name, value))
 
     def drop_step(self) -> None:
-        """Undo the step under way: put the generators back. Sampling and scoring move nothing
+        """Undo the current step: restore the generators. Sampling and scoring change nothing
         else."""
         if self.before is not None:
             rng.restore(self.before)
@@ -212,10 +213,11 @@ class RLModule(L.LightningModule):
             with self.trainer.strategy.precision_plugin.forward_context():
                 probe_memory(self.learner.record(), self.tasks)
         self.droppable = False
-        # a finished run, resumed only to write its last files; the loop would wait for ever
+        # A finished run may be resumed only to write its last files. Without this the loop would
+        # wait forever.
         if self.rl_step >= self.total_steps:
             self.trainer.should_stop = True
-        if ranks.rank() < len(self.generators):  # not earlier: the setup draws random numbers
+        if ranks.rank() < len(self.generators):  # only now, because the setup draws random numbers
             rng.restore(self.generators[ranks.rank()])
         elif ranks.rank():  # the checkpoint has no such rank, or there is no checkpoint
             rng.seed(mix(self.experiment.seed, self.rl_step, ranks.rank()))

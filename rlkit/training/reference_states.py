@@ -23,9 +23,9 @@ from rlkit.types import Reference
 class ReferenceStates:
     """The state of every reference and teacher (`rlkit.types.Reference`).
 
-    A phase with a reference of its own is the owner of that reference from the phase's first step
-    on. All other phases use the run's reference, whose owner is "". A teacher belongs to a part of
-    a mixture, or to all prompts ("").
+    A phase with its own reference owns that reference from the phase's first step on. All other
+    phases use the run's reference; its owner is "". A teacher belongs to a part of a mixture, or to
+    all prompts ("").
 
     Args:
       experiment: of the whole run. model: of the policy.
@@ -42,7 +42,7 @@ class ReferenceStates:
         self.references: dict[str, Any] = {}
         if any(x.needs_reference for name, x in self.phases.items() if not self.find_owner(name)):
             self.references[""] = experiment.reference.init(model, step=0)
-        # part of a mixture → its teacher; empty if no phase has one
+        # part of a mixture → its teacher; empty if no phase has a teacher
         self.teacher_functions: Mapping[str, Reference] = (
             experiment.teacher.models if experiment.needs_teacher else {}
         )
@@ -51,7 +51,7 @@ class ReferenceStates:
         }
 
     def find_owner(self, phase: str) -> str:
-        """The owner of a phase's reference: itself, or the run ("")."""
+        """The owner of a phase's reference: the phase itself, or the run ("")."""
         phases = self.experiment.schedule.phases
         return phase if phase in phases and phases[phase].reference is not None else ""
 
@@ -61,8 +61,8 @@ class ReferenceStates:
         return self.find_owner(self.phase)
 
     def measures_drift(self, phase: str, x: Experiment) -> bool:
-        """Whether the KL to the reference says how far the policy is from the start of the run, in
-        a phase with this experiment."""
+        """Whether, in this phase, the KL to the reference is also the distance from the start of
+        the run. `x`: the experiment of the phase."""
         return x.kl.active and not self.find_owner(phase) and is_start(x.reference)
 
     def find_functions(self, owner: str) -> Reference:
@@ -99,7 +99,8 @@ class ReferenceStates:
 
     @contextmanager
     def _use_as_policy(self, given: Any) -> Iterator[Any]:
-        """A model to score with, using the kernel of the policy's updates, also after a resume."""
+        """A model to score with. It uses the kernel of the policy's updates, also after a
+        resume."""
         with given as model:
             if isinstance(model, nn.Module):
                 trunk, own = (split_model(one)[0] for one in (model, self.model))

@@ -1,10 +1,10 @@
 """Reference policies: an (init, update) pair over explicit state, how to score with it, and its
 part of a checkpoint.
 
-`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy by different rules
-and share the type of their state, `Moving`. Their numbers are keywords of `update`, so a schedule
-finds them as, for example, `reference.update.decay`. Under LoRA only adapters move, so the
-reference is a second adapter on the same base model; else it is a copy.
+`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy by different rules;
+the state of all three is a `Moving`. Their numbers are keywords of `update`, so a schedule finds
+them as, for example, `reference.update.decay`. Under LoRA only adapters move, so the reference is a
+second adapter on the same base model; else it is a copy.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def frozen(
     """The policy as it was at the start of the run, or of the phase with this reference; or another
     model, a teacher.
 
-    For the start of the run, the state under LoRA is empty, since the start is the same model with
-    its adapter off; otherwise it is a copy of the weights, without gradient. Both are made again
-    from model.path on resume and not checkpointed. For the start of a later phase, the state is
-    that of a moving reference (a second adapter under LoRA) and is checkpointed.
+    For the start of the run, the state under LoRA is empty, because the start is the same model
+    with its adapter off; without LoRA it is a copy of the weights, without gradient. A checkpoint
+    holds neither; a resume makes them again from model.path. For the start of a later phase, the
+    state is that of a moving reference (a second adapter under LoRA) and is checkpointed.
 
     Args:
       path: another model with the same tokens, in any order: a folder or a hub id; loaded anew on
@@ -82,7 +82,7 @@ def frozen(
 
 
 def is_start(reference: Reference) -> bool:
-    """Whether a reference stays the policy as it was when the reference began."""
+    """Whether a reference always stays the policy as it was when the reference began."""
     return reference.init is _freeze
 
 
@@ -90,9 +90,9 @@ def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
     """Whether a reference is known to equal the present policy, bit for bit.
 
     True for a shipped reference that started from the policy and has equal weights. Under LoRA both
-    share the base, and a reference without an adapter equals the policy while every second factor
-    is 0. False for everything else: another model, a reference of the user's own, a policy with
-    dropout. All ranks must call it, and get the same answer.
+    share the base, and a reference without an adapter equals the policy as long as all B factors
+    (lora_B) are 0. False for everything else: another model, a reference of the user's own, a
+    policy with dropout. All ranks must call it, and get the same answer.
     """
     ranks.reshard(policy, state.model if isinstance(state, Moving) else state)
     return not ranks.any_rank(not _is_policy(reference, state, policy))
@@ -157,7 +157,7 @@ def ema(*, decay: float) -> Reference:
 
 
 def periodic(*, every: int) -> Reference:
-    """A copy of the policy, taken anew after every `every` RL steps, counted from the start of the
+    """A copy of the policy, taken again after each `every` RL steps, counted from the start of the
     run.
 
     Args:
@@ -234,8 +234,8 @@ class Moving(NamedTuple):
 def shard_state(
     state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]
 ) -> nn.Module | Moving | None:
-    """The state of a reference in shards (rlkit.distributed.ranks.shard): of its own model, or of
-    the second adapter in an already sharded policy. A sharded state is returned as it is.
+    """Shard a reference's state (rlkit.distributed.ranks.shard): its own model, or the second
+    adapter in an already sharded policy. Return a sharded state as it is.
     """
     if isinstance(state, Moving) and state.model is None:
         return _make_tracked(_twins(policy), {}, None)._replace(kl=state.kl)
@@ -258,8 +258,8 @@ def _start(policy: nn.Module, **_: Any) -> Moving:
 
 
 def track(model: nn.Module) -> Moving:
-    """The state of a reference whose tensors are those of `model`: `follow` writes into them. Only
-    tensors narrower than float32 are copied."""
+    """The state of a reference with the tensors of `model`: `follow` writes into them. Only tensors
+    narrower than float32 are copied."""
     return _make_tracked(dict(model.named_parameters()), dict(model.named_buffers()), model)
 
 
@@ -275,8 +275,8 @@ def _make_tracked(
 
 @torch.no_grad()
 def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) -> Moving:
-    """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With
-    decay 0 all is copied, bit for bit."""
+    """Move the reference to decay · reference + (1 - decay) · policy; buffers are copied. With
+    decay 0 everything is copied, bit for bit."""
     ranks.reshard(policy, state.model)  # otherwise scoring would keep the old gathered weights
     parameters = dict(policy.named_parameters())
     buffers = dict(policy.named_buffers())
@@ -311,7 +311,8 @@ def _open_model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator
             finally:
                 _activate(policy, active)
         else:
-            # PEFT switches gradients off and on, and both must reach the same tensors: the shards
+            # PEFT switches requires_grad off here and on again at the end. Both switches must find
+            # the same tensors, the shards.
             ranks.reshard(policy)
             with policy.disable_adapter():  # type: ignore[operator]
                 try:
@@ -326,16 +327,16 @@ def _save_moving(state: Moving) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> Moving:
-    """The saved state. If nothing was saved (the run had a frozen reference so far), the state
-    stays at the start, where that reference was."""
+    """The saved state. If nothing was saved, because the run had a frozen reference so far, the
+    state stays at the start, as that reference did."""
     if not saved:
         return state
     for live, kept in ((state.weights, saved["weights"]), (state.buffers, saved["buffers"])):
         if live.keys() != kept.keys():
             odd = sorted(live.keys() ^ kept.keys())
             raise ValueError(
-                f"reference: the checkpoint is of another model: {len(odd)} names differ, the first"
-                f" is '{odd[0]}'"
+                f"reference: the checkpoint belongs to another model: {len(odd)} names differ, the"
+                f" first is '{odd[0]}'"
             )
         for name, tensor in kept.items():
             live[name].copy_(ranks.shard_like(tensor, live[name]))
@@ -347,8 +348,8 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
 
 
 def _add_second_adapter(policy: Any) -> dict[str, Tensor]:
-    """Adds the reference's adapter, equal to the active one, and gives its tensors by the names of
-    the policy's."""
+    """Add the reference's adapter, equal to the active one. Return its tensors; the keys are the
+    names of the policy's own tensors."""
     from rlkit.models.load import compute_as_base
 
     if ADAPTER not in policy.peft_config:
@@ -366,8 +367,8 @@ def _add_second_adapter(policy: Any) -> dict[str, Tensor]:
 
 
 def _twins(policy: Any) -> dict[str, Tensor]:
-    """The tensors of the reference's adapter, without gradient, by the names of the active
-    one's."""
+    """The tensors of the reference's adapter, without gradient; the keys are the names of the
+    active adapter's tensors."""
     parameters = dict(policy.named_parameters())
     twins = {}
     for name in parameters:
@@ -445,7 +446,7 @@ def _save_frozen(state: nn.Module | Moving | None) -> dict[str, Any]:
 def _load_frozen(
     state: nn.Module | Moving | None, policy: nn.Module, saved: Mapping[str, Any]
 ) -> Any:
-    if "frozen" not in saved:  # it began with the run, or the run had another reference before
+    if "frozen" not in saved:  # the reference began with the run, or the run had another one before
         return state
     moving = state if isinstance(state, Moving) else _start(policy)
     return _load_moving(moving, policy, saved["frozen"])

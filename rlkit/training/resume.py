@@ -1,5 +1,5 @@
-"""What a resumed run keeps besides its weights: threads, kernels, the size of the engine's cache,
-checkpointing of activations, the correction."""
+"""The settings that a resumed run keeps besides its weights: threads, kernels, the size of the
+engine's cache, checkpointing of activations, the correction."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def go_on_as_before(
     *,
     exact: bool,
 ) -> None:
-    """Keep the threads, the kernels, the size of the cache and the checkpointing of activations
-    named by a checkpoint, if the config leaves them open. Print how the run differs from a new one:
-    in these choices, the correction and trainer.steps.
+    """Keep the threads, the kernels, the size of the cache and the checkpointing of activations of
+    a checkpoint, unless the config names others. Print how the run differs from a new one: in these
+    choices, the correction and trainer.steps.
 
     Args:
       x: as configured. exact: what this process has found about its own engine.
@@ -73,8 +73,8 @@ def go_on_as_before(
 
 
 def select_trained_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state dict of model and critic without the frozen base, which model.path has: under LoRA
-    the trained adapters, and the critic."""
+    """A state dict of model and critic without the frozen base, because model.path holds the base:
+    under LoRA the trained adapters, and the critic."""
     trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     frozen = any(not p.requires_grad for p in model.parameters())
     return {

@@ -33,10 +33,10 @@ def with_reused(
     groups to keep for later steps.
 
     Kept groups are drawn in proportion to their score, Σ|r - mean| · std of the rewards, each at
-    most once a step. A group qualifies if it has as many rollouts, and if its oldest token was
-    sampled by weights at most `reuse.staleness` RL steps old. It takes the number of the replaced
-    group and keeps its tokens' log-probs and versions. Then the groups of highest score are kept,
-    new ones before old ones.
+    most once a step. A group qualifies if it has as many rollouts as the group to be replaced, and
+    if its oldest token was sampled by weights at most `reuse.staleness` RL steps old. It takes the
+    number of the replaced group and keeps its tokens' log-probs and versions. Then the
+    `reuse.groups` groups of highest score are kept; among equal scores, new groups come first.
 
     Args:
       trained: scored rollouts of the step, group by group. step: RL steps done before this one.
@@ -85,8 +85,8 @@ def score_of(group: Sequence[Rollout]) -> float:
 
 
 def compute_age(group: Sequence[Rollout], step: int) -> int:
-    """RL steps between the oldest sampling weights of the group's tokens and a step. A reply
-    without versions has no age."""
+    """RL steps from the oldest sampling weights of the group's tokens to `step`. Replies without
+    versions do not count."""
     return max(
         [0, *(step - version for r in group for reply in r.steps for _, version in reply.versions)]
     )
@@ -104,6 +104,6 @@ def unpack_kept(saved: Sequence[Tensor], tasks: Sequence[Task]) -> tuple[Group, 
     except KeyError as error:
         _, gone = error.args[0]
         raise DataError(
-            f"task.reuse: a kept group is of the problem {gone!r}, which the task no longer has;"
-            " restore task.path and the data"
+            f"task.reuse: a kept group belongs to the problem {gone!r}, no longer in the task's"
+            " data; restore task.path and the data"
         ) from None

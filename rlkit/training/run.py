@@ -50,15 +50,16 @@ def train_in(
     """Train to the end.
 
     Returns: the summary, also written to the folder, and the module with the policy. `before` and
-      `after` of the summary are of test problems; `validation` is the last evaluation during
-      training.
+      `after` of the summary are evaluations of test problems; `validation` is the last evaluation
+      during training.
 
     Args:
       x: the experiment. tasks: the problems of its splits (see
         `rlkit.config.problems.rows.load_tasks`).
       folder: for all files; with `resume`, the folder of the run to continue.
       provenance: config, versions and git state of this process, for checkpoints and loggers.
-      resume: a checkpoint, or a folder, whose newest checkpoint is taken; None starts a new run.
+      resume: a checkpoint, or a folder with checkpoints (the newest is taken); None starts a new
+        run.
       started: time.perf_counter() of the command's start.
       again: builds the experiment again in a second process (`rlkit.config.compose.make_builder`),
       for
@@ -76,7 +77,7 @@ def train_in(
         group_source(x, tasks.train, again, folder=folder) as source,
     ):
         policy, device, agreement = prepare(x, tasks)
-        # imports Lightning, which takes as long as all else: print the first lines before
+        # imports Lightning, which takes as long as everything else: print the first lines before
         from rlkit.episodes.record import keep_failed_rollout
         from rlkit.training.callbacks.faults import Watchdog
         from rlkit.training.module import RLModule
@@ -97,8 +98,8 @@ def train_in(
         dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
         summary = {"ended": "failed", "seed": x.seed, "name": x.name}
         processor = time.process_time()
-        # all present objects stay alive; without this, garbage collections would visit half a
-        # million objects of the libraries, which takes a tenth of a small step
+        # All present objects stay alive. Without this, each garbage collection would visit half a
+        # million objects of the libraries and take a tenth of a small step.
         gc.freeze()
         try:
             with note_end(summary, module, trainer), keep_failed_rollout(folder):
@@ -106,7 +107,7 @@ def train_in(
                 summary["ended"], summary["why"] = describe_end(module, results)
         finally:
             gc.unfreeze()
-            if resume is None:  # else the time of the processes before is unknown
+            if resume is None:  # a resumed run does not know the time of its earlier processes
                 summary["processor_seconds"] = round(time.process_time() - processor, 2)
             seconds = time.perf_counter() - started
             conclude(summary, module, folder, results, seconds=seconds, device=device)
@@ -114,8 +115,8 @@ def train_in(
 
 
 def begin_folder(folder: Path, prompts: str) -> None:
-    """Write the policy's first prompts, and put aside the rollout on which the previous process
-    failed."""
+    """Write the policy's first prompts, and put aside the rollout that made the previous process
+    fail."""
     from rlkit.episodes.record import FAILED
 
     with report_write_errors(PROMPTS):
@@ -127,8 +128,8 @@ def begin_folder(folder: Path, prompts: str) -> None:
 
 @contextmanager
 def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterator[None]:
-    """Run a block, and note its error or signal as the end of the run. A signal ends only the
-    block.
+    """Run a block, and note its error or signal as the end of the run. A signal ends the block
+    without an error.
 
     Raises: RLKitError if a part of the run ended the process.
     """
@@ -155,7 +156,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
 def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     """Seed, load and check the policy of a run, and print a header.
 
-    Returns: the policy; its device; whether the engine gives the trainer's log-probs exactly, on
+    Returns: the policy; its device; whether the engine gives exactly the trainer's log-probs, on
     all ranks.
     Raises: ConfigError, SelfCheckError, DataError.
     """
@@ -164,7 +165,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
 
 
 def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
-    """Like `ready`, but return everything that the check found; `exact` holds for all ranks."""
+    """Like `ready`, but return all findings of the check; `exact` holds for all ranks."""
     print(format_first_line(x), flush=True)
     import rich.style  # noqa: F401  # imported before seeding: the import draws from Python's generator
 
@@ -228,7 +229,7 @@ def conclude(
     seconds: float,
     device: Any,
 ) -> None:
-    """Adds a run's figures, and its unwritten files, to its summary; writes
+    """Add a run's figures, and the files that could not be written, to its summary; write
     summary.json and metrics.csv."""
     from rlkit.sandbox import get_known_level
     from rlkit.system.rows import export_csv
@@ -266,8 +267,8 @@ def conclude(
 
 
 def list_missing() -> dict[str, Any]:
-    """unsaved: a sentence on why the result of the run is incomplete, or None. lost: other files
-    that could not be written, each with the reason."""
+    """unsaved: why the result of the run is incomplete, as a sentence, or None. lost: other files
+    that could not be written → the reason."""
     from rlkit.training.callbacks.checkpoints import RESULT
 
     lost = dict(LOST)
@@ -316,7 +317,7 @@ def make_trainer(
         with refuse_unwritable(folder):
             identity = module.provenance.get("identity", "")
             path, step = ranks.broadcast(lambda: take_up(resume, folder, identity))
-        begins = f"{resume} holds no checkpoint yet; the run begins again"
+        begins = f"{resume} holds no checkpoint yet; the run starts from its beginning"
         print(f"resume: {f'{path}, after step {step}' if path else begins}", flush=True)
     with refuse_unwritable(folder):
         makers = x.logger.values() if ranks.rank() == 0 else ()
@@ -346,7 +347,7 @@ def make_trainer(
 def list_callbacks(
     x: Experiment, tasks: Splits, folder: Path, results: dict[Split, Any]
 ) -> list[Any]:
-    """rlkit's own callbacks and the experiment's, in their order."""
+    """rlkit's own callbacks and the experiment's, in the order of their calls."""
     from rlkit.training.callbacks.checkpoints import RLCheckpoint
     from rlkit.training.callbacks.evaluation import HeldOut
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
@@ -358,18 +359,18 @@ def list_callbacks(
     first += [ChoicesNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     # The row is written after every callback has added to it. The checkpoint comes last, because it
-    # says that everything of its step is written.
+    # states that all files of its step are written.
     callbacks.sort(key=lambda own: (isinstance(own, RLCheckpoint), isinstance(own, MetricsFile)))
     return callbacks
 
 
 def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int]:
-    """The checkpoint to continue a run from, and its RL step; everything after it, or of another
-    run, is set aside.
+    """The checkpoint to continue a run from, and its RL step. Later files and files of other runs
+    are set aside.
 
     Args:
       identity: the identity of the run in the folder.
-    Raises: DataError if there is no readable checkpoint, or if it is another run's.
+    Raises: DataError if there is no readable checkpoint, or if it belongs to another run.
     """
     from rlkit.episodes.completions import cut_completions
     from rlkit.system import shards
@@ -389,7 +390,7 @@ def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int
     rows = None
     if resume.suffix == SUFFIX or list_checkpoints(
         resume
-    ):  # else killed before its first checkpoint
+    ):  # else the run was killed before its first checkpoint
         path, state = load_checkpoint(resume)
         refuse_foreign(path, state, folder, identity)
         step = state["rlkit"]["rl_step"]
@@ -405,7 +406,7 @@ def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int
 
 
 def format_first_line(x: Experiment) -> str:
-    """The experiment in a line, known before a model is loaded."""
+    """The experiment in one line, printed before a model is loaded."""
     from rlkit.training.schedules import list_phases
 
     x = next(iter(list_phases(x).values()))  # what the run begins with

@@ -31,20 +31,21 @@ from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import list_phases
 from rlkit.types import Environment, Policy, Task, Tool, bound, declarations
 
-FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
+FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ only by rounding
 # All of these are means of |Δ log-prob| in half precision.
 BF16_LIMIT = 0.5  # more than any rounding
 MARGIN = 1.2  # a warning above this many times the difference between the model's own two paths
-TYPICAL = 0.05  # SmolLM2-135M's difference; smaller ones on fewer than FEW tokens count as this
-FEW = 64  # the mean over so many tokens is known to about an eighth of its value
-# Smaller differences of any two paths count as this: the unit roundoff of bfloat16. Logits from 8
-# to 16 are rounded to multiples of 1/16, so the mean is as large if one token in 16 is rounded up
-# in one path and down in the other.
+# SmolLM2-135M's difference; on fewer than FEW tokens a difference counts as at least this
+TYPICAL = 0.05
+FEW = 64  # with this many tokens the mean is accurate to about one eighth of its value
+# The unit roundoff of bfloat16. A measured difference between two paths counts as at least this.
+# Logits from 8 to 16 are rounded to multiples of 1/16, so the mean reaches this value if one token
+# in 16 is rounded up in one path and down in the other.
 ROUNDOFF = 2**-8
 FORWARD_ROWS = 4  # rows read by the model's own forward for the comparison
 FORWARD_TOKENS = 32  # tokens of each of these rows that are read one by one
-ROWS = 32  # of the data, tried with the verifier
-LONGEST = 4  # longest rows by characters; their prompts are measured in tokens
+ROWS = 32  # rows of the data tried with the verifier
+LONGEST = 4  # longest rows by characters, whose prompts are measured in tokens
 
 
 def check_teacher(x: Experiment) -> None:
@@ -86,8 +87,8 @@ def check_contexts(
     """Check that the template shows the rows' tools, and that the longest rows leave room for a
     reply.
 
-    Returns: lines (with line ends) on the tools of these rows and how the prompt lists them; empty
-      without tools. And a first prompt of each part and environment as the policy reads it.
+    Returns: lines (with line ends) on the tools of these rows and how the prompt lists them, empty
+      without tools; and a first prompt of each part and environment as the policy reads it.
     Raises: TemplateError, DataError naming the row.
     """
     tools: dict[str, Tool] = {}
@@ -113,7 +114,7 @@ def check_contexts(
 
 
 class Agreement(NamedTuple):
-    """How well sampler, trainer and the model's own forward agree. It exists only if they agree
+    """How well sampler, trainer and the model's own forward agree. It is made only if they agree
     well enough to train."""
 
     warnings: list[str]
@@ -128,7 +129,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     token.
 
     The three are the sampling engine, the trainer's `forward_logprobs`, and the model's own
-    forward. The last is there because an engine with the trainer's mistake would agree with the
+    forward. The last is needed because an engine with the trainer's mistake would agree with the
     trainer. Float32 allows FP32_TOLERANCE on every token. Half precision warns above MARGIN times
     the mean difference between the model's own two paths, and refuses above BF16_LIMIT.
     Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed if the environment
@@ -181,15 +182,15 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         (logprobs - batch.logprobs_sampler)[mask],
         rounding,
         "sampler and trainer",
-        "training would be wrong. Does the engine sample at generation.temperature, and from these"
-        " weights?",
+        "training would be wrong. Does the engine sample at generation.temperature and from the"
+        " trainer's weights?",
     )
     return Agreement(warnings, not half, tools, prompts, rounding and rounding.bound)
 
 
 def compute_own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own
-    forward, row by row, without padding.
+    """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own forward.
+    Each row is read alone, without padding.
 
     It asks for logits only from the first of these tokens on, if the model allows this.
     """
@@ -210,10 +211,10 @@ def compute_log_probs_by_token(
     model: Any, ids: Tensor, mask: Tensor, temperature: float
 ) -> Tensor | None:
     """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own forward
-    with its own cache. It reads the tokens before a row's first marked token at once, and the
+    with its own cache. It reads the tokens before a row's first marked token in one pass, and the
     others one by one.
 
-    Returns: None if the forward takes or gives no `past_key_values`.
+    Returns: None if the forward does not take or return `past_key_values`.
     """
     causal = base_model(model)
     options = inspect.signature(causal.forward).parameters
@@ -255,7 +256,7 @@ class Rounding(NamedTuple):
 
     def __str__(self) -> str:
         if not self.tokens:
-            return "the model's forward has no cache to measure its rounding with"
+            return "the model's forward takes no cache, so its rounding could not be measured"
         return (
             "the model's own two paths, the whole sequence and token by token, differ by"
             f" {self.own:.2g} on {self.tokens} tokens"
@@ -280,7 +281,7 @@ def measure_rounding(
 
 
 def _compare(gap: Tensor, rounding: Rounding | None, who: str, why: str) -> list[str]:
-    """Warnings where two computations of the same log-probs differ by `gap`; `rounding` is None in
+    """Warnings if two computations of the same log-probs differ by `gap`; `rounding` is None in
     float32. Raises: SelfCheckError if they differ too much."""
     mean = float(gap.abs().mean())
     most = float(gap.abs().max())
@@ -300,5 +301,5 @@ def _compare(gap: Tensor, rounding: Rounding | None, who: str, why: str) -> list
         return []
     return [
         f"the log-probs of {who} differ by {mean:.3f} nats a token on average, more than the"
-        f" {rounding.bound:.2g} expected of rounding; {rounding}"
+        f" {rounding.bound:.2g} expected from rounding; {rounding}"
     ]

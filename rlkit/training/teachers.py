@@ -18,14 +18,14 @@ from rlkit.system.copies import copy_value
 from rlkit.training.references import ema, frozen, live
 from rlkit.types import Message, Policy, Reference, Rollout, reaches
 
-# (rollout, its group) → the text added to the prompt; None: no token counts
+# (rollout, its group) → the text added to the prompt; None: the rollout is left out
 Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]
 
 
 class Teacher(NamedTuple):
     """Models to compare the policy with.
 
-    A class derived from it may refuse configs (`rlkit.types.ChecksConfig`).
+    A subclass may refuse configs (`rlkit.types.ChecksConfig`).
     """
 
     name: str = "none"
@@ -84,14 +84,14 @@ def context_teacher(
     weights: Literal["live", "start", "ema"] = "live",
     decay: float = 0.95,
 ) -> Teacher:
-    """The policy itself with an additional text in its prompt, which the trained policy does not
-    see.
+    """The policy itself with an additional text in its prompt. The trained policy does not see this
+    text.
 
     Args:
       show: demonstration, the last reply of the row's conversation; answer, the row's gold answer;
-        sibling, the first other reply of its group with a score of 1 or more, and the
-        `feedback` in the rollout's metadata. A rollout with nothing to show is left out.
-      weights: live (the policy's present ones), start (those of the start), or ema (a moving
+        sibling, the first other reply of its group with a score of 1 or more, and the `feedback` in
+        the rollout's metadata (either may be missing). A rollout with nothing to show is left out.
+      weights: live (the policy's present weights), start (its first weights), or ema (a moving
         average, with `decay` in [0, 1)).
     Source: SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734.
     """
@@ -126,8 +126,8 @@ def answer(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 
 
 def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-    """Another reply to the same prompt with a score of 1 or more, and feedback on the rollout's own
-    reply; each if there is one."""
+    """A text with another reply to the same prompt with a score of 1 or more, and with feedback on
+    the rollout's own reply. A missing part is left out; None if both are missing."""
     good = [
         r for r in group if r is not rollout and r.total_reward is not None and r.total_reward >= 1
     ]
@@ -152,7 +152,7 @@ def build_shown_prompts(
     schemas = {}
     for i, rollout in enumerate(rollouts):
         group = groups[rollout.group]
-        mine = copy_value(group)  # a function of the user's may change them
+        mine = copy_value(group)  # the user's function may change them
         place = next(k for k, own in enumerate(group) if own is rollout)
         said = show(mine[place], mine) if rollout.steps else None
         if said is None:

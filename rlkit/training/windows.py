@@ -1,4 +1,4 @@
-"""The line on a model with layers that see a window of the context."""
+"""The line printed for a model with layers seeing only a window of the context."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rlkit.types import Policy, Task
 
 
 def describe_windows(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> str:
-    """`window: …`: up to which length contexts take the fast paths of engine and update, and how
-    long contexts may become. Empty if every layer sees all of every context, or if the line
+    """`window: …`: the longest context for the fast paths of engine and update, and how long
+    contexts may become. Empty if every layer sees the whole of every context, or if the line
     `kernels:` already rules the fast paths out.
     """
     window = find_longest_context(base_model(policy.model).config)
     if not 0 < window < policy.context_length:
         return ""
     longest = max(longest_lengths(phase, policy, tasks).width for phase in list_phases(x).values())
-    known = f"window: some layers see {window:,} tokens, and the first rows' contexts may have"
-    if longest <= window:
-        known = f"{known} {longest:,}; longer ones would be"
-    else:
-        known = f"{known} {longest:,}; those longer than the window are"
+    known = (
+        f"window: some layers see only the last {window:,} tokens. Contexts of the first rows of"
+        f" the data may reach {longest:,} tokens; contexts longer than the window"
+    )
+    known = f"{known} {'would be' if longest <= window else 'are'}"
     cached = isinstance(x.generation.engine, Cached)
     decoded = "decoded by the reference engine, and " if cached else ""
     return f"{known} {decoded}scored without packing"

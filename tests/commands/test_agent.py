@@ -329,7 +329,7 @@ def test_a_question_is_answered_by_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         rlkit.commands.evaluate,
-        "restored_policy",
+        "restore_policy",
         lambda policy, checkpoint: seen.append((policy.renderer.template_arguments, checkpoint)),
     )
     (tmp_path / "run").mkdir()

@@ -67,7 +67,7 @@ def test_the_header_tells_whether_activations_are_kept(checked):
 
 def test_shared_storage_counts_once():
     a = torch.zeros(10)
-    assert check.size_of([a, {"view": a[:2]}, (torch.zeros(3),)]) == 52
+    assert check.count_bytes([a, {"view": a[:2]}, (torch.zeros(3),)]) == 52
 
 
 def test_rewards_that_are_all_equal_are_spread_for_the_update(capsys, tmp_path, monkeypatch):
@@ -86,7 +86,7 @@ def test_rewards_that_are_all_equal_are_spread_for_the_update(capsys, tmp_path, 
     said = capsys.readouterr().out
     assert (
         "1.00 (numeric 1.00)" in said
-        and "0 and 1 in turn" in said
+        and "0 and 1 took their place in turn" in said
         and "gradient norm" in said
         and "ready" in said
     )
@@ -122,7 +122,7 @@ def test_what_fails_is_a_finding(monkeypatch, capsys):
     requires = ["torch>=99", "no-such-package>=1", "hydra-core>=1", "gone>=1; extra == 'gym'"]
     own = SimpleNamespace(name="ours", version="1", requires=requires, metadata=Message())
     monkeypatch.setattr("rlkit.errors.find_distribution", lambda: own)
-    monkeypatch.setattr(doctor, "devices", lambda: 1 / 0)
+    monkeypatch.setattr(doctor, "check_devices", lambda: 1 / 0)
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     bad = [line.split()[1] for line in lines if line.startswith("BAD")]

@@ -17,7 +17,7 @@ from parametrise import cases
 from rlkit.commands import cli, compare
 from rlkit.commands.arguments import parse, quote, unquote
 from rlkit.commands.cli import find_command, list_commands, main
-from rlkit.commands.train import closing_lines, draw_page
+from rlkit.commands.train import draw_page, format_closing_lines
 from rlkit.config.compose import compose, experiment
 from rlkit.config.schema import resolve
 from rlkit.errors import ConfigError, install
@@ -169,7 +169,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch,
         [
             (["trian"], "there is no command 'trian'"),
             (["train", "--stesp"], "there is no flag '--stesp'"),
-            (["train", "seed"], "'seed' is no override"),
+            (["train", "seed"], "'seed' is not an override"),
             (["train", "--config-dir", "nowhere"], "no such folder"),
             (["train", "resume=nowhere"], "no run folder"),
             (["evaluate", "run=nowhere"], "no run folder"),
@@ -321,7 +321,7 @@ def test_the_page_of_a_sweep_is_drawn_by_whoever_has_the_command(tmp_path, monke
     draw_page(folders, tmp_path / "report.html")
     said = capsys.readouterr().out
     assert said.startswith("report           none: ") and "extra 'report'" in said
-    assert "rlkit report" not in closing_lines(ended, tmp_path)
+    assert "rlkit report" not in format_closing_lines(ended, tmp_path)
     asked = []
 
     def draw(arguments):
@@ -331,7 +331,7 @@ def test_the_page_of_a_sweep_is_drawn_by_whoever_has_the_command(tmp_path, monke
         return 0
 
     monkeypatch.setattr(extras, "find_outside_commands", lambda: {"report": Outside(draw)})
-    assert "rlkit report" in closing_lines(ended, tmp_path)
+    assert "rlkit report" in format_closing_lines(ended, tmp_path)
     draw_page(folders, tmp_path / "report.html")
     assert asked == [(tuple(map(str, folders)), [f"out={tmp_path / 'report.html'}"])]
     capsys.readouterr()

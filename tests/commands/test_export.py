@@ -11,7 +11,7 @@ import yaml
 
 from parametrise import cases
 from rlkit.commands.cli import main
-from rlkit.commands.evaluate import restored_policy
+from rlkit.commands.evaluate import restore_policy
 from rlkit.commands.export import export
 from rlkit.errors import ConfigError
 from rlkit.models import LoRA, load_policy
@@ -38,7 +38,7 @@ def run(request, tmp_path_factory):
     assert main(["train", *words, f"hydra.run.dir={folder}/a"]) == 0
     policy = load_policy(path="tiny", lora=LoRA(rank=request.param))
     before = logits(policy.model)
-    restored_policy(policy, folder / "a" / "checkpoints")
+    restore_policy(policy, folder / "a" / "checkpoints")
     assert not torch.allclose(logits(policy.model), before, atol=1e-3)
     return folder / "a", logits(policy.model)
 

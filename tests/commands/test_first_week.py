@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 
 import pytest
 
 from rlkit.commands.arguments import parse
 from rlkit.commands.cli import main
-from rlkit.config.compose import compose
+from rlkit.config.compose import compose, experiment
 from rlkit.config.hints import PEERS, suggest_key
+from rlkit.config.problems.rows import load_tasks
 from rlkit.config.schema import resolve
 from rlkit.environments import by_task, single_turn
 from rlkit.errors import ConfigError
@@ -90,6 +92,41 @@ def test_a_preset_that_cannot_be_read_names_its_place(name, tmp_path):
         compose([f"experiment={name}"], config_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("betas", "said"),
+    [
+        ("[0.9]", r"has 1 values; give 2"),
+        ("[0.9,0.99,0.9]", r"has 3 values; give 2"),
+        ("[0.9,high]", r"\[1\]: 'high' is not a number"),
+    ],
+)
+def test_a_list_of_another_length_than_its_type_is_refused(betas, said):
+    """Three betas were taken, and ended the first step in torch's words."""
+    with pytest.raises(ConfigError, match=rf"optimizer\.betas.*{said}"):
+        experiment(compose([f"optimizer.betas={betas}"]))
+
+
+@pytest.mark.parametrize("name", ["numeri", "exactmatch"])
+def test_a_misspelt_reward_of_a_task_is_answered_with_the_nearest(name, tmp_path):
+    """The names it could have meant had left the config, so "known are none" was said."""
+    rows = [json.dumps({"prompt": f"{i} + 1?", "answer": f"{i + 1}"}) for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    x = experiment(
+        compose(
+            [
+                "task=jsonl",
+                f"task.path={tmp_path}/rows.jsonl",
+                f"task.reward={name}",
+                "evaluation.n=0",
+                "environment=single_turn",
+            ]
+        )
+    )
+    meant = {"numeri": "numeric", "exactmatch": "exact_match"}[name]
+    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+        load_tasks(x)
+
+
 @pytest.mark.parametrize("given", PLAIN)
 def test_what_does_not_fit_is_said_in_plain_words(given):
     with pytest.raises(ConfigError, match=PLAIN[given]):
@@ -101,7 +138,8 @@ def test_a_reward_that_cannot_be_called_with_a_rollout_names_its_place():
     with pytest.raises(
         ConfigError,
         match=(
-            r"'mine': .* alone, which it does not fit: too many positional arguments"
+            r"'mine': .* must accept a call with one argument, a rollout, and does not: too many"
+            r" positional arguments"
             r" \(.*test_first_week\.py:\d+\)"
         ),
     ):

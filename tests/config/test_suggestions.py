@@ -62,6 +62,7 @@ FAST = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "model"), cases(PRODUCT, FAST, unpack=True))
 def test_every_task_composes_to_sane_numbers_with_every_model(task, model):
     """The command of the README composed to 64 tokens with thinking, the tiny model's learning
@@ -96,6 +97,7 @@ def test_thinking_lengthens_the_replies_and_adapters_raise_the_rate():
     assert list(got.values()) == [(1024, 1e-5, 32), (4096, 1e-5, 32), (1024, 1e-6, 32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "tokens"),
     [

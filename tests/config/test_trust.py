@@ -224,6 +224,6 @@ def test_a_rollout_of_other_types_is_left_out_with_its_field(tmp_path):
         node[key] = value
         file.write_text(json.dumps(good) + "\n" + json.dumps(broken))
         with pytest.warns(
-            UserWarning, match=rf"rollouts\.jsonl:2: not a rollout.*{key} is of another type"
+            UserWarning, match=rf"rollouts\.jsonl:2: not a rollout.*{key} has another type"
         ):
             assert len(load_rollouts(file)) == 1

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from parametrise import available, cases, each, every_extra, presets
-from rlkit.commands.arguments import Arguments, added
+from rlkit.commands.arguments import Arguments, append_overrides
 from rlkit.commands.cli import list_commands, main
-from rlkit.commands.trust import asker
+from rlkit.commands.trust import make_asker
 from rlkit.config.compose import compose, compose_without_values, conf_dir
 from rlkit.config.experiment import format_literal
 from rlkit.config.schema import resolve, signature_hints
@@ -172,6 +172,7 @@ ASKING = [c for c in ("evaluate", "train", "replay", "export", "agent", "serve")
 CASES = [(command, *case) for command, case in zip(itertools.cycle(ASKING), REACHING, strict=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command, target, key", cases(CASES, len(ASKING) + 2, unpack=True))
 def test_each_command_refuses_what_is_not_declared_safe(
     command, target, key, tmp_path, capsys, monkeypatch
@@ -336,19 +337,20 @@ class Asked(Exception):
 def judge(folder: Path, mine: list[str], entry: str) -> None:
     """Raises ConfigError where a command would ask; otherwise Asked, before anything is
     imported."""
-    ask = asker(f"run={folder}", folder, mine, Arguments(mine), entry=entry, own_model=True)
+    ask = make_asker(f"run={folder}", folder, mine, Arguments(mine), entry=entry, own_model=True)
 
     def stop(config):
         ask(config)
         raise Asked
 
-    compose(added(runs.read_overrides(folder), mine), entry=entry, before_import=stop)
+    compose(append_overrides(runs.read_overrides(folder), mine), entry=entry, before_import=stop)
 
 
 OVERRIDES = {kind: case for kind, case in OVERRIDES.items() if all(map(available, case[0]))}
 FAST = {"a weaker sandbox", "a search path behind a space", "a program"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
 @pytest.mark.parametrize("kind", cases(OVERRIDES, FAST & OVERRIDES.keys()))
 def test_every_way_around_is_closed(kind, tmp_path, monkeypatch):
@@ -401,7 +403,7 @@ def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkey
     """The model lies in the folder, so nothing is asked; its template would take all memory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "rlkit.commands.evaluate.restored_policy",
+        "rlkit.commands.evaluate.restore_policy",
         lambda policy, checkpoint, engine=None: (checkpoint, 0),
     )
     folder = tmp_path / "run"

@@ -80,6 +80,7 @@ def test_every_rank_has_as_many_micro_batches_as_the_busiest(as_rank, monkeypatc
 # -------------------------------------------------------------------------------- configs and start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

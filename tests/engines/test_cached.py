@@ -177,6 +177,7 @@ def turns(complete, engine, policy, contexts, rewrites, **params):
     return [reply for _, replies in sorted(seen.items()) for reply in replies]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewrites", cases([False, True], [True]))
 @pytest.mark.parametrize(
     "slots",
@@ -229,6 +230,7 @@ def test_siblings_are_read_once_and_a_conversation_costs_its_new_tokens(tiny, co
     )  # the reply's last token, which had only been drawn, and what is new
 
 
+@pytest.mark.slow
 def test_an_episode_with_tools_is_the_same_with_either_engine(tiny, experiment):
     """The default task through the whole loop, episodes in slots of their own pace."""
     tasks = experiment.task(split="train")[:6]
@@ -336,6 +338,7 @@ def test_numbers_out_of_range_are_refused(wrong):
 # -------------------------------------------------------------------- stop checks, parts, the bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", cases([2, 8, 100], 1))
 def test_how_often_the_host_looks_changes_no_reply(tiny, contexts, complete, every):
     """Ends by token and by length in any step, refilled slots, a thinking budget: nothing is drawn
@@ -585,6 +588,7 @@ def recording(monkeypatch):
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     cases([{}, {"max_thinking_tokens": 3}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 100}], 1),
@@ -612,6 +616,7 @@ def test_captured_steps_over_many_turns(tiny, contexts, complete, recording):
     assert equal(*found) and recording["replayed"] > recording["captured"] > 2
 
 
+@pytest.mark.slow
 def test_weights_that_change_between_loads_are_seen(tiny, contexts, complete, reference, recording):
     """In place, as an optimizer's step, and replaced by others."""
     from copy import deepcopy
@@ -727,6 +732,7 @@ def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, 
 # --------------------------------------------------------------------------------- the distribution
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", cases([Cached, Transformers], 1))
 @pytest.mark.parametrize("temperature", cases([1.0, 2.5], [2.5]))
 def test_replies_of_two_tokens_follow_their_exact_distribution(tiny, complete, engine, temperature):

@@ -152,6 +152,7 @@ def conversation(complete, engine, policy, contexts, seeds):
     return [reply for _, replies in sorted(seen.items()) for reply in replies]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["auto", "eager"])
 @pytest.mark.parametrize("every", cases([1, 8], 1))
 def test_rows_that_give_way_go_on_where_they_were(small, complete, monkeypatch, every, kernel):

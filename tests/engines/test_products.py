@@ -96,6 +96,7 @@ def count(model, ids, half=None):
     return counter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("on", DEVICES, indirect=True)
 def test_adapters_add_eight_kernels_a_layer(on, half):
@@ -205,6 +206,7 @@ def replaced(model):
         factor.weight = torch.nn.Parameter(factor.weight * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [merged, disabled, scaled, replaced])
 def test_adapters_that_are_changed_between_calls_are_seen(tiny, complete, reference, change):
     model = adapted(model_of("qwen3"), ALL)
@@ -247,6 +249,7 @@ def test_what_hangs_on_a_projection_is_called():
 # ------------------------------------------------------------------------------- half copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True], ids=["plain", "adapter"])
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 @pytest.mark.parametrize("on", DEVICES, indirect=True)

@@ -48,6 +48,7 @@ def tokens(generations):
     return [g.token_ids for g in generations]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", cases([1.0, 0.0], 1))
 def test_neither_batch_nor_row_changes_a_reply(tiny, contexts, temperature):
     """Randomness is per rollout: alone, together, reversed or two at a time, each context gets the
@@ -210,6 +211,7 @@ def thoughts(policy, ids) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_a_budget_changes_nothing_before_it_is_used_up_and_closes_the_block_then(tiny, contexts):
     """The free reply up to there, the closing tag, and what the policy says behind it; a reply that
     thinks less is the free one."""
@@ -256,6 +258,7 @@ def test_behind_a_forced_tag_tokens_are_those_of_the_policy(tiny, contexts):
         )  # cached decoding against one full forward
 
 
+@pytest.mark.slow
 def test_neither_batch_nor_row_changes_a_reply_under_a_budget(tiny, contexts):
     """Each reply has a state of its own; one context ends inside a block, as some templates make
     it."""

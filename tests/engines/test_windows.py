@@ -108,6 +108,7 @@ def test_contexts_within_the_window_are_decoded_from_the_cache(
     assert_same(found[:1], reference(policy, [follow_up[0]], [5], max_new_tokens=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["eager", "auto"])
 def test_contexts_that_grow_beyond_the_window_are_right(
     policy, complete, reference, monkeypatch, kernel

@@ -86,5 +86,5 @@ def test_by_task_gives_each_row_its_own_environment():
 
 
 def test_by_task_names_the_row_and_the_known_environments():
-    with pytest.raises(ConfigError, match=r"'t/0'.*'tools'.*known are plain"):
+    with pytest.raises(ConfigError, match=r"'t/0'.*'tools'.*known ones are: plain"):
         by_task(environments={"plain": single_turn()})(TASK)

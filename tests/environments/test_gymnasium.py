@@ -166,7 +166,7 @@ def test_a_reply_that_is_no_action_is_answered_and_counted(tiny):
 
     (rollout,) = play(tiny, replies("what?", "2"), parse_action=parse)
     assert (
-        rollout.steps[1].prompt[0]["content"] == "That is no action: say 1 or 2"
+        rollout.steps[1].prompt[0]["content"] == "That is not an action: say 1 or 2"
         and rollout.steps[0].reward == 0.0
     )
     assert rollout.status == "terminated"
@@ -307,5 +307,5 @@ def test_a_reset_that_gives_no_pair_is_refused(given):
         def reset(self, *, seed):
             return given
 
-    with pytest.raises(ConfigError, match=r"it must give \(observation, info\), and it gave"):
+    with pytest.raises(ConfigError, match=r"it must return \(observation, info\), and it returned"):
         read_opening(Task("t/0", ()), gymnasium(make=Text))

@@ -169,6 +169,7 @@ def says(tiny, error=None):
     return Batched(complete)
 
 
+@pytest.mark.slow
 @each("inside", [False, True], ids=["", "in a running loop"])
 @each("form", FORMS)
 @each(

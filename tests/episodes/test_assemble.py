@@ -274,6 +274,7 @@ def test_forced_tokens_are_read_and_not_trained():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overflow", ["truncate", "drop_oldest"])
 @pytest.mark.parametrize("history", ["keep_thinking", "strip_thinking"])
 def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(

@@ -97,12 +97,14 @@ def plain(policy, tasks):
     return rollouts
 
 
+@pytest.mark.slow
 def test_two_collects_on_one_engine_are_one_collect_on_two(policy, tasks, plain):
     """Bit for bit: nothing of the first is left in the engine, whose weights are used in place."""
     engine = Cached()
     assert bits(play(policy, tasks, engine)) == bits(play(policy, tasks, engine)) == bits(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     cases([Cached(max_rows=3), Cached(max_cached_tokens=1500), Transformers()], 1),
@@ -118,6 +120,7 @@ def test_slots_change_no_token(policy, tasks, plain, engine):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", cases([{}, {"max_rows": 3}, {"max_cached_tokens": 1500}], [{"max_rows": 3}]), ids=str
 )
@@ -136,6 +139,7 @@ def test_a_barrier_gives_the_bits_of_answers_at_once(policy, tasks, plain, weath
     assert bits(play(policy, tasks, Cached(), weather(1).pause, admission="barrier")) == bits(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", cases([{}, {"max_rows": 3}], 1), ids=str)
 def test_free_gives_the_same_tokens(policy, tasks, plain, weather, more):
     """Prompts and answers join as they come: slots grow after the first burst."""
@@ -160,6 +164,7 @@ def test_weights_are_not_changed_under_episodes_in_play(policy, tasks):
     play(policy, tasks[:2], engine, pause)
 
 
+@pytest.mark.slow
 def test_collect_works_inside_a_running_loop_and_inside_a_collect(policy, tasks):
     """As in a notebook, and as in a session that plays episodes of its own on another engine."""
     alone = bits(play(policy, tasks[:1], Cached()))
@@ -200,6 +205,7 @@ def test_a_session_that_closes_slowly_holds_up_no_decoding(policy, tasks):
 ERRORS = [RuntimeError("by hand"), KeyboardInterrupt(), Interrupted(signal.SIGTERM)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", cases(ERRORS, 1), ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("where", ["decoder", "answer", "close"])
 def test_after_an_error_sessions_are_closed_and_the_engine_is_as_new(

@@ -266,7 +266,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, ending):
 
 def test_what_cannot_be_written_is_refused_with_the_remedy(tmp_path):
     for call in (lambda p: save_rollouts(p, []), lambda p: append_rollouts(p, []), load_rollouts):
-        with pytest.raises(ConfigError, match=r"r\.parquet: .* ends in \.jsonl or \.jsonl\.gz"):
+        with pytest.raises(ConfigError, match=r"r\.parquet: .* must end in \.jsonl or \.jsonl\.gz"):
             call(tmp_path / "r.parquet")
     assert not list(tmp_path.iterdir())
 
@@ -374,7 +374,7 @@ def test_a_file_without_any_rollout_is_refused(tmp_path, ending, data):
     and no empty list."""
     path = tmp_path / f"r{ending}"
     path.write_bytes(data)
-    with pytest.raises(DataError, match=rf"{path}.*there is no rollout in the file"):
+    with pytest.raises(DataError, match=rf"{path}.*no rollout of the file"):
         load_rollouts(path)
 
 

@@ -228,6 +228,7 @@ def ids(overrides):
     return ",".join(overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", TABLE, ids=ids)
 def test_no_split_into_micro_batches_changes_the_gradient(overrides):
     """Policy, KL, entropy and value terms: whatever the budget, the sum is the same."""

@@ -376,7 +376,7 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
 def test_what_changed_between_two_starts_is_said(tmp_path):
     assert runs.write_start(tmp_path, {"seed": 0}, {"torch": "1"}) == []
     (tmp_path / "summary.json").write_text("{}")
-    assert runs.write_start(tmp_path, {"seed": 0}, {"torch": "2"}) == ["torch was 1, is 2"]
+    assert runs.write_start(tmp_path, {"seed": 0}, {"torch": "2"}) == ["torch was 1 and is now 2"]
     assert runs.read_start(tmp_path)["versions"] == {"torch": "2"}
 
 

@@ -94,7 +94,7 @@ SAMPLES = {  # what it is → (the case, its exit status, words that it says)
         0,
         "finished after 2 steps",
     ),
-    "a reset that returns a text": (own("reset", "return 'Go'"), 2, "and it gave 'Go'"),
+    "a reset that returns a text": (own("reset", "return 'Go'"), 2, "and it returned 'Go'"),
     "a callback that raises": (own("callback", "raise KeyError(3)"), 1, "KeyError: 3 at"),
     "an error of many lines": (
         own("callback", "raise ValueError(99 * 'line\\n')"),

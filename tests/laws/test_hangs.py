@@ -5,15 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import ctypes
+import fcntl
 import itertools
+import multiprocessing
 import os
+import queue
+import select
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import asynccontextmanager, contextmanager, suppress
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -452,9 +461,171 @@ async def for_a_child(*_, **__):
         child.kill()
 
 
+async def never_yields():
+    await asyncio.Event().wait()
+    yield
+
+
+async def for_a_generator(*_, **__):
+    async for _ in never_yields():
+        pass
+
+
+async def for_a_condition(*_, **__):
+    condition = asyncio.Condition()
+    async with condition:
+        await condition.wait()
+
+
+async def for_a_group(*_, **__):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.Event().wait())
+
+
+async def for_a_group_that_swallows(*_, **__):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(swallows())
+
+
+async def for_many(*_, **__):
+    await asyncio.gather(asyncio.Event().wait(), asyncio.sleep(1000), return_exceptions=True)
+
+
+async def in_its_cleanup(*_, **__):
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.Event().wait()
+
+
+async def for_a_stream(*_, **__):
+    await asyncio.StreamReader().read()
+
+
+async def for_a_silent_peer(*_, **__):
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        await asyncio.get_running_loop().sock_recv(here, 1)
+
+
+async def for_a_future_of_a_thread(*_, **__):
+    await asyncio.wrap_future(concurrent.futures.Future())
+
+
+async def for_a_loop_of_its_own(*_, **__):
+    await asyncio.to_thread(asyncio.run, asyncio.sleep(1000))
+
+
+class Never:
+    def __await__(self):
+        while True:
+            yield
+
+
+async def for_an_object(*_, **__):
+    await Never()
+
+
+def gives_a_future(*_, **__):
+    return asyncio.get_running_loop().create_future()
+
+
 def spins(*_, **__):
     while True:
         pass
+
+
+def spins_whatever_is_raised(*_, **__):
+    while True:
+        with suppress(BaseException):
+            while True:
+                pass
+
+
+def asks_a_generator(*_, **__):
+    next(i for i in itertools.count() if i < 0)
+
+
+def waits_for_a_child(*_, **__):
+    subprocess.run(["cat"], stdin=os.pipe()[0], check=False)
+
+
+def accepts(*_, **__):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.accept()
+
+
+def receives(*_, **__):
+    here, _there = socket.socketpair()
+    here.recv(1)
+
+
+def gets(*_, **__):
+    queue.Queue().get()
+
+
+def selects(*_, **__):
+    select.select([os.pipe()[0]], [], [])
+
+
+def reads(*_, **__):
+    os.read(os.pipe()[0], 1)
+
+
+def joins(*_, **__):
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    thread.start()
+    thread.join()
+
+
+def waits_for_a_lock_of_another_thread(*_, **__):
+    lock, held = threading.Lock(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            threading.Event().wait()
+
+    threading.Thread(target=hold, daemon=True).start()
+    held.wait()
+    with lock:
+        pass
+
+
+def waits_for_a_result(*_, **__):
+    concurrent.futures.Future().result()
+
+
+def waits_for_its_own_loop(*_, **__):
+    """A coroutine for the loop that this call keeps from running."""
+    loop = asyncio.get_running_loop()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+
+
+def runs_a_loop_in_a_thread(*_, **__):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, asyncio.sleep(1000)).result()
+
+
+def waits_for_another_process(*_, **__):
+    multiprocessing.get_context("fork").Queue().get()
+
+
+def locks_a_file(*_, **__):
+    with tempfile.NamedTemporaryFile() as file, open(file.name) as again:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(again, fcntl.LOCK_EX)
+
+
+def opens_a_pipe(*_, **__):
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(f"{folder}/pipe")
+        open(f"{folder}/pipe").close()
+
+
+def waits_for_a_signal(*_, **__):
+    signal.sigwait([signal.SIGUSR2])
 
 
 OWN_DOORS = ("answer", "first_prompt", "a next prompt", "reset", "step", "a session", "stop")
@@ -466,6 +637,37 @@ KINDS = (
     for_a_queue,
     for_the_others,
     for_a_child,
+    for_a_generator,
+    for_a_condition,
+    for_a_group,
+    for_a_group_that_swallows,
+    for_many,
+    in_its_cleanup,
+    for_a_stream,
+    for_a_silent_peer,
+    for_a_future_of_a_thread,
+    for_a_loop_of_its_own,
+    for_an_object,
+    gives_a_future,
+)
+BLOCKING = (
+    spins_whatever_is_raised,
+    asks_a_generator,
+    waits_for_a_child,
+    accepts,
+    receives,
+    gets,
+    selects,
+    reads,
+    joins,
+    waits_for_a_lock_of_another_thread,
+    waits_for_a_result,
+    waits_for_its_own_loop,
+    runs_a_loop_in_a_thread,
+    waits_for_another_process,
+    locks_a_file,
+    opens_a_pipe,
+    waits_for_a_signal,
 )
 
 
@@ -483,6 +685,46 @@ def test_any_kind_of_async_waiting_is_named_and_fails_its_episodes(tiny, quick, 
 
 def test_a_loop_that_spins_ends_the_run_at_its_limit(tiny, quick, tmp_path):
     check_plain(tiny, tmp_path, DOORS["answer"], spins)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("door", "do"), list(zip(itertools.cycle(OWN_DOORS), BLOCKING)))
+def test_any_kind_of_plain_waiting_ends_the_run_with_its_line(tiny, quick, tmp_path, door, do):
+    check_plain(tiny, tmp_path, DOORS[door], do)
+
+
+class Pair(Whole):
+    """Each session of a group waits for a second answer of the other."""
+
+    met: ClassVar[list[asyncio.Event]] = []
+
+    def __init__(self):
+        self.met.append(asyncio.Event())
+        self.own = len(self.met) - 1
+        self.answers = 0
+
+    async def answer(self, rollout):
+        self.answers += 1
+        if self.answers == 2:
+            self.met[self.own].set()
+        await self.met[self.own ^ 1].wait()
+        return rollout, [{"role": "user", "content": "Go on."}]
+
+
+@pytest.mark.parametrize("admission", cases(["rounds", "barrier", "free"], ["rounds"]))
+def test_sessions_that_wait_for_one_another_fail_at_the_limit(tiny, quick, capfd, admission):
+    Pair.met.clear()
+    rollouts = collect(
+        tiny,
+        [TASK, TASK],
+        engine=says("ok"),
+        environment=Environment(session=lambda task: Pair()),
+        group_size=2,
+        max_new_tokens=64,
+        admission=admission,
+    )
+    assert all(r.truncation == "error" and PLACE in r.error for r in rollouts)
+    assert "for the environment's answer " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

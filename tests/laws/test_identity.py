@@ -21,7 +21,7 @@ import torch
 from laws.test_kill import TINY, arm
 from parametrise import cases
 from rlkit.commands.cli import list_commands, main
-from rlkit.commands.train import own_summary
+from rlkit.commands.train import read_own_summary
 from rlkit.config.changes import identify
 from rlkit.errors import DataError, RLKitError
 from rlkit.runs import folder as run_folders
@@ -462,7 +462,7 @@ def take_up_in_child(folder: Path) -> None:
     clear_places(folder)
     identity = run_folders.require_identity(folder)
     run_folders.require_overrides(folder)
-    own_summary(folder)
+    read_own_summary(folder)
     take_up(folder / "checkpoints", folder, identity)
 
 
@@ -535,7 +535,7 @@ GOES_ON = {  # (file, damage) → what a resume says, with which it goes on
         "summary.json",
         swapped,
     ): "summary.json is not what this run wrote, and is kept as aside/summary.json",
-    ("run.json", missing): "run.json is missing, and begins anew with this process",
+    ("run.json", missing): "run.json is missing; a new one begins with this process",
     ("checkpoints/step_000001.ckpt", swapped): "step_000001.ckpt is a checkpoint of run",
     (
         "checkpoints/step_000002.ckpt",
@@ -554,11 +554,12 @@ REFUSED = {  # (file, damage) → the sentence of a refusal
     ("config.yaml", emptied): r"config\.yaml does not say which run it belongs to",
     ("run.json", swapped): r"config\.yaml belongs to run \w{16} and run\.json to run \w{16}",
     (".hydra/overrides.yaml", swapped): r"overrides\.yaml is not what this run wrote",
-    (".hydra/overrides.yaml", missing): r"overrides\.yaml is missing or no file",
+    (".hydra/overrides.yaml", missing): r"overrides\.yaml is missing or not a file",
     (".hydra/overrides.yaml", truncated): r"overrides\.yaml",
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, damage, sentence",
     cases([(*key, text) for key, text in GOES_ON.items()], 3, unpack=True),
@@ -717,6 +718,7 @@ def test_no_new_run_begins_in_the_folder_of_one_that_lost_its_config(mine, capsy
     assert "but no file config.yaml" in capsys.readouterr().err and names_in(mine) == before
 
 
+@pytest.mark.slow
 def test_a_refused_run_leaves_the_files_that_were_in_its_folder(tmp_path, monkeypatch):
     """It removed the whole folder that hydra.run.dir named."""
 

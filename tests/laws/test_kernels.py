@@ -202,11 +202,11 @@ def test_a_gpu_names_its_engine_and_large_models_are_advised_vllm():
     """By the count of parameters alone: 4B has 4.02 billion."""
     small = engine_line(Cached(), GPU, 1_720_574_976)
     large = engine_line(Cached(), GPU, 4_022_468_096)
-    assert small.startswith("engine: Cached, which decodes in this process")
+    assert small.startswith("engine: Cached; it decodes in this process")
     assert "vllm" not in small and large.startswith(f"{small}; for a model of 4.0 billion")
     assert "we advise generation=vllm" in large and "not a measurement" in large
     served = engine_line(Served(lambda *_: []), GPU, 4_022_468_096)
-    assert served.startswith("engine: Served, ") and "advise" not in served
+    assert served.startswith("engine: Served; ") and "advise" not in served
     assert engine_line(Cached(), torch.device("cpu"), 4_022_468_096) == ""
 
 
@@ -307,13 +307,13 @@ def test_jobs_of_a_sweep_are_decided_together(without_compiler, tmp_path, capsys
     (tmp_path / "job" / "config.yaml").touch()
     back()
     decided = decide_kernels(tmp_path)
-    assert decided == {JOBS: "eager"} and "as those so far" in capsys.readouterr().out
+    assert decided == {JOBS: "eager"} and "like the jobs so far" in capsys.readouterr().out
     monkeypatch.setenv(JOBS, decided[JOBS])  # as a job has it
     assert kernel.choose_kernel("auto", *_parts())[1] == "so that all jobs are computed alike"
     (tmp_path / NAME).write_text('{"auto": "fused"}')
     away()
     with pytest.raises(
-        ConfigError, match=r"its jobs so far used compiled kernels, and here .*no licence"
+        ConfigError, match=r"its jobs so far used compiled kernels, but here .*no licence"
     ):
         decide_kernels(tmp_path)
 

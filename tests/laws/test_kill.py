@@ -114,7 +114,7 @@ MOMENTS = {  # kind of moment → functions that are in the middle of it
     "save": [
         "os.fsync",
         "os.replace",
-        "rlkit.system.rows.finite",
+        "rlkit.system.rows.replace_nonfinite",
         "torch.save",
         "rlkit.training.callbacks.conversations.append_step",
     ],

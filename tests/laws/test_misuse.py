@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 import rlkit
 from rlkit.config.parts import lift_part
@@ -84,6 +85,9 @@ MISUSES = {
     "tools of a number": of(environment="tool_use", environment__tools=[3]),
     "logger of a function": of(logger=brief),
     "callback of a number": of(callbacks__mine=object()),
+    "class for the model": of(model=torch.nn.Linear),
+    "network for the model": of(model=torch.nn.Linear(2, 2)),
+    "object for a function of a Protocol": of(algorithm__policy_loss=object()),
     # its tasks
     "task of a number": of(task=3),
     "task that is one task": of(task=TASK),
@@ -143,8 +147,10 @@ def test_a_wrong_call_is_answered_by_a_sentence(case, tmp_path, monkeypatch):
     with pytest.raises(rlkit.RLKitError) as raised:
         MISUSES[case]()
     assert 20 < len(str(raised.value)) < 1_500
+    assert not str(raised.value).rstrip().endswith(" no")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.commands.evaluate import accuracy_table
-from rlkit.commands.train import closing_lines
+from rlkit.commands.evaluate import format_accuracy
+from rlkit.commands.train import format_closing_lines
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import check_reward, load_tasks
 from rlkit.episodes import assemble, summarize
@@ -112,7 +112,7 @@ def test_held_out_accuracy_is_that_of_the_parts_together(run, tmp_path):
             8 * result["accuracy"]
         )
         assert row["test/part/arithmetic/accuracy"] == own["arithmetic"]["accuracy"]
-    assert "accuracy, guess_number" in closing_lines(summary, tmp_path)
+    assert "accuracy, guess_number" in format_closing_lines(summary, tmp_path)
 
 
 # ---------------------------------------------------------------------------------- without a model
@@ -201,7 +201,7 @@ def test_results_of_parts_are_those_of_their_rollouts_alone():
     result["sampled"] = summarise_curves(whole, samples=2, k=[1]) | {
         "parts": {p: summarise_curves(sums, samples=2, k=[1]) for p in ("sums", "games")}
     }
-    lines = accuracy_table(result, Path("out")).splitlines()
+    lines = format_accuracy(result, Path("out")).splitlines()
     assert any(line.startswith("sums: greedy accuracy") for line in lines) and any(
         line.startswith("games: pass@1") for line in lines
     )

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from mutating import LIMIT, ROOT, Mutation, mutate, read_table
+from mutating import LIMIT, ROOT, Mutation, mutate, read_progress, read_table
 from parametrise import every_extra
 
 TABLE = read_table()
@@ -51,3 +51,17 @@ def test_a_fault_is_noticed_and_a_row_says_by_which_test(tmp_path):
         (row,) = csv.DictReader(file)
     assert row["outcome"] == "killed" and "test_functional_aggregation.py::" in row["test"]
     assert row["machine"].endswith(f"{os.cpu_count()} cores")
+
+
+def test_a_process_that_sleeps_is_told_from_one_that_computes():
+    asleep = subprocess.Popen(["sleep", "infinity"])
+    try:
+        while read_progress(asleep.pid)[0]:
+            pass
+        before = read_progress(os.getpid())
+        assert before[0] and read_progress(asleep.pid) == (False, pytest.approx(0, abs=0.1))
+        while read_progress(os.getpid())[1] == before[1]:
+            pass
+    finally:
+        asleep.kill()
+        asleep.wait()

@@ -271,6 +271,7 @@ def test_a_bare_function_is_a_tool():
         assert x.environment.tools(TASK) == {"double": double}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -353,6 +354,7 @@ def test_a_folder_from_python_is_a_run_folder(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_a_folder_says_which_callbacks_are_left_out(tiny, capsys):
     """Nobody waits for files, or for a callback of their own, that never come."""
     given = {**SMALL, "trainer__steps": 1, "generation__max_new_tokens": 4}
@@ -361,6 +363,7 @@ def test_a_run_without_a_folder_says_which_callbacks_are_left_out(tiny, capsys):
     assert said.endswith("left out: checkpoint, samples, rollouts, completions, mine")
 
 
+@pytest.mark.slow
 def test_a_loop_may_be_left_at_any_step_also_inside_a_running_event_loop(tiny, capsys):
     """As in a notebook, with a policy that is loaded already."""
     x = rlkit.experiment(model=tiny, **SMALL)

@@ -279,6 +279,7 @@ def test_every_kind_has_a_law():
     assert set(MEDDLE) == set(list_kinds())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, door", cases(cover(PAIRS, 12, also=REPRESENTATIVES), REPRESENTATIVES, unpack=True)
 )
@@ -515,6 +516,7 @@ def test_a_run_whose_functions_change_the_folder_writes_what_its_twin_writes(
     assert said.count("meddling_parts.score (") == 1 and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_run_from_python_stays_in_its_folder(tmp_path, monkeypatch):
     """The representative: a reward, an environment and an advantage that leave for a folder that is
     gone, and a relative run folder."""
@@ -593,6 +595,7 @@ ROW_DOORS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", cases(ROW_DOORS, ["session"]))
 def test_a_function_that_changes_its_rows_changes_no_step(door, same):
     """Weights, replies, rows and the tasks themselves are those of a twin that changes nothing."""

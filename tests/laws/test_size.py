@@ -17,7 +17,7 @@ spec.loader.exec_module(size)
 # Tokens of the core and of each extra. A limit is raised only by a commit that says what was bought
 # with it.
 TOKENS = {
-    "core": 270_100,
+    "core": 270_600,
     "adapters": 8_000,
     "bench": 16_000,
     "forecast": 8_400,
@@ -76,7 +76,7 @@ def test_no_function_is_longer_than_a_page():
     longer = {
         (name, node.name)
         for name in FILES
-        for node in size.find_functions(tree_of(name))
+        for node in size.functions_of(tree_of(name))
         if size.length_of(node) > FUNCTION_LINES
     }
     assert {(name, function) for name, function in longer if not rebuilt(name)} == set()

@@ -73,6 +73,7 @@ def folders() -> list[Path]:
 # -------------------------------------------------------------------------------- several processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_of_several_processes_at_once_one_compiles_and_all_have_it(
     count, source, tmp_path, monkeypatch

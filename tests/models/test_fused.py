@@ -54,6 +54,7 @@ SHAPES = [
 ]  # tokens, heads, size
 
 
+@pytest.mark.slow
 @each(("n", "heads", "size"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])

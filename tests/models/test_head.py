@@ -107,6 +107,7 @@ def chosen(logp, ids, mask):
     return (logp.gather(2, ids[:, 1:, None])[..., 0] * mask[:, 1:])[mask[:, 1:]]
 
 
+@pytest.mark.slow
 @every
 def test_log_probs_and_their_gradient_are_those_of_the_models_own_forward(family):
     """Also in chunks, each of which is run again in the backward pass."""
@@ -148,6 +149,7 @@ def test_the_exact_divergence_and_the_entropy_are_those_of_the_models_own_forwar
     torch.testing.assert_close(got.entropy[mask], -(p.exp() * p).sum(-1)[mask[:, 1:]], **CLOSE)
 
 
+@pytest.mark.slow
 @every
 def test_every_engine_gives_the_log_probs_that_the_trainer_gives(family, complete):
     """And both engines the same tokens; a model with a state of its own is left to the reference
@@ -170,6 +172,7 @@ def test_every_engine_gives_the_log_probs_that_the_trainer_gives(family, complet
             )  # float32, other orders of summation
 
 
+@pytest.mark.slow
 @every
 def test_under_adapters_policy_and_reference_keep_what_is_behind_the_head(family):
     """The adapted policy, the start with the adapter off, and a second adapter."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlkit.errors import ConfigError, TemplateError
-from rlkit.models import LoRA, has_tool_prompt, load, load_policy
+from rlkit.models import LoRA, encode_prompt, has_tool_prompt, load, load_policy
 from rlkit.models.load import TINY, pretrained_config
 from rlkit.models.packing import ATTENTION
 from rlkit.models.save import save_policy
@@ -47,6 +47,7 @@ def test_lora_trains_float32_adapters_over_a_frozen_base():
         assert any(f".{target}." in n for n in trained), target
 
 
+@pytest.mark.slow
 def test_a_folder_of_adapters_is_its_base_with_them_added(tiny, tmp_path, monkeypatch):
     """Whatever folder it is loaded from, and again when further adapters are trained on it."""
     monkeypatch.chdir(tmp_path)
@@ -92,6 +93,31 @@ def test_remote_code_needs_a_pinned_commit(revision):
 def test_missing_model_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"model.path=.*nothing"):
         load_policy(path=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/no/such/place", "there is no such folder or file"),
+        ("./nowhere", "there is no such folder or file"),
+        ("empty", "the folder holds no config.json"),
+    ],
+)
+def test_a_path_without_a_model_says_why(path, why, tmp_path, monkeypatch):
+    """The errors of transformers spoke of backend tokenizers and of repo ids."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=f"model.path={path}: cannot be loaded .{why}"):
+        load_policy(path=path)
+
+
+def test_a_template_of_the_users_that_fails_is_named_by_its_file(tmp_path):
+    """The message named the folder of the model, which has a template of its own."""
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ raise_exception('mine') }}")
+    policy = load_policy(path="tiny", chat_template=str(file))
+    with pytest.raises(TemplateError, match=rf"model\.chat_template={file} fails: mine"):
+        encode_prompt(policy.renderer, [{"role": "user", "content": "1"}])
 
 
 def test_missing_template_file_is_named():

@@ -124,6 +124,7 @@ READ = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("masked", "kernels", "recompute"), cases(READ, READ[1:4:2], unpack=True))
 def test_scores_and_gradients_are_those_of_padded_rows(
     model, masked, kernels, recompute, monkeypatch
@@ -250,6 +251,7 @@ def shapes(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     combinations(

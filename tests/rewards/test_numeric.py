@@ -311,6 +311,7 @@ def scores(truth: str, said: str) -> dict[str, float | None]:
     return {form: numeric(rollout(form.format(said), truth=truth)) for form in FORMS}
 
 
+@pytest.mark.slow
 @each("truth", NUMBERS)
 def test_every_truth_scores_1_in_every_form_and_0_against_another(truth):
     assert set(scores(truth, truth).values()) == {1.0}

@@ -116,7 +116,7 @@ def test_rewards_that_float32_cannot_be_trained_on_are_refused(paid):
     with pytest.raises(RewardError, match=r"term 'big' returned no reward.*1e\+15"):
         score(ROLLOUTS, reward(big=Term(1.0, lambda r: paid)))
     step = Step((), (1,), (2,), (-1.0,), "stop", reward=paid)
-    with pytest.raises(RewardError, match=r"the rewards of an episode .* come to"):
+    with pytest.raises(RewardError, match=r"the rewards of an episode .* add up to"):
         score([Rollout(Task("t/0", ()), (step,))], reward(one=Term(1.0, lambda r: 1.0)))
 
 

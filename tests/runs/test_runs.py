@@ -122,6 +122,12 @@ def test_what_is_no_run_is_refused_and_the_newest_is_named(outputs):
         runs.find_run("nowhere", "resume")
 
 
+def test_a_misspelt_folder_is_answered_with_the_nearest(outputs):
+    make_run(outputs / "grpo", "first", 50)
+    with pytest.raises(ConfigError, match=r"run folder of rlkit\. Did you mean '.*outputs/grpo"):
+        runs.find_run(str(outputs / "grop"), "run")
+
+
 def test_what_is_no_run_is_refused_where_there_is_none(outputs):
     with pytest.raises(ConfigError, match=r"run=nowhere: no run folder of rlkit\.$"):
         runs.find_run("nowhere", "run")
@@ -325,6 +331,16 @@ def test_runs_are_listed_newest_first_and_filtered_by_settings(
     assert names("optimizer.lr=3e-4", "seed=2") == ["run2"]
     assert names("limit=1") == ["run2"] and names("seed=9") == []
     assert main(["runs", "kl=none", "limit=x"]) == 2
+
+
+def test_a_misspelt_setting_of_a_list_is_answered_with_the_nearest(
+    three_runs, tmp_path, monkeypatch, capsys
+):
+    """An empty list looked as if no run had it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs", "optimiser.lr=1e-3"]) == 0
+    said = "no run with optimiser.lr=1e-3 below outputs. Did you mean 'optimizer.lr'?"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ run = loaded("run")
 
 # What tells how sure something is: who calls one of these says something that can be false.
 ESTIMATORS = {
-    "paired",
+    "compare_pairs",
     "estimate_bounded_mean",
     "seeds_interval",
     "bootstrap",
     "compare_together",
     "count_needed_seeds",
-    "detectable",
+    "find_detectable_effect",
     "compute_power",
     "holm",
     "false_discovery",
@@ -53,7 +53,7 @@ ESTIMATORS = {
     "wilson",
     "share_interval",
     "newcombe",
-    "thirds",
+    "average_thirds",
     "spread_bound",
     "holm_levels",
     "improvement",
@@ -72,11 +72,11 @@ SPEAKERS = {
         "rlkit plan, pilot's spread",
         "rlkit plan, seen",
     ),
-    "commands.plan.need_text": ("rlkit plan, pilot's spread", "rlkit plan, seen"),
+    "commands.plan.phrase_need": ("rlkit plan, pilot's spread", "rlkit plan, seen"),
     # the pairs are a run's prompts
     "extras.why.effects.list_effects": ("rlkit compare, claim", "rlkit compare, interval"),
     "commands.train._compare_tests": ("report, marks",),
-    "extras.bench.matrix.pairs": (
+    "extras.bench.matrix.compare_arms": (
         "rlkit bench, claims",
         "rlkit bench, equal arms",
         "rlkit bench, claims' intervals",
@@ -84,7 +84,7 @@ SPEAKERS = {
         "rlkit bench, placebos",
     ),
     "extras.bench.matrix.score_interval": ("rlkit bench, scores",),
-    "extras.bench.matrix.over_tasks_table": ("rlkit bench, IQM",),
+    "extras.bench.matrix.tabulate_over_tasks": ("rlkit bench, IQM",),
     "runs.tables.tabulate_figures": ("report, marks", "report, change of one run"),
     "runs.tables.average_over_seeds": ("report, seeds", "report, change over seeds"),
     "episodes.evaluation._share_interval": ("report, one run",),
@@ -112,13 +112,13 @@ WORDS = {
         "…; fewer than … claim nothing.",
         "…; this may be chance.",
     },
-    "commands.plan.need_text": {
+    "commands.plan.phrase_need": {
         "  … against …: … seeds, … of runs, one at a time\n    ….",
         "\n    With … seeds a difference of … is found 4 times in 5.",
         "; if it is no larger than the pilot's, … seeds are enough",
         "The pilot's spread is … (… seeds), and the true one may be …",
     },
-    "extras.bench.matrix.claims": {
+    "extras.bench.matrix.list_claims": {
         "- …: … (a difference of … would be seen)",
         "- …: … by … (… to …), …",
         "Nothing: … seeds, and fewer than … claim nothing (`seeds=…`).…",

@@ -197,7 +197,7 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
 @pytest.mark.slow
 def test_cores_are_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlkit.runs.sweeps.run.cores", lambda: 8)
+    monkeypatch.setattr("rlkit.runs.sweeps.run.count_cores", lambda: 8)
     monkeypatch.setattr("rlkit.runs.sweeps.plan.is_installed", lambda name: True)
     assert [
         count_parallel_jobs(make_plan(["seed=1,2,3", *o], None))

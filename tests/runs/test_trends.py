@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parametrise import each
-from rlkit.commands.train import closing_lines
+from rlkit.commands.train import format_closing_lines
 from rlkit.runs.reading import ReadRun, group_runs, read_run
 from rlkit.runs.tables import find_symptoms, reward_rows
 from rlkit.runs.trends import TRENDS, average_thirds, find_shadow_rewards
@@ -109,7 +109,7 @@ def test_the_end_of_a_run_says_what_drifted(tmp_path):
         for row in run(HEALTHY | SICK["entropy_collapse"]).rows
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    said = closing_lines(
+    said = format_closing_lines(
         {"ended": "finished", "steps": len(rows), "wall_seconds": 1.0, "tokens": 1}, tmp_path
     ).splitlines()
     warnings = [line for line in said if line.startswith("warning: ")]
@@ -120,5 +120,7 @@ def test_the_end_of_a_run_says_what_drifted(tmp_path):
     )
     (tmp_path / "metrics.jsonl").unlink()
     assert "warning" not in "\n".join(
-        closing_lines({"ended": "finished", "steps": 0, "wall_seconds": 1.0, "tokens": 1}, tmp_path)
+        format_closing_lines(
+            {"ended": "finished", "steps": 0, "wall_seconds": 1.0, "tokens": 1}, tmp_path
+        )
     )

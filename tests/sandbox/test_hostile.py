@@ -569,6 +569,7 @@ def test_what_a_weak_level_started_is_killed_with_it(folder):
     assert outcome.status == "timeout" and list(folder.iterdir()) == [] and strays(folder) == []
 
 
+@pytest.mark.slow
 def test_a_folder_goes_however_deep_it_is(folder):
     with own_folder() as path:
         subprocess.run(["mkdir", "-p", path + "/d" * 1100], check=True)

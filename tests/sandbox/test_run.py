@@ -186,6 +186,7 @@ STDLIB = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ordinary_programs_give_their_values(name):
     code, call, value = PROGRAMS[name]

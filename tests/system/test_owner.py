@@ -314,6 +314,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start, locks",
     cases(

@@ -133,5 +133,5 @@ def test_rollouts_of_a_step_are_loaded_by_its_number(tmp_path):
         "row/1",
         "row/2",
     ]
-    with pytest.raises(ConfigError, match="no rollouts of step 3; it holds 2 from 1 to 2"):
+    with pytest.raises(ConfigError, match="no rollouts of step 3; it holds 2 steps, from 1 to 2"):
         load_rollouts(tmp_path, step=3)

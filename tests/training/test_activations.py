@@ -116,6 +116,7 @@ def held_bytes() -> int:
     return found.uordblks + found.hblkhd
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize(
     "settings, rows, width",
@@ -191,6 +192,7 @@ def test_terms_are_those_that_a_check_counts_by_hand(machine):
     )  # with a reference, at most a second adapter
 
 
+@pytest.mark.slow
 def test_shards_of_a_model_are_parts_of_it(machine, monkeypatch):
     machine(16 * GIB)
     policy = load_policy(path="tiny")
@@ -207,6 +209,7 @@ def test_shards_of_a_model_are_parts_of_it(machine, monkeypatch):
 # ----------------------------------------------------------------------------------- the decision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "total, expected", [(16 * GIB, False), (int(1.2 * GIB), True), (GIB, True)]
 )
@@ -218,7 +221,7 @@ def test_the_machine_decides_and_the_line_has_the_figures(total, expected, machi
     line = settle_activations(x, policy, load_tasks(x).train, CPU)
     assert is_checkpointed(policy.model) is expected
     assert line.startswith(f"activations: {'recomputed' if expected else 'kept'} (one micro-batch")
-    assert f"of {USABLE * total / GIB:.2f} GiB, 90% of the total)" in line
+    assert f"the limit is {USABLE * total / GIB:.2f} GiB, 90% of the memory)" in line
     assert policy.model.training
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from parametrise import cases
 from rlkit.commands.cli import main
-from rlkit.commands.train import closing_lines
+from rlkit.commands.train import format_closing_lines
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import schedule_problems
@@ -59,7 +59,7 @@ def play(folder, *, steps: int, every: int, stop_at: float | None = None, tasks=
         total_steps=steps,
         metrics={},
         experiment=SimpleNamespace(evaluation=settings),
-        out_of_time=lambda: False,
+        is_out_of_time=lambda: False,
     )
     trainer = SimpleNamespace(should_stop=False, loggers=[], print=lambda *_: None)
     held_out = Played(tasks, folder / "metrics.jsonl", {})
@@ -128,6 +128,7 @@ def test_validation_problems_are_loaded_where_they_are_played(tmp_path):
     assert not never.validation and never.test and len(often.validation) == len(often.test) == 3
 
 
+@pytest.mark.slow
 def test_an_empty_validation_split_is_refused_with_what_to_set(tmp_path):
     words = ["task=jsonl", f"task.path={rows_file(tmp_path, 60)}", "task.validation=0.0"]
     load_tasks(experiment(compose(words)))
@@ -224,7 +225,7 @@ def test_rows_and_summary_name_the_split(run, tmp_path):
         summary["after"]["accuracy"] == rows[-1]["test/accuracy"]
         and summary["validation"]["accuracy"] == rows[-1]["eval/accuracy"]
     )
-    table = closing_lines(summary, tmp_path).splitlines()
+    table = format_closing_lines(summary, tmp_path).splitlines()
     assert any(line.split() == ["test", "before", "after"] for line in table)
 
 
@@ -252,6 +253,7 @@ def test_the_best_checkpoint_is_the_best_on_validation(run):
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_back_both_splits(run):
     folder, _, summary = run
     results = load_checkpoint(folder / "checkpoints")[1]["callbacks"]["HeldOut"]["results"]
@@ -307,7 +309,9 @@ def test_a_run_that_ends_below_its_start_says_so_first(tmp_path):
     def said(right: int) -> list[str]:
         sides = [measured(n) for n in (48, right)]
         ended = {"ended": "finished", "steps": 9, "wall_seconds": 1.0, "tokens": 1}
-        return closing_lines(dict(zip(("before", "after"), sides, strict=True)) | ended, tmp_path)
+        return format_closing_lines(
+            dict(zip(("before", "after"), sides, strict=True)) | ended, tmp_path
+        )
 
     def measured(right: int) -> dict:
         low, high = wilson(right, 64)

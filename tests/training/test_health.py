@@ -76,7 +76,7 @@ ILL = {  # check → (what makes it speak, words of the message)
     "sampler_off": ({"mismatch/logp_abs_mean": 0.06}, ["0.060 nats", "more than 0.001"]),
     "version_wrong": (
         {"mismatch/version_right": 0.0, "mismatch/version_wrong": 7.0},
-        ["another version", "10^7", "lost a push"],
+        ["another version", "10^7", "missed an update"],
     ),
     "version_unknown": (
         {"mismatch/version_right": 5.0, "mismatch/version_wrong": 1.0},
@@ -206,7 +206,7 @@ def test_a_tool_that_fails_in_every_call_is_named():
     unknown = ToolResult("", "none", "Error: there is no tool 'none'.", ok=False)
     assert describe_failing_tools(3 * [rollout(broken, fine, unknown, unknown)]) == []
     assert describe_failing_tools(4 * [rollout(broken, fine, unknown)]) == [
-        "the tool look failed in all of its 4 calls; the first said: Error: no."
+        "the tool look failed in all of its 4 calls; the first error: Error: no."
     ]
     assert describe_failing_tools([*4 * [rollout(broken)], rollout(broken._replace(ok=True))]) == []
 

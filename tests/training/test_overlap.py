@@ -421,7 +421,7 @@ def test_kills_of_either_process_lose_and_repeat_nothing(tmp_path, monkeypatch, 
             log.read_text()[-3000:],
         )
         assert gone(sampler), (kill, who)
-    assert "the sampling process was killed by SIGKILL; what it printed" in log.read_text()
+    assert "the sampling process was killed by SIGKILL; its output is in" in log.read_text()
     assert (
         os.waitstatus_to_exitcode(os.waitpid(forked(["train", f"resume={run}"], log), 0)[1]) == 0
     ), log.read_text()[-3000:]
@@ -475,7 +475,7 @@ def test_a_sampler_that_dies_by_itself_ends_the_run_with_a_sentence(tmp_path, mo
     )
     said = [line for line in log.read_text().splitlines() if line.startswith("rlkit:")][-1]
     assert said.endswith(
-        f"the sampling process was killed by SIGKILL; what it printed: {tmp_path}/run/sampler.log. "
+        f"the sampling process was killed by SIGKILL; its output is in {tmp_path}/run/sampler.log. "
         "The run can be resumed from its last checkpoint"
     )
 

@@ -691,8 +691,8 @@ def test_a_longer_run_says_what_it_changes(experiment):
     assert explain_new_length(experiment, Progress(10), before=20) == ""
     assert (
         explain_new_length(longer, Progress(10), before=20)
-        == "trainer.steps was 20, is 200; from step 11 on the new curves hold: optimizer.lr was to"
-        " be 0.000165, is 0.0002865"
+        == "trainer.steps was 20 and is now 200; from step 11 on the new curves apply:"
+        " optimizer.lr is 0.0002865 instead of 0.000165"
     )
 
 

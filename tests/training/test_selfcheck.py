@@ -189,6 +189,7 @@ def test_tokens_that_a_thinking_budget_wrote_are_no_difference(tiny, tasks, expe
     assert any(reply.forced for reply in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [Transformers, Cached])
 def test_logits_that_change_behind_the_trainers_back_are_refused(tiny, tasks, experiment, engine):
     """A forward put in the place of the model's own is not what the trainer applies. An engine may
@@ -236,6 +237,7 @@ def off_by(gap, sampled_by=None):
     return engine
 
 
+@pytest.mark.slow
 def test_half_precision_is_compared_with_what_its_own_two_paths_differ_by(tiny, tasks, experiment):
     """A fixed limit of 0.05 nats passed over an error of 0.02 here, and lay on SmolLM2's noise."""
     policy = half(tiny)
@@ -249,7 +251,7 @@ def test_half_precision_is_compared_with_what_its_own_two_paths_differ_by(tiny, 
     assert right.bound < 0.01  # the tiny model's own paths differ by less than one in 200
     (line,) = check(0.02).warnings
     assert "sampler and trainer differ by 0.02" in line
-    assert f"more than the {right.bound:.2g} expected of rounding" in line
+    assert f"more than the {right.bound:.2g} expected from rounding" in line
     assert "own two paths, the whole sequence and token by token, differ by " in line
     with pytest.raises(
         SelfCheckError,
@@ -283,6 +285,7 @@ def rounding_more_with_a_cache(tiny):
     return Rounding
 
 
+@pytest.mark.slow
 def test_a_model_whose_own_two_paths_differ_may_differ_as_much_and_a_fifth_more(
     tiny, tasks, experiment
 ):
@@ -321,7 +324,7 @@ def test_a_model_without_a_cache_may_differ_as_real_models_do(tiny, tasks, exper
 
     assert check(0.05) == []
     (line,) = check(0.08)
-    assert "more than the 0.06 expected of rounding; the model's forward has no cache" in line
+    assert "more than the 0.06 expected from rounding; the model's forward takes no cache" in line
 
 
 def test_log_probs_that_are_not_numbers_are_refused_in_half_precision_too(tiny, tasks, experiment):

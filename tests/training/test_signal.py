@@ -408,6 +408,7 @@ SKIPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases([*KEPT, *SKIPPED], ["k1", "k3"]))
 def test_the_first_step_without_signal_is_skipped_at_the_reference(name):
     """Neither weights nor moments move, and the KL is 0 in the row. After an update the KL pulls,
@@ -471,6 +472,7 @@ def test_a_phase_with_a_reference_of_its_own_starts_at_it():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     cases(

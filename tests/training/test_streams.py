@@ -105,6 +105,7 @@ def gradients(x, rollouts, policy, *, micro=1 << 14, of=None, **own):
     return (torch.cat(seen) if seen else torch.zeros(())), metrics
 
 
+@pytest.mark.slow
 def test_streams_add_up_however_they_are_split(played, tiny):
     """One rollout is masked by the overlong rule: the teacher reads it, the reward does not, and
     neither count is the other's."""
@@ -181,6 +182,7 @@ def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny
     assert metrics["streams/teacher"] == pytest.approx(float(wanted.mean()), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", ["sampler", "loglinear"])
 def test_a_sampled_teacher_is_weighed_by_policy_over_sampler_whatever_old_is(old, played, tiny):
     """Sampled 0.3 nats less likely than the trainer has it, every token counts e^0.3 as much; with
@@ -369,6 +371,7 @@ def test_observations_are_what_tools_said_and_nothing_else(played, tiny):
     assert metrics["streams/imitation"] > 0 and metrics["optim/grad_norm"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides, says",
     [
@@ -398,6 +401,7 @@ def test_what_cannot_run_is_refused(overrides, says):
         experiment(compose(overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides, says",
     [
@@ -441,6 +445,7 @@ def reordered(policy, folder):
     model.save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_a_teacher_whose_tokens_have_another_order_gives_the_same_gradients(played, tiny, tmp_path):
     """The tiny model with weights that have moved, as it is and in another order with rows between:
     equal bits, tied head and all."""
@@ -498,6 +503,7 @@ PRESETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(PRESETS, ("opsd",)))
 def test_a_preset_takes_a_step(name, tmp_path):
     (tmp_path / "talk.jsonl").write_text(

@@ -228,8 +228,8 @@ def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, 
     assert len(list((tmp_path / "outputs" / "auto").iterdir())) == 1
     said = capsys.readouterr().out
     assert (
-        "resume: schedule.numbers.optimizer.lr.steps was 1, is 2" in said
-        and "resume: trainer.steps was 1, is 2" in said
+        "resume: schedule.numbers.optimizer.lr.steps was 1 and is now 2" in said
+        and "resume: trainer.steps was 1 and is now 2" in said
     )
     first, second = (row["schedule/optimizer.lr"] for row in rows(folder))
     assert second == pytest.approx(0.55 * first)  # the new curve, from the next step on

@@ -1,9 +1,9 @@
-"""Check the assumptions of an experiment's parts against the declarations of the others
+"""Check the assumptions of an experiment's parts against the declarations of the other parts
 (`rlkit.types`: assumes, gives, keeps).
 
-There is no table of forbidden pairs. The words of a reward are followed from its terms through
-weights, aggregator, normalisation, overlong rule and a KL in the baseline to the advantage. Each
-part's assumptions are compared with the words left at its place.
+There is no table of forbidden pairs. The words (guarantees) of a reward are followed from its terms
+through weights, aggregator, normalisation, overlong rule and a KL in the baseline to the advantage.
+Each part's assumptions are compared with the words remaining at its place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Words(NamedTuple):
         return self._replace(lost=dict.fromkeys(words, why) | dict(self.lost))
 
     def pass_through(self, part: Any, path: str, why: str) -> Words:
-        """Pass the rewards through a part: only the words it declares to keep stay."""
+        """Pass the rewards through a part: only the words declared to be kept remain."""
         kept = declarations(part, "keeps")
         if kept is None:
             return self._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(self.unsaid))
@@ -52,8 +52,8 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
     """List the assumptions broken in the experiment, as sentences with a remedy.
 
     Args:
-      tasks: rows of the run, once loaded. They name the rewards and environments the config leaves
-        open.
+      tasks: rows of the run, once loaded. They name the rewards and environments that the config
+        leaves open.
     """
     problems = []
     for path, part, words in _list_assuming_parts(x, tasks):
@@ -68,7 +68,8 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
 
 
 def assumption_warnings(x: Experiment) -> list[str]:
-    """Assumptions neither broken nor guaranteed, and episode limits a single reply may exceed."""
+    """Assumptions neither broken nor guaranteed, and episode limits that a single reply may
+    exceed."""
     out = []
     for path, part, words in _list_assuming_parts(x, ()):
         for assumed in sorted(declarations(part, "assumes") or ()):
@@ -84,8 +85,8 @@ def assumption_warnings(x: Experiment) -> list[str]:
 
 
 def _list_assuming_parts(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
-    """(path, part, the rewards' words there) of the parts of an algorithm that look at rewards, in
-    order."""
+    """(path, part, the words of the rewards there) for each part of an algorithm that looks at
+    rewards, in order."""
     a = x.algorithm
     kl = x.kl
     given = _find_reward_words(x, tasks)
@@ -103,7 +104,8 @@ def _list_assuming_parts(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str
 
 
 def _find_reward_words(x: Experiment, tasks: Sequence[Task]) -> Words:
-    """Of the rewards as training takes them: terms, weights, aggregator, normalisation."""
+    """The words of the rewards used in training: after terms, weights, aggregator and
+    normalisation."""
     words = Words()
     counted = {name: term for name, term in x.reward.terms.items() if term.weight != 0}
     for name, term in counted.items():
@@ -156,7 +158,7 @@ def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
 
 
 def _reply_budgets(x: Experiment) -> list[str]:
-    """Reply limits no reply reaches."""
+    """Reply limits beyond the reach of any reply."""
     longest = x.generation.max_new_tokens
     out = []
     for name, part in x.algorithm.parts.items():
@@ -172,8 +174,8 @@ def _reply_budgets(x: Experiment) -> list[str]:
 
 
 def _episode_budgets(x: Experiment) -> list[str]:
-    """Limits of an episode of several replies, if one reply may use them up."""
-    # by row: each has its own
+    """Limits of an episode with several replies, if a single reply may use them up."""
+    # by row: each environment has its own number of replies
     turns = x.environment.max_steps if isinstance(x.environment, Environment) else 1
     out = []
     for name, term in x.reward.terms.items():

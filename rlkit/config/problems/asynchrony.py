@@ -14,7 +14,7 @@ from rlkit.types import is_stateful
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment
 
-# Numbers needed at dispatch, `staleness` steps before the groups' step.
+# Numbers needed when groups are requested, `staleness` steps before their learning step.
 DISPATCH = (
     "generation.",
     "environment.",
@@ -26,8 +26,8 @@ DISPATCH = (
 
 
 def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
-    """Whatever decides groups must be known when they are dispatched. `firsts`: phase → its
-    experiment at its first step."""
+    """Check that everything with an effect on groups is known when they are requested. `firsts`:
+    phase → its experiment at its first step."""
     mode = x.asynchrony.mode
     staleness = x.asynchrony.staleness
     said = f"asynchrony.staleness={staleness}"
@@ -56,7 +56,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
 
 
 def _find_second_process_problems(x: Experiment) -> list[str]:
-    """Settings a second process of this machine cannot sample with."""
+    """Settings unfit for sampling in a second process of this machine."""
     said = "asynchrony=overlap"
     problems = []
     count = x.trainer.devices * x.trainer.nodes
@@ -76,8 +76,8 @@ def _find_second_process_problems(x: Experiment) -> list[str]:
 
 
 def _find_stateful(x: Experiment) -> list[str]:
-    """Find functions with a memory of earlier calls: the second process would call them with a
-    memory of its own."""
+    """Find functions with a memory of earlier calls, because the second process would call them
+    with a separate memory."""
     found: dict[str, str] = {}
     for phase in list_phases(x).values():
         terms = {f"reward.terms.{name}": term.fn for name, term in phase.reward.terms.items()}

@@ -61,7 +61,7 @@ def _check_evaluation(x: Experiment) -> list[str]:
 
 
 def rank_problems(x: Experiment) -> list[str]:
-    """Settings several ranks cannot run with, as sentences."""
+    """Settings unfit for several ranks, as sentences."""
     t = x.trainer
     problems = []
     count = t.devices * t.nodes
@@ -127,7 +127,7 @@ def _check_groups(x: Experiment) -> list[str]:
 
 
 def _check_choice(x: Experiment) -> list[str]:
-    """Problems of an algorithm with chosen tasks (task.sampler), or with groups learned from again
+    """Problems of an algorithm with a choice of tasks (task.sampler), or with reused groups
     (task.reuse)."""
     a = x.algorithm
     problems = []
@@ -221,8 +221,8 @@ def _check_corrections(x: Experiment) -> list[str]:
 
 
 def _check_old(x: Experiment) -> list[str]:
-    """Find settings that lose their meaning, or get a second one, if the ratio's old policy is not
-    the one before the update (`algorithm.old`)."""
+    """Find settings that lose their meaning, or get a second meaning, if the ratio's old policy is
+    not the policy before the update (`algorithm.old`)."""
     from rlkit.algorithm import asks_for
     from rlkit.functional import automatic_correction, no_correction, second_moment_mask
 

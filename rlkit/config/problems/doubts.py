@@ -78,10 +78,10 @@ def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) ->
 def list_warnings(
     x: Experiment, overrides: Sequence[str] = (), tasks: Splits | None = None
 ) -> list[str]:
-    """List the settings, and problems in two splits, that are legal but probably not meant.
+    """List settings that are legal but probably not meant, and problems in two splits.
 
     Args:
-      overrides: set by the user. tasks: of the run; None: not loaded yet.
+      overrides: the user's. tasks: the run's; None: not loaded yet.
     """
     from rlkit.functional import forward, k1
 
@@ -133,7 +133,7 @@ def list_warnings(
 
 
 def _correction_doubts(x: Experiment) -> list[str]:
-    """Samples weighed twice, dropped by chance, or old and not weighed at all."""
+    """Find samples weighed twice, dropped by chance, or old and not weighed at all."""
     from rlkit.algorithm import asks_for
     from rlkit.functional import automatic_correction, geometric_mask, no_correction
 
@@ -182,7 +182,7 @@ def _correction_doubts(x: Experiment) -> list[str]:
 def find_embedded_numbers(
     x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)
 ) -> list[str]:
-    """Find values of these keys made for rlkit's embedded model, in a run of another model."""
+    """Find values of these keys meant for rlkit's embedded model, in a run of another model."""
     own = x.model.suggests
     path = x.model.path or x.model.origin
     if own.get("max_new_tokens") is None or _is_embedded(path):
@@ -239,27 +239,27 @@ def _adapter_rate(x: Experiment) -> list[str]:
 
 
 def _find_unreached(x: Experiment) -> list[tuple[str, int, str]]:
-    """(path, RL steps, consequence) of numbers of steps a short run never reaches."""
-    out = []
-    every = bound(x.reference.update).get("every")
-    if x.needs_reference and isinstance(every, int):
-        out.append(
-            (
-                "reference.every",
-                every,
-                "no update sees a new copy of the policy, so the reference is the frozen start",
-            )
-        )
-    if x.asynchrony.staleness:
-        out.append(
-            (
-                "asynchrony.staleness",
-                x.asynchrony.staleness,
-                "every step samples with the weights of the start",
-            )
-        )
-    if x.algorithm.critic.active:
-        out.append(
-            ("algorithm.critic.warmup", x.algorithm.critic.warmup, "the policy is never trained")
-        )
-    return out
+    """(path, RL steps, consequence) for each number of steps that a short run never reaches."""
+    every = bound(x.reference.update).get("every", 0)
+    critic = x.algorithm.critic
+    late = [
+        (
+            x.needs_reference and isinstance(every, int),
+            "reference.every",
+            every,
+            "no update sees a new copy of the policy, so the reference is the frozen start",
+        ),
+        (
+            x.asynchrony.staleness,
+            "asynchrony.staleness",
+            x.asynchrony.staleness,
+            "every step samples with the weights of the start",
+        ),
+        (
+            critic.active,
+            "algorithm.critic.warmup",
+            critic.warmup,
+            "the policy is never trained",
+        ),
+    ]
+    return [(path, steps, why) for acts, path, steps, why in late if acts]

@@ -1,4 +1,4 @@
-"""Check names of folders: each part of one is a plain name, so it stays inside its parent
+"""Check names of folders: each part of a name is plain, so the folder stays inside its parent
 folder."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ SOURCES = ("schedule", "algorithm")
 
 
 def name_problems(config: Mapping[str, Any]) -> list[str]:
-    """Why the name of a run is no folder inside outputs/, as a sentence with its key. `a/b` is a
-    folder within a folder."""
+    """Why the name of a run cannot be a folder inside outputs/, as a sentence with its key. `a/b`
+    is a folder within a folder."""
     name = config.get("name")
     if not isinstance(name, str):  # the schema reports the type
         return []
@@ -39,7 +39,7 @@ def name_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def part_problem(part: str) -> str:
-    """Say why a text is no plain name of one file or folder; empty if it is one."""
+    """Say why a text is not a plain name of a file or folder; empty if it is."""
     if not part:
         return "it is empty, or a part of it is"
     if part in (".", ".."):

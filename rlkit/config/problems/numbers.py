@@ -37,7 +37,7 @@ def range_problems(node: Any, path: str = "") -> list[str]:
 
 
 def number_problems(x: Experiment) -> list[str]:
-    """Numbers a run cannot have, and numbers in conflict with one another, as sentences."""
+    """Impossible numbers, and numbers in conflict with one another, as sentences."""
     a = x.algorithm
     sampling = x.generation
     rollouts = x.batch.prompts * x.batch.group_size
@@ -61,7 +61,7 @@ def number_problems(x: Experiment) -> list[str]:
         )
     if x.trainer.requeue and x.resume == "never":
         problems.append(
-            "trainer.requeue: with resume=never the job that is queued again would begin anew; set"
+            "trainer.requeue: with resume=never a job that is queued again would start over; set"
             " resume=auto, or name a run"
         )
     if not problems and rollouts % a.minibatches:
@@ -74,8 +74,8 @@ def number_problems(x: Experiment) -> list[str]:
 
 
 def sampling_problems(sampling: Sampling) -> list[str]:
-    """Sampling settings no engine supports, as sentences."""
-    from rlkit.engines.service import find_out_of_range  # engines bring torch
+    """Sampling settings that no engine supports, as sentences."""
+    from rlkit.engines.service import find_out_of_range  # this imports torch
 
     return find_out_of_range(sampling) + thinking_problems(sampling)
 

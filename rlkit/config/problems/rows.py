@@ -27,15 +27,15 @@ from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
 
 def load_tasks(x: Experiment) -> Splits:
-    """Load the problems of a run. Truths are read, and the verifier and every phase's reward are
-    tried on gold answers.
+    """Load the problems of a run. The rows' truths are checked, and the verifier and every phase's
+    reward are tried on gold answers.
 
     Test problems are loaded if `evaluation.n` is above 0, validation problems if `evaluation.every`
     is above 0 too.
-    Raises: DataError; ConfigError. For a split without problems the message names the setting to
+    Raises: DataError; ConfigError. If a split has no problems, the message names the setting to
     change.
     """
-    # Rewards and environments are called.
+    # rewards and environments are called here
     with (
         guard_state(x.task.load, kinds=[FOLDER]),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: ""),
@@ -95,11 +95,11 @@ def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
 
 def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
     """Check that the verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows
-    with a reward marked `no_gold` have no gold answer to try. This reward may belong to `training`
-    alone.
+    with a reward marked `no_gold` have no gold answer to try. It may also be marked only in
+    `training`.
 
     The tests of programs are read in every row.
-    Raises: DataError naming the row and any test impossible to judge outside the program.
+    Raises: DataError naming the row and a test that cannot be judged outside the program.
     """
     for task in tasks:
         if task.reward == "code_exec":
@@ -130,12 +130,12 @@ def check_truths(
     reward: Reward,
     environment: Environment | Callable[[Task], Environment],
 ) -> None:
-    """Check every row's truth and environment. Each term of the reward must be able to read the
-    truth it compares with: a row with an unreadable truth would be left out of every step without a
-    word. A term of weight 0 is only logged, so it is not asked. The environment must be able to
-    play the row (`Environment.check`).
+    """Check every row's truth and environment. Each term of the reward must be able to read its
+    truth, because a row with an unreadable truth would silently be left out of every step. Terms of
+    weight 0 are only logged, so they are not checked. The environment must be able to play the row
+    (`Environment.check`).
 
-    Raises: DataError naming the row, and how many there are.
+    Raises: DataError naming the first row, and how many more there are.
     """
     fns = [term.fn for term in reward.terms.values()]
     fns += [own for fn in fns for own in list_named_rewards(fn).values()]
@@ -221,8 +221,8 @@ def check_reward(
     """Check that the training reward runs, and can score the gold answer of at least one of the
     first rows, for every part of a mixture.
 
-    A reward of a session's end state sees the state at the session's beginning.
-    Raises: ConfigError if a term raises or nothing can be scored. So a broken reward is found
+    A reward on a session's end state gets the state at the session's beginning.
+    Raises: ConfigError if a term raises, or if nothing can be scored. So a broken reward is found
     before a model is loaded.
     """
     gold = [_answer_task(task, task.answer) for task in select_first_rows(tasks, ROWS)]

@@ -63,7 +63,7 @@ def schedule_problems(experiment: Any) -> list[str]:
 
 
 def _check_whole(given: Mapping[str, Any]) -> list[str]:
-    """Entries of the schedule that are no whole phase."""
+    """Entries of the schedule that are not a whole phase."""
     problems = []
     for name, phase in given.items():
         where = f"schedule.phases.{name}"
@@ -111,7 +111,7 @@ def _check_phase(where: str, phase: Phase, *, last: bool) -> list[str]:
 
 
 def _check_waiting(experiment: Any) -> list[str]:
-    """Metrics a phase waits for but will not or must not see."""
+    """Metrics that a phase waits for, but will not or must not get."""
     problems = []
     evaluated = experiment.evaluation.n > 0 and experiment.evaluation.every > 0
     for path, metric in _find_awaited_metrics(experiment).items():
@@ -130,7 +130,7 @@ def _check_waiting(experiment: Any) -> list[str]:
 
 
 def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
-    """Path → the metric that it follows, in any phase."""
+    """Path → the metric followed there, in any phase."""
     return {
         path: metric
         for i in range(len(experiment.schedule.phases) or 1)
@@ -178,7 +178,7 @@ def schedule_warnings(experiment: Any) -> list[str]:
 
 
 def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Overrides of a group of the whole run, without effect because every phase replaces the
+    """Overrides of a group of the whole run that have no effect, because every phase replaces the
     group."""
     phases = (config.get("schedule") or {}).get("phases") or {}
     if not isinstance(phases, Mapping):

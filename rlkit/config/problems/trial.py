@@ -57,7 +57,7 @@ def dry_run(x: Experiment) -> None:
             UpdateTerms(),
             x,
         )
-    except Exception as error:  # whatever a part of the user's raises
+    except Exception as error:  # the user's part may raise anything
         raise ConfigError(
             f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails:"
             f" {describe_error(error)}"
@@ -86,7 +86,8 @@ def dry_run(x: Experiment) -> None:
 def _policy_gradient(
     x: Experiment, batch: Minibatch, scores: TokenLogprobs, logits: Tensor
 ) -> Tensor:
-    """The gradient of the policy loss alone. A KL or an entropy bonus would hide one of zero.
+    """The gradient of only the policy loss, because a KL or an entropy bonus would hide a gradient
+    of zero.
 
     Raises: ConfigError if there is none.
     """
@@ -110,8 +111,8 @@ def _policy_gradient(
 
 
 def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
-    """Make two groups of rollouts, with one rewarded in each, the policy's scores of them, and the
-    logits behind these scores."""
+    """Make two groups of rollouts, each with one rewarded rollout, the policy's scores of them, and
+    the logits behind these scores."""
     import torch
 
     from rlkit.types import Scored, TokenLogprobs
@@ -185,7 +186,7 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
     tried: list[tuple[str, Any, str, KL]] = []
     if "without_advantages" in (declarations(loss, "vanishes") or ()):
         tried.append(("algorithm.policy_loss", loss, "without_advantages", KL("none")))
-        # needs the whole vocabulary, absent from the fake data
+        # this needs the whole vocabulary, and the fake data has none
         exact = asks_for(estimator, "full_kl")
         if (
             x.kl.in_loss
@@ -205,7 +206,7 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
 
 
 def optimizer_problems(x: Experiment) -> list[str]:
-    """Try an optimizer's numbers on one parameter: with the model it would be too late."""
+    """Try an optimizer's numbers on one parameter, before the model is loaded."""
     import torch
 
     critics = {
@@ -220,7 +221,7 @@ def optimizer_problems(x: Experiment) -> list[str]:
     ]:
         try:
             make([torch.nn.Parameter(torch.zeros(1))])
-        except Exception as error:  # whatever an optimizer of the user's raises
+        except Exception as error:  # the user's optimizer may raise anything
             problems.append(
                 f"{path}: {error}; its numbers are"
                 f" {', '.join(f'{k}={v}' for k, v in bound(make).items())}"

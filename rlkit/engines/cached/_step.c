@@ -1,9 +1,10 @@
 /* One decoding step of a Llama-like model: for every row that draws, the trunk, the head, the draw and the bookkeeping.
 
-   Weights, keys and values are float32, or with -DHALF bfloat16. Then the inputs of products are rounded to bfloat16 and everything else is
-   float32, the residual stream and the logits too. The numbers are those of forward.py, functional/sampling.py and sampler.py up to the last
-   bits of sums, and with -DHALF up to the roundings that are left out. A row's arithmetic does not depend on which rows stand beside it, nor
-   on the number of threads. Plain C with the vectors of GCC and clang; kernel.py compiles it, packs the weights and fills the structure. */
+   Weights, keys and values are float32, or with -DHALF bfloat16. With -DHALF the inputs of products are also rounded to bfloat16; everything
+   else is float32, including the residual stream and the logits. The numbers are those of forward.py, functional/sampling.py and sampler.py,
+   except for the last bits of sums, and with -DHALF except for the intermediate roundings to bfloat16 that this code does not make. A row's
+   arithmetic depends neither on the other rows nor on the number of threads. Plain C with the vectors of GCC and clang; kernel.py compiles
+   it, packs the weights and fills the structure. */
 
 #include <math.h>
 #include <pthread.h>
@@ -14,7 +15,7 @@
 #if defined(__AVX512F__)
 #define LANES 16
 #define ROWS 12 /* rows whose sums are in registers together */
-#define CHAINS 4 /* sums that run beside each other, since an addition takes about four cycles */
+#define CHAINS 4 /* independent sums that are computed at the same time, because one addition takes about four cycles */
 #elif defined(__AVX__)
 #define LANES 8
 #define ROWS 3
@@ -25,7 +26,7 @@
 #define CHAINS 2
 #endif
 #define ALONE 8 /* fewer rows than this are not worth another thread */
-#define TILE 32 /* columns of a packed matrix that lie together */
+#define TILE 32 /* neighbouring columns of a packed matrix */
 #define PARTS (TILE / LANES)
 #define INLINE static inline __attribute__((always_inline))
 
@@ -56,7 +57,7 @@ typedef struct { /* as kernel.StepArguments: all of them 64 bits wide */
     const float *const *before, *const *between;  /* of each layer: norms [H], or NULL where they are part of project and gates */
     const number *const *low, *const *high;       /* of each layer 4 pairs: factors of adapters, packed; scaling is part of the second */
     number *const *keys, *const *values;          /* of each layer [Hk, pages, page, D] */
-    const int64_t *table;                                                  /* [S, entries], the page of each `page` positions */
+    const int64_t *table;                                                  /* [S, entries]: entry c of a slot is the page of its positions c * page and following */
     const int64_t *eos;
     int64_t *last, *position, *count, *limit, *seed, *tokens;
     float *logprobs;
@@ -163,7 +164,7 @@ static void product(int64_t n, const number *x, int64_t in, const number *w, con
 
 static int64_t padded(int64_t n) { return (n + TILE - 1) / TILE * TILE; }
 
-/* The same product, and with ranks that of an adapter: y += (x low) high. The sums of `low` go to `room`, and then to `narrow`. */
+/* The same product. If ranks > 0, add the adapter's product: y += (x low) high. The sums of `low` go to `room`, and then to `narrow`. */
 static void adapted(int64_t n, const number *x, int64_t in, const number *w, const float *bias, int add, float *y, int64_t out,
                     int64_t ranks, const number *low, const number *high, float *room, number *narrow) {
     product(n, x, in, w, bias, add, y, out);
@@ -190,7 +191,7 @@ INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t hal
 }
 
 /* Attention out[groups, D] of queries [groups, D] with shared keys and values; `table` names the pages of the first `length` positions.
-   p: room for 5 numbers a position; in the end the first ones are the weights. */
+   p: room for 5 numbers a position; at the end its first `length` numbers are the weights. */
 INLINE void attend(int64_t D, int64_t groups, const float *q, const number *keys, const number *values, const int64_t *table, int64_t page,
                    int64_t length, float *p, float *out) {
     int64_t filled = (length + LANES - 1) / LANES * LANES;
@@ -199,7 +200,7 @@ INLINE void attend(int64_t D, int64_t groups, const float *q, const number *keys
         for (int64_t from = 0; from < length; from += page) {
             const number *k = keys + table[from / page] * page * D;
             int64_t here = length - from < page ? length - from : page;
-            for (int64_t t = 0; t < here; t++) { /* leave each sum in four parts; a later loop adds the parts of many positions at once */
+            for (int64_t t = 0; t < here; t++) { /* leave each sum in four parts; a later loop adds the parts of many positions together */
                 union {
                     vec all;
                     quad four[LANES / 4];

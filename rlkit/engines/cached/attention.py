@@ -1,4 +1,4 @@
-"""Attention of the cached engine: it reads keys and values in place, and only as many
+"""Attention of the cached engine: it copies no keys for grouped heads, and reads only as many
 positions as a slot has."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def use_grouped_attention(config: Any) -> AbstractContextManager[None]:
 
 
 def choose_attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Use any attention kernel of CUDA but cuDNN's, which makes a new plan for every length."""
+    """Use any attention kernel of CUDA except cuDNN's: cuDNN makes a new plan for every length."""
     if device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -77,7 +77,8 @@ def attend(
 
     Args:
       query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L],
-        True is seen. With any other shape attention is causal, and m = L.
+        True where a query sees a position. A mask of any other shape means causal attention, with m
+        = L.
     """
     rows, heads, width, size = query.shape
     groups = heads // key.shape[1]
@@ -97,12 +98,12 @@ def attend(
 def attend_in_place(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Attention of one new token a row, reading the pages in place: torch's `varlen_attn`
-    with a block table (torch 2.12, CUDA, half precision).
+    """Attention of one new token per row, with pages read in place: torch's `varlen_attn` with a
+    block table (torch 2.12, CUDA, half precision).
 
     Args:
-      query: [R, Hq, 1, D]. keys, values: of a layer [Hk, pages, page, D]. table: [R, n] int32.
-      lengths: [R] int32, the positions seen by each row.
+      query: [R, Hq, 1, D]. keys, values: those of one layer, [Hk, pages, page, D]. table: [R, n]
+      int32. lengths: [R] int32, how many positions each row sees.
     Returns: [R, 1, Hq, D].
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -135,12 +136,13 @@ def explain_no_reading_in_place() -> str:
     return ""
 
 
-Part = tuple[int, int, int]  # slots from, to; the most positions seen by one of these slots
+# first slot, end of the slots, and the most positions seen by one of them
+Part = tuple[int, int, int]
 
 
 def cut_slots(reach: Sequence[int]) -> list[Part]:
     """Cut slots into parts of similar length, if this saves more than the additional calls cost.
-    `reach`: positions seen by each slot."""
+    `reach`: how many positions each slot sees."""
     parts: list[Part] = []
     for start in range(0, len(reach), SIDE_BY_SIDE):
         stop = min(start + SIDE_BY_SIDE, len(reach))

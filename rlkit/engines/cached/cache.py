@@ -18,19 +18,19 @@ from rlkit.system.device import total_memory
 PAGE = 16  # tokens of a page
 # flash attention reads pages in place if their length is a multiple of this
 FLASH_PAGE = 256
-SPARE = 0  # a page that no row holds; slots without a page write there
+SPARE = 0  # a page that no row holds; slots without a page write into it
 SHARE = 0.35  # of the memory left by the weights, for keys and values
 
 
 class Pages:
     """Keys and values of all slots, and the table of their pages.
 
-    keys, values: of each layer [Hk, pages, page, D]. The first pass allocates them in the precision
-    of its keys; `clear` frees them. No row holds page 0 (SPARE).
-    table: [slots, columns], the page of each `page` positions of a slot; 0 if it has none. The
-    host writes `entries`, and `flush` brings the changes to the device. On a CPU both are the
-    same memory.
-    holders: how many slots hold each page. Samples of one prompt share its full pages.
+    keys, values: one tensor [Hk, pages, page, D] for each layer. The first pass allocates them, in
+    the precision of its values; `clear` frees them. No row holds page 0 (SPARE).
+    table: [slots, columns]. Column c names the page with the slot's positions c · page to
+    (c + 1) · page - 1; 0 if there is none. The host writes `entries`, and `flush` brings the
+    changes to the device. On a CPU both are the same memory.
+    holders: how many rows hold each page. Samples of one prompt share the prompt's full pages.
 
     Args:
       tokens: capacity of all pages together, > 0, rounded up to whole pages.
@@ -61,7 +61,7 @@ class Pages:
     # ------------------------------------------------------------------------------------- the host
 
     def span(self, length: int) -> int:
-        """Pages for so many tokens."""
+        """The number of pages for this many tokens."""
         return -(-length // self.page)
 
     def take(self) -> int:
@@ -102,7 +102,8 @@ class Pages:
     # ----------------------------------------------------------------------------------- the device
 
     def places(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where the positions [R, m] of these slots [R] lie, counted over all pages."""
+        """Places of the positions [R, m] of these slots [R]: indices over the positions of all
+        pages."""
         pages = self.table[rows].gather(1, positions // self.page)
         return pages * self.page + positions % self.page
 
@@ -147,7 +148,7 @@ class Pages:
         return own[:size].view(shape)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages to others."""
+        """Copy the pages `sources` to the pages `targets`."""
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
         for kept in (*self.keys, *self.values):

@@ -30,30 +30,33 @@ class Cached(Service):
     Tokens are drawn as in the reference engine (rlkit.engines.transformers.draw), from the
     completion's own seed and position. Its slot and its neighbours change only the last bits of
     the arithmetic. If some layers see only a window of the context, the reference engine decodes
-    the completions that could outgrow it. It decodes every completion of a model with layers of
-    other kinds, for example linear attention.
+    the completions that could outgrow it. The reference engine also decodes every completion of a
+    model with layers other than full or windowed attention, for example linear attention.
 
     Args:
       max_rows: completions sampled at once, > 0.
-      max_cached_tokens: size of the cache in tokens, > 0, raised to one longest context and cut to
-        max_rows of them. None: as many as fit into 0.35 of the memory that the weights leave on the
-        card or, on a CPU, in the machine or container. A CPU allocates memory only as it is used.
-        Prompts wait if they do not fit. If drawing rows need more, the row with the fewest draws
-        gives way; it keeps its draws, and its context is read again later.
+      max_cached_tokens: size of the cache in tokens, > 0. It holds at least one context of full
+        length, and at most max_rows of them. None: as many as fit into 0.35 of the memory that the
+        weights leave on the card or, on a CPU, in the machine or container. A CPU allocates memory
+        only as it is used. Prompts wait if they do not fit. If drawing rows run out of pages,
+        waiting episodes lose theirs first, then the row with the fewest draws. That row keeps its
+        drawn tokens, and its context is read again later.
       check_every: tokens drawn by every slot before the host looks for ended completions, > 0.
-        None: 1 on a CPU, 8 elsewhere. It changes no completion: a slot stops at its end.
+        None: 1 on a CPU, 8 elsewhere. It changes no completion: a slot stops drawing when its
+        completion ends.
       keep_cache: keep the memory of the cache, and the graphs, between calls. False frees the
         memory, and each call makes cache and graphs again.
-      cuda_graphs: run the step as CUDA graphs. If False, or if the model cannot be captured, its
-        kernels are started one by one.
+      cuda_graphs: run the step as CUDA graphs. If False, or if the model cannot be captured, the
+        kernels of a step are started one by one.
       kernel: computes a step on a CPU. "fused": one call of compiled C (kernel.py). "eager":
         calls of torch. "auto": fused if possible, else eager. Changes the last bits
         of log-probs.
       cache: how a step on CUDA reads the pages. "gather": it copies them for torch's attention.
-        "varlen": `varlen_attn` reads them in place (torch 2.12, 16-bit weights); no card has run it
-        yet. A CPU gathers.
-    Raises: ValueError for arguments out of range, EngineError if `kernel` is "fused" and the
-      model or the machine does not allow it, or `cache` is "varlen" and this torch cannot.
+        "varlen": `varlen_attn` reads them in place (torch 2.12, 16-bit weights); it has not been
+        tried on a GPU yet. A CPU gathers.
+    Raises: ValueError for arguments out of range, EngineError if `kernel` is "fused" and the model
+      or the machine does not allow it, or if `cache` is "varlen" and this version of torch cannot
+      read pages in place.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Cached(Service):
         self.kernel = kernel
         self.automatic = kernel == "auto"
         self.why_eager = ""  # why `auto` is eager
+        # the kernel of the process sampling for this one
         self.elsewhere: Literal["eager", "fused"] | None = None
         # threads of a fused step (None: torch's); any number gives the same bits
         self.threads: int | None = None
@@ -108,8 +112,8 @@ class Cached(Service):
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
         before = self.decoder
         kernel = self.kernel
-        # `auto` was settled as fused: an unfit model may decode without it, but a lost compiler
-        # is an error
+        # The run has settled `auto` as fused. A model that the kernel does not support may still
+        # decode eagerly, but a compiler that is no longer there is an error.
         if self.automatic and kernel == "fused":
             try:
                 compile_kernel()
@@ -149,7 +153,7 @@ class Cached(Service):
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads
         if isinstance(before, Scheduler):
-            decoder.graphs.captured = before.graphs.captured  # counted for the engine's life
+            decoder.graphs.captured = before.graphs.captured  # counted over the engine's life
             before.clear()
         return decoder
 
@@ -160,21 +164,22 @@ class Cached(Service):
 
     def keep_cached_tokens(self, tokens: int) -> None:
         """Take this cache size from a resumed run, or from the process that samples for this one. A
-        size named by the config stays."""
+        size set in the config stays."""
         if self.max_cached_tokens is None:
             self.cached_tokens = tokens
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """The kernel in use, or the kernel of another process sampling for this one; None before
-        the first weights."""
+        """The kernel in use, or the kernel of the process sampling for this one; None before the
+        first weights."""
         if self.decoder is None:
             return self.elsewhere
         fused = isinstance(self.decoder, Scheduler) and self.decoder.kernel is not None
         return "fused" if fused else "eager"
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
-        """Fix `auto` to this kernel from now on, in this process and in others."""
+        """Fix `auto` to this kernel from now on. A sampling process of the run is told the same
+        kernel."""
         if not self.automatic:
             return
         self.kernel = kernel
@@ -183,8 +188,8 @@ class Cached(Service):
             self.decoder.asked = kernel  # it need not be built again
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
-        """Continue a run that decoded with this kernel: "auto" becomes it. Return a sentence if
-        decoding differs nevertheless."""
+        """Continue a run that decoded with this kernel. If it was eager, "auto" becomes eager.
+        Return a sentence if decoding will differ nevertheless."""
         if self.automatic and kernel == "eager":
             self.settle(kernel, "as the run did so far")
         try:

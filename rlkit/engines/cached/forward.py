@@ -44,8 +44,9 @@ class Trunk:
         in each step; this class keeps converted copies (2 bytes a weight) until `refresh`.
         Products, keys and values are in `half`. The embedding, norms, angles and the residual
         stream stay in the precision of their weights, and attention's queries are rounded as
-        autocast rounds them. None: the types of the weights, or of the autocast in force. A trunk
-        whose projections must be called as modules (products.py) ignores it.
+        autocast rounds them. None: products are computed in the type of the weights, or in
+        autocast's type if autocast is on. If the projections must be called as modules
+        (products.py), `half` has no effect.
     """
 
     def __init__(self, trunk: Any, half: torch.dtype | None = None):
@@ -93,7 +94,7 @@ class Trunk:
             values = projected[:, :, -keys:]
             if layer.scale is not None:
                 both = normalise_rms(both, attn.q_norm.variance_epsilon) * layer.scale
-            # rotate_half; the sine carries its sign
+            # rotate_half; the sine carries the sign
             both = (both * cos).addcmul_(both.roll(middle, -1), sin)
             both = both if self.half is None else both.to(self.half)
             query, key, value = (
@@ -174,7 +175,7 @@ def _layer(module: Any, derive: Derive, half: torch.dtype | None) -> Layer:
 def normalise_rms(x: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + eps) over the last dimension, in float32 at least."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
-        # one kernel on CUDA; on a CPU eleven calls
+        # one kernel on CUDA, but eleven calls on a CPU
         return nn_functional.rms_norm(x, x.shape[-1:], eps=eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
@@ -191,7 +192,7 @@ FORWARDS: dict[str, type[Trunk]] = {
 
 
 def make_forward(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
-    """The forward for this trunk; None if the model's own has to be used.
+    """The forward for this trunk; None if the model's own forward has to be used.
 
     A model of a known family must have Hugging Face's own layers, with or without adapters in
     their projections.

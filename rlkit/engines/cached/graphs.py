@@ -1,4 +1,4 @@
-"""CUDA graphs of a decoding step: its kernels, hundreds of small ones, started all at once."""
+"""CUDA graphs of a decoding step: one call starts all its kernels, hundreds of small ones."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ class Graphs:
         self.device = device
         # memory shared by all graphs: no graph reads values left there by another
         self.pool: Any = None
-        self.captured = 0  # shapes so far, including forgotten ones
+        self.captured = 0  # number of captures so far, including forgotten ones
         self.started: set[Shape] = set()
         self.replays: dict[Shape, Callable[[], None]] = {}
 
     def forget(self) -> None:
-        """Drop every graph, because their buffers or weights have moved."""
+        """Drop all graphs, because their buffers or weights have moved."""
         self.started = set()
         self.replays = {}
         self.pool = None  # the allocator frees a pool with its last graph
 
     def __call__(self, shape: Shape, step: Callable[[], None]) -> None:
-        """Run the step, of this shape, as a graph if possible."""
+        """Run a step of this shape, as a graph if possible."""
         if shape not in self.replays and len(self.replays) >= MOST_SHAPES:
             covering = [own for own in self.replays if own.covers(shape)]
             shape = min(covering, key=lambda own: (sum(own.pages), own.slots), default=shape)
@@ -82,8 +82,8 @@ class Graphs:
                 reason = str(error).strip().partition("\n")[0]
                 warnings.warn(
                     f"the decoding step of {type(self.model).__name__} cannot be captured as a CUDA"
-                    " graph and runs without, more slowly (generation.engine.cuda_graphs=false"
-                    f" does not try): {reason}",
+                    " graph, so it runs without one, more slowly;"
+                    f" generation.engine.cuda_graphs=false skips the attempt: {reason}",
                     stacklevel=2,
                 )
         self.replays.get(shape, step)()
@@ -145,9 +145,9 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
 
 
 def abandon(graph: Any, device: torch.device, pool: Any) -> None:
-    """End a broken capture. `capture_end` raises before it tells the allocator. The allocator's
-    filter would then go on sending this thread's blocks on the side stream to the pool, and the
-    pool would keep its memory for good."""
+    """End a broken capture. `capture_end` raises before it tells the allocator that the capture has
+    ended. The allocator's filter would then go on sending this thread's blocks on the side stream
+    to the pool, and the pool would keep its memory for good."""
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
         return

@@ -31,7 +31,7 @@ from rlkit.models.shape import read_model_shape
 SOURCE = Path(__file__).with_name("_step.c")
 HALF = ("-DHALF",)  # the compiler's flag for bfloat16
 TILE = 32  # neighbouring columns of a packed matrix, as in the C file
-# largest model for which `auto` takes the kernel, which holds a second copy of the weights
+# largest model for which `auto` takes the kernel; the kernel holds a second copy of the weights
 MOST_WEIGHTS = 1 << 28
 PRODUCTS = ("project", "out", "gates", "down")
 LAYERS = (*PRODUCTS, "bias", "scale", "before", "between")
@@ -86,10 +86,11 @@ class Kernel:
     """Decoding steps of a trunk and its head over the state of a cache and a sampler, on a CPU.
 
     In float32 the weights of norms and adapters are multiplied into the matrices. In bfloat16 they
-    are not, because the rounding of a matrix is larger than the first steps of an adapter.
+    are not, because rounding the matrix would change it more than the first changes of an adapter
+    do.
 
     Args:
-      trunk, head: the engine's; `explain_misfit` has no objection to them.
+      trunk, head: the engine's. `explain_misfit` must return "" for them.
     Raises: EngineError if the C file cannot be compiled.
     """
 
@@ -144,7 +145,7 @@ class Kernel:
                     self.arrays[end][place] = made.data_ptr()
 
     def _enter(self, pages: Pages, sampler: Sampler) -> None:
-        """Enter the addresses of the state of all slots; they hold from step to step."""
+        """Enter the addresses of the state of all slots. They stay valid from step to step."""
         step = self.step
         for name, store in (("keys", pages.keys), ("values", pages.values)):
             self.arrays[name][:] = [tensor.data_ptr() for tensor in store]
@@ -217,7 +218,7 @@ class Group(NamedTuple):
 
     @property
     def parts(self) -> list[Part]:
-        """The factors of the modules; `explain_misfit` has refused all other modules."""
+        """The weights of the modules; `explain_misfit` has refused all modules that do more."""
         return [part for part in map(find_plain_part, self.modules) if part is not None]
 
     @property
@@ -262,7 +263,7 @@ def explain_misfit(trunk: Trunk | None, head: Head) -> str:
             embedding.dtype not in (torch.float32, torch.bfloat16)
             or any(w.dtype != embedding.dtype or w.device.type != "cpu" for w in weights)
         ),
-        "hooks hang on the model": any(
+        "the model has hooks": any(
             m._forward_hooks or m._forward_pre_hooks for m in causal.modules()
         ),
         "a projection does more than multiply and add a plain adapter": (
@@ -275,7 +276,8 @@ def explain_misfit(trunk: Trunk | None, head: Head) -> str:
         ),
         "the gate is not silu": config.hidden_act not in ("silu", "swish"),
         "norms differ in eps": len({m.variance_epsilon for m in list_norms(trunk.trunk)}) > 1,
-        "the angles depend on the length": rotary.rope_type in ("dynamic", "longrope"),
+        "the rotary angles depend on the length of the context": rotary.rope_type
+        in ("dynamic", "longrope"),
         "head size and hidden size must be multiples of 32, the intermediate size of 16": (
             first.self_attn.head_dim % 32 != 0
             or config.hidden_size % TILE != 0
@@ -323,8 +325,8 @@ def find_norm_address(trunk: Trunk, norm: Any, half: bool) -> int | None:
 
 
 def _layer(trunk: Trunk, layer: Any, scale: Tensor | None, half: bool) -> dict[str, int | None]:
-    """The addresses of a layer's tensors for the kernel, made again whenever the weights have
-    changed."""
+    """The addresses of a layer's tensors for the kernel. The tensors are computed again, in place,
+    whenever the weights have changed."""
     groups = group_products(layer)
     found: dict[str, int | None] = {
         name: trunk.derive(partial(join_weights, group, half)).data_ptr()

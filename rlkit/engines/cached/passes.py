@@ -25,12 +25,13 @@ from rlkit.types import Policy
 
 
 class Seen(NamedTuple):
-    """The places of a pass's new tokens, and the tokens each row attends to.
+    """Where a pass writes its new tokens, and which tokens each row attends to.
 
-    places: [R, m] of the new tokens. table: pages to read [R, n], or None: a pass over whole
-    contexts, each attending to itself alone. mask: [R, 1, m, n · page], True is seen. lengths:
-    [R] int32 in place of a mask, if the pages are read in place. parts: ranges of rows of similar
-    length, each with its own number of pages to read; empty: all rows read all pages.
+    places: [R, m], where the new tokens are written. table: pages to read [R, n], or None for a
+    pass over whole contexts, each of which attends only to itself. mask: [R, 1, m, n · page], True
+    where a token sees a position. lengths: [R] int32 instead of a mask, if the pages are read in
+    place. parts: ranges of rows of similar length, each with its own number of pages to read;
+    empty: all rows read all pages.
     """
 
     places: Tensor
@@ -57,14 +58,14 @@ class Passes:
         self.half = find_autocast_type(pages.device)
         self.forward = make_forward(self.trunk, self.half)
         self.logits = make_logits_function(self.head, self.forward)
-        # whether graphs must be dropped after a call: they may read autocast's copies of weights,
-        # which autocast drops then
+        # whether graphs must be dropped after a call: they may read copies of weights made by
+        # autocast, and autocast frees these at the end of the call
         self.casts = self.half is not None and casts_weights(self.head, self.forward)
         self.weights = list_addresses(causal)
 
     def serves(self, policy: Policy, causal: Any) -> bool:
-        """Whether these weights have the previous ones' addresses, so captured graphs stay valid.
-        If so, recompute the tensors derived from them."""
+        """Whether these weights have the addresses of the previous ones, so captured graphs stay
+        valid. If so, recompute the tensors derived from the weights."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
         if causal is not self.causal or not all(rest) or list_addresses(causal) != self.weights:
             return False
@@ -87,7 +88,7 @@ class Passes:
         slots = torch.tensor([row.slot for row in rows], device=device)
         starts = torch.tensor([row.known for row in rows], device=device)
         steps = torch.arange(width, device=device)
-        # Padding may reach beyond the longest context; no one reads its values.
+        # Padding may reach beyond the longest context; nothing reads its values.
         positions = (starts[:, None] + steps).clamp(max=self.policy.context_length - 1)
         own = steps < lengths[:, None]
         places = pages.places(slots, positions).where(own, SPARE * pages.page)
@@ -121,7 +122,7 @@ class Passes:
         if self.forward is not None:
             return self.forward(ids, positions, partial(self.attention, seen))
         mask = seen.mask
-        if mask is None:  # any mask of another shape stands for causal attention
+        if mask is None:  # `attend` takes a mask of this shape to mean causal attention
             mask = ids.new_ones(len(ids), 1, 1, 1, dtype=torch.bool)
         out = self.trunk(
             input_ids=ids,
@@ -135,8 +136,8 @@ class Passes:
     def attention(
         self, seen: Seen, query: Tensor, key: Tensor, value: Tensor, layer: int
     ) -> Tensor:
-        """Keep the new keys and values, and attend to everything seen by these rows, [R, m, Hq,
-        D]."""
+        """Keep the new keys and values, and return the attention of these rows to all that they
+        see, [R, m, Hq, D]."""
         pages = self.pages
         pages.put(layer, key, value, seen.places)
         if seen.table is None:
@@ -165,7 +166,8 @@ class ModelCache:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values [R, Hk, m, D], and return everything seen by these rows."""
+        """Keep new keys and values [R, Hk, m, D], and return all keys and values that these rows
+        see."""
         self.pages.put(layer, key, value, self.seen.places)
         if self.seen.table is None:
             return key.to(value.dtype), value

@@ -6,7 +6,7 @@ keys and values, are multiplied together.
 W holds the modules' weights side by side. A holds the down factors of their adapters, and B is
 block-diagonal: scaling × the up factor of each. So the adapters of a group cost two products;
 PEFT's modules would take six operations for each adapter. In float32 on a CPU adapters cost
-nothing: there W is a copy with the adapters added to it.
+nothing, because W is a copy with the adapters added to it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def find_plain_part(module: Any, half: torch.dtype | None = None) -> Part | None
     """The weights of a linear layer, with or without a plain adapter; None if a call of the module
     may do anything else.
 
-    An adapter must compute in the precision of its base, as everything does under autocast
-    (`half`).
+    An adapter must compute in the precision of its base. With autocast (`half`) it always does.
     """
     if type(module) is nn.Linear:
         return Part(module) if is_plain(module) else None
@@ -72,18 +71,19 @@ def merge_weight(part: Part, dtype: torch.dtype) -> Tensor:
 def make_projection(
     derive: Derive, norm: Any | None, *modules: Any, half: torch.dtype | None = None
 ) -> Projection:
-    """The modules' outputs side by side.
+    """The function from tokens to the modules' outputs, side by side.
 
     Args:
       derive: keeps a tensor made of weights, see `Trunk.derive`.
       norm: the norm before the modules; the tokens are not yet multiplied by its weight. None: no
         norm.
       modules: all read the same tokens. If one of them does more than multiply, all are called.
-      half: the type to compute in, from copies that are kept; None: the type of the weights.
-    Several modules become one matrix if they are copied to `half` anyway, and on a CPU, where a
-    call costs more than the copy. Otherwise each has a product of its own. On a CPU the norm's
-    weight and the adapters go into the matrix too, but not in half precision: its rounding is
-    larger than an adapter's first steps.
+      half: the type to compute in; weights of another type are converted once, and the copies are
+        kept. None: the type of the weights.
+    Several modules become one matrix in two cases: they are copied to `half` anyway, or they are on
+    a CPU, where one more call costs more than the copy. Otherwise each module has a product of its
+    own. On a CPU the norm's weight and the adapters go into the matrix too, but not in half
+    precision, because rounding to half precision changes more than the first steps of an adapter.
     """
     parts = [part for part in (find_plain_part(m, half) for m in modules) if part is not None]
     if len(parts) < len(modules):
@@ -124,7 +124,7 @@ def make_projection(
 
 
 def make_called_projection(norm: Any | None, modules: Sequence[Any]) -> Projection:
-    """The outputs of the modules, called one by one, side by side."""
+    """The function from tokens to the modules' outputs, side by side, by calling each module."""
 
     def call(x: Tensor) -> Tensor:
         x = x if norm is None else x * norm.weight
@@ -135,7 +135,7 @@ def make_called_projection(norm: Any | None, modules: Sequence[Any]) -> Projecti
 
 
 def join_projections(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projection:
-    """The products with some weights, side by side."""
+    """The function from tokens to their products with all weights of `pairs`, side by side."""
     if len(pairs) == 1:
         weight, bias = pairs[0]
         return lambda x: nn_functional.linear(x, weight, bias)
@@ -143,7 +143,7 @@ def join_projections(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projectio
 
 
 def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
-    """base(x) + (x downᵀ) up, for down [ranks, H] and up [ranks, N]."""
+    """The function base(x) + (x downᵀ) up of tokens x, for down [ranks, H] and up [ranks, N]."""
 
     def adapted(x: Tensor) -> Tensor:
         y = base(x)

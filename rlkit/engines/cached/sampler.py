@@ -27,7 +27,7 @@ STATE = (
 
 
 class Saved(NamedTuple):
-    """The part of a completion drawn before its row was cut, and the state of its thinking
+    """The tokens drawn by a completion before its row was cut, and the state of its thinking
     budget."""
 
     token_ids: tuple[int, ...]
@@ -37,14 +37,13 @@ class Saved(NamedTuple):
 
 
 class Sampler:
-    """The state of all slots except their keys and values. The host reads it only in `taken`, and
-    in `draw` if the tags of a thinking budget are spelled out.
+    """The state of all slots except their keys and values. The host reads it only in `taken`, in
+    `saved`, and in `draw` if a thinking tag is written with several tokens.
 
-    last, position      the last token, and its place
-    count, limit, seed  tokens drawn, the most, and the seed of the completion
-    draws, ended        whether a slot draws; whether it has ended since the host last looked
-    tokens, logprobs, forced   the completion, and one more column for the ignored draws of idle
-                               slots
+    last, position      the last token, and its position
+    count, limit, seed  tokens drawn so far, most tokens to draw, and the seed of the completion
+    draws, ended        whether a slot draws; whether it has ended since the last call of `taken`
+    tokens, logprobs, forced   the completion; slots without a draw write to a last, ignored column
     """
 
     def __init__(
@@ -74,7 +73,8 @@ class Sampler:
         )
         self.temperature: float | Tensor = params.temperature
         if captured and params.temperature not in (0, 1):
-            # read by the graph: the next call may change it
+            # a tensor, because the captured graph reads it and the next call may change the
+            # temperature
             self.temperature = torch.tensor(params.temperature, device=device)
         self.budget = None
         if params.max_thinking_tokens is not None:
@@ -84,13 +84,13 @@ class Sampler:
 
     @property
     def asks_the_host(self) -> bool:
-        """Whether a draw needs each token on the host, because thinking tags are spelled out. Such
-        a draw cannot be captured."""
+        """Whether a draw needs each token on the host, because a thinking tag is written with
+        several tokens. Such a draw cannot be captured."""
         return self.budget is not None and self.policy.renderer.thinking.ids is None
 
     def begin_call(self, params: SamplingParams) -> None:
         """Sample the next completions with these parameters. Only the temperature may differ from
-        the parameters before."""
+        the previous ones."""
         self.params = params
         if isinstance(self.temperature, Tensor):
             self.temperature.fill_(params.temperature)
@@ -98,7 +98,7 @@ class Sampler:
             self.temperature = params.temperature
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-        """The slots `at` have read these contexts, and begin to draw."""
+        """Let the slots `at`, whose contexts have been read, begin to draw."""
         lengths = [len(context) for context in contexts]
         limits = [
             min(self.params.max_new_tokens, self.policy.context_length - length)
@@ -130,8 +130,8 @@ class Sampler:
         ]
 
     def go_on(self, at: Tensor, saved: Sequence[Saved]) -> None:
-        """Let the slots `at`, just begun, continue after saved draws. The model has read them
-        all."""
+        """Let the slots `at`, just begun, continue after saved draws. The model has read all of
+        these."""
         width = self.tokens.shape[1]
 
         def filled(parts: Sequence[Sequence[float]], like: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Sampler:
         self.draws[at], self.ended[at] = draws & ~ended, self.ended[at] | ended
 
     def taken(self, slots: int) -> list[tuple[int, Generation]]:
-        """Completions in the first `slots` that have ended since the last look, each with its
+        """Completions in the first `slots` that have ended since the last call, each with its
         slot."""
         if not self.ended.any():
             return []
@@ -195,14 +195,14 @@ class Sampler:
         ]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Slots take the place of others."""
+        """Copy the state of the slots `source` into the slots `target`."""
         for name in STATE:
             getattr(self, name)[target] = getattr(self, name)[source]
         if self.budget is not None:
             self.budget.move(source, target)
 
     def stop(self, at: Tensor) -> None:
-        """Let these slots draw nothing more. Steps still compute them."""
+        """Stop drawing in these slots. Steps still compute them."""
         self.draws[at] = False
         self.ended[at] = False
         self.position[at] = 0

@@ -5,7 +5,7 @@ checks for ended completions.
                ▲                                                                        │
                └── the next prompt of the same episode; its shared beginning is kept ───┘
 
-An episode keeps its pages until it is released, so a turn costs its new tokens only. Equal prompts,
+An episode keeps its pages until it is released, so a turn costs only its new tokens. Equal prompts,
 such as those of a task's samples, are read once. The host reads nothing in a decoding step: every
 slot in use goes through the model, and slots that do not draw are masked. So on CUDA the step is
 captured as a graph, for a few numbers of slots and pages, and the host looks for ended completions
@@ -31,13 +31,14 @@ from rlkit.engines.cached.slots import Row, Slots
 from rlkit.types import Generation, Policy, SamplingParams
 
 MOST_READ = 1 << 14  # tokens read in one pass, padding included
-# Reading a few contexts costs more than letting them wait. Waiting rows are read once there are
-# rows / READ_AT of them, or once their waits add up to rows / WAIT steps.
+# Reading a few contexts costs more than letting them wait. Waiting rows are read once they are at
+# least 1 / READ_AT of the rows in slots, or once their waits add up to (rows in slots) / WAIT
+# steps.
 READ_AT = 32
 WAIT = 4
-QUARTERS = 4  # parts of a captured step
+QUARTERS = 4  # a captured step is cut into this many parts
 SLOTS = 8  # the numbers of slots of captured steps are multiples of this
-SAMPLERS = 8  # slot states that are kept, one for each kind of sampling
+SAMPLERS = 8  # at most this many states of all slots are kept, one for each kind of sampling
 
 
 class Scheduler:
@@ -89,8 +90,8 @@ class Scheduler:
         self.samplers: dict[Any, Sampler] = {}
         self.params: SamplingParams | None = None  # of the completions under way
         self.rounds = 0
-        self.changed = False  # whether slots may have to be filled or closed
-        self.waited = 0  # steps for which rows have waited to be read, summed over the rows
+        self.changed = False  # whether there may be slots to fill or holes to close
+        self.waited = 0  # steps of waiting to be read, summed over the rows
         self.parts: list[Part] = []  # of the slots in use, before the next step
 
     # --------------------------------------------------------------------------------- the contract
@@ -187,8 +188,8 @@ class Scheduler:
                 self.sampler.move(*self.tensor(order).T)
         enter = self.slots.reading
         if enter:
-            # These rows draw nothing until their contexts are read. Until then steps write to
-            # their places, and reading overwrites it.
+            # These rows draw nothing until their contexts are read. Until then every step writes
+            # keys and values at their positions, and the reading pass overwrites these.
             at = self.tensor([row.slot for row in enter])
             self.sampler.stop(at)
             self.sampler.position[at] = self.tensor([row.known for row in enter])
@@ -210,8 +211,8 @@ class Scheduler:
         return self.samplers[key]
 
     def make_room(self, steps: int) -> None:
-        """Give every drawing slot pages for `steps` more tokens. Rows cut to make room keep
-        their draws."""
+        """Give every drawing slot pages for `steps` more tokens. Rows cut to make room keep their
+        draws."""
         cut = self.slots.extend(steps)
         drew = [(row, slot) for row, slot in cut if not row.reads]
         if drew:
@@ -290,7 +291,7 @@ class Scheduler:
 
     def cut_equally(self, slots: int) -> Sequence[Part]:
         """Cut the slots into equal parts. Each reads as many pages as its longest row has, rounded
-        up by `round_to_bucket`. Slots are sorted by length, so few pages are read in vain."""
+        up by `round_to_bucket`. Slots are sorted by length, so few pages are read for nothing."""
         number = QUARTERS if self.in_parts else 1
         edges = sorted({slots * k // number for k in range(number + 1)})
         parts = []
@@ -352,8 +353,8 @@ def round_to_bucket(number: int) -> int:
 
 
 def select_captured_settings(params: SamplingParams) -> Any:
-    """The parameters that a captured step depends on. Of the temperature only one thing matters:
-    whether logits are divided by it."""
+    """The parameters that a captured step depends on. Of the temperature only its kind matters: 0
+    (greedy), 1 (no division), or any other value."""
     return params._replace(
         temperature=params.temperature if params.temperature in (0, 1) else -1.0,
         admission="free",

@@ -20,8 +20,8 @@ from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.sampler import Saved
 from rlkit.types import agreement
 
-# While more than PLENTY pages are free for each slot in use, a row gets AHEAD pages at once: this
-# costs the host less than one at a time.
+# While more than PLENTY pages are free for each slot in use, a row gets AHEAD pages in one go,
+# which costs the host less than single pages.
 AHEAD = 4
 PLENTY = 2 * AHEAD
 FOREVER = 1 << 60  # steps
@@ -31,11 +31,11 @@ FOREVER = 1 << 60  # steps
 class Row:
     """A completion under way, or an episode between two of them.
 
-    prompt: before the completion. need: most tokens of prompt and completion. known: number of
-    first tokens with keys and values in the pages. pages: in the order of the tokens. saved: the
-    part of the completion drawn before the row was cut (lost its pages). tokens: between two
-    completions, the tokens in the pages. slot: -1 if it has none. reads: whether part of the
-    context has still to be read.
+    prompt: before the completion. need: upper bound of the tokens of prompt and completion
+    together. known: the pages hold the keys and values of the first `known` tokens. pages: in the
+    order of the tokens. saved: the part of the completion drawn before the row was cut (lost its
+    pages). tokens: between two completions, the tokens in the pages. slot: -1 if the row has none.
+    reads: whether part of the context has still to be read.
     """
 
     key: int
@@ -65,19 +65,20 @@ class Slots:
     """The queue, the rows in slots, and the episodes waiting for their environment.
 
     Slots in use are the first ones; a None among the rows is a hole, closed by `fill`. clock: steps
-    for which pages were given out. start: when a slot began to draw, the clock minus its tokens.
-    most: upper bound of a slot's tokens. room: tokens that its pages can hold. most and room are 0
-    if the slot does not draw. safe: until this clock no slot needs a page.
+    for which pages were given out. start: the clock at which a slot began to draw, minus the tokens
+    that it held then; so clock - start is the most tokens that it can hold now. most: upper bound
+    of a slot's tokens. room: tokens that its pages can hold. most and room are 0 if the slot does
+    not draw. safe: no slot needs a page until the clock exceeds this.
     """
 
     def __init__(self, pages: Pages):
         self.pages = pages
-        self.queue: list[Row] = []  # in its order, if `ordered`
+        self.queue: list[Row] = []  # sorted by `Row.order`, last first, if `ordered`
         self.ordered = True
         self.rows: list[Row | None] = []
         self.held: dict[int, Row] = {}  # key → an episode waiting for its environment
         self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot that has read it
-        self.stopped: list[int] = []  # slots left by their row before its completion ended
+        self.stopped: list[int] = []  # slots whose row left before its completion ended
         self.start, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
         self.clock = 0
         self.safe = -1
@@ -86,7 +87,8 @@ class Slots:
 
     @property
     def reach(self) -> np.ndarray:
-        """Most tokens each slot may have by the host's next look; 0 if it does not draw."""
+        """Upper bound of each slot's tokens when the host next looks; 0 if the slot does not
+        draw."""
         return np.minimum(self.clock - self.start, self.most)
 
     @property
@@ -110,8 +112,8 @@ class Slots:
         return [row for row in self.rows if row is not None and row.reads]
 
     def submit(self, key: int, prompt: tuple[int, ...], seed: int, need: int) -> None:
-        """Queue a completion. If its episode still has pages, the beginning shared with the
-        new prompt stays."""
+        """Queue a completion. If its episode still has pages, the pages of the beginning shared
+        with the new prompt stay."""
         row = self.held.pop(key, None)
         if row is None:
             row = Row(key, prompt, seed, need)
@@ -181,15 +183,16 @@ class Slots:
     # -------------------------------------------------------------------------------------- filling
 
     def fill(self) -> list[tuple[int, int]]:
-        """Give free slots to the queue, and move the last rows into the remaining holes. Return
-        the moves as pairs (source, target)."""
+        """Give free slots to the queue, and move the last rows into the remaining holes. Return the
+        moves as pairs (source, target)."""
         if not self.ordered:
             self.queue.sort(key=attrgetter("order"), reverse=True)
             self.ordered = True
         holes = [slot for slot, row in enumerate(self.rows) if row is None]
         free = [*holes, *range(len(self.rows), self.pages.slots)]
         active = len(self.rows) - len(holes)
-        firsts: dict[tuple[int, ...], Row] = {}  # prompt → its first row among the entering ones
+        # prompt → its first row among the rows that enter now
+        firsts: dict[tuple[int, ...], Row] = {}
         for slot in free:
             # Each drawing row needs a page now and then. Without a margin a row would enter
             # only to be cut at the next look.
@@ -228,9 +231,8 @@ class Slots:
         return True
 
     def _find(self, wanted: int, row: Row) -> bool:
-        """Whether `wanted` pages can be had for a row. Episodes without a slot lose their pages if
-        need be: first those waiting for their environment, fewest tokens first, then rows in the
-        queue."""
+        """Whether `wanted` pages are free for a row, or can be freed. To free pages, episodes that
+        wait for their environment lose theirs, fewest tokens first, then rows in the queue."""
         left = self.pages.left
         while len(left) < wanted and self.held:
             held = min(self.held.values(), key=lambda own: (len(own.tokens), own.tokens, own.seed))
@@ -242,14 +244,14 @@ class Slots:
         return len(left) >= wanted
 
     def _strip(self, row: Row) -> None:
-        """Take all pages of a row; it reads its whole context again."""
+        """Take all pages of a row; its whole context must be read again."""
         self.pages.give_back(row.pages)
         row.pages = []
         row.known = 0
         self.ordered = False
 
     def _close(self, holes: Iterable[int]) -> list[tuple[int, int]]:
-        """Move the last rows into the holes: the slots in use are the first ones."""
+        """Move the last rows into the holes, so the slots in use are the first ones."""
         moves = []
         for hole in holes:
             while self.rows and self.rows[-1] is None:
@@ -273,7 +275,8 @@ class Slots:
 
     def sort(self) -> list[tuple[int, int]]:
         """Put the rows with the longest contexts into the first slots, so that neighbours have
-        similar lengths. Return the moves, made at once, as pairs (source, target)."""
+        similar lengths. Return the moves as pairs (source, target); they must all be applied at the
+        same time."""
 
         reach = self.reach.tolist()
 

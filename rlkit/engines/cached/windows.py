@@ -22,7 +22,8 @@ class Windowed(Scheduler):
     nothing is left to do in the cache.
 
     Args:
-      policy: with its whole context. window: tokens seen by every layer, fewer than that context.
+      policy: with its whole context. window: how many tokens every layer sees, fewer than the
+        context.
       settings: for `Scheduler`.
     """
 

@@ -124,7 +124,7 @@ async def judge(
         (
             None
             if final_answer(rollout) is None
-            else question(rollout, model=model, rubric=rubric, levels=levels)
+            else build_question(rollout, model=model, rubric=rubric, levels=levels)
         )
         for rollout in rollouts
     ]
@@ -156,7 +156,7 @@ async def _points(
 ) -> Mapping[str, int] | Exception:
     """Get the points of a verdict, from its file in the cache or from the judge; else the
     exception. A judge that does not answer is noted in `down` and not asked again."""
-    known = _kept(file, settings)
+    known = _read_kept(file, settings)
     if known is not None:
         return known
     requests = settings.retries + 1
@@ -223,7 +223,7 @@ def _check_address(address: str) -> None:
         )
 
 
-def question(
+def build_question(
     rollout: Rollout, *, model: str, rubric: Mapping[str, str], levels: int
 ) -> dict[str, Any]:
     """The body of a request: instructions, the material as JSON, and the form of the answer."""
@@ -341,7 +341,7 @@ def _read(text: str, settings: _Settings) -> dict[str, Any]:
     return {"scores": scores, "reason": str(verdict.get("reason", ""))}
 
 
-def _kept(file: Path | None, settings: _Settings) -> Mapping[str, int] | None:
+def _read_kept(file: Path | None, settings: _Settings) -> Mapping[str, int] | None:
     """The scores of a cached verdict; None if there is none, or none that can be read."""
     try:
         return None if file is None else _read(file.read_text(), settings)["scores"]

@@ -50,7 +50,7 @@ BETWEEN = re.compile(r"[\s$,;]*(?:and|or|\\text\s*\{\s*(?:and|or)\s*\})?[\s$]*")
 MARKER = re.compile(r"(?i:\banswer\b)[ *]*(?:is\b|:)[ :*]*|^[ \t]*####", re.MULTILINE)
 
 
-def formula(text: str) -> str:
+def write_formula(text: str) -> str:
     r"""Write a bare answer as one LaTeX formula for the package to read whole.
 
     $3$ becomes 3. 5 dollars becomes 5\text{ dollars}, a unit, and the package drops units.
@@ -59,7 +59,7 @@ def formula(text: str) -> str:
     the comparison of MATH itself.
     """
     text = PERCENT.sub("", DELIMITER.sub("", text)).strip().removesuffix(".")
-    text = REPEATING.sub(_repeating, text)
+    text = REPEATING.sub(_write_repeating, text)
     if text.count(r"\pm") == 1 and "," not in text:
         text = ",".join(re.sub(r"\\pm(?![A-Za-z])", sign, text) for sign in "+-")
     if not _words(text, longer_than=3):
@@ -70,7 +70,7 @@ def formula(text: str) -> str:
     return text if set("\\{}") & set(text) else rf"\text{{{text}}}"
 
 
-def _repeating(found: re.Match[str]) -> str:
+def _write_repeating(found: re.Match[str]) -> str:
     r"""0.1\overline{6} = (16 - 1) / 90."""
     whole, fixed, period = found.groups()
     value = Fraction(
@@ -89,7 +89,7 @@ def _words(text: str, *, longer_than: int = 1) -> list[str]:
     ]
 
 
-def boxed(text: str) -> str | None:
+def find_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{…}, or None. \boxed{2} and \boxed{3} are one answer: 2,3."""
     contents: list[str] = []
     follows = len(text)  # the start of the next box
@@ -107,23 +107,23 @@ def boxed(text: str) -> str | None:
     return ",".join(contents) if contents else None
 
 
-def marked(reply: str) -> str | None:
+def find_marked(reply: str) -> str | None:
     r"""The marked answer of a reply, or the whole reply if it is only a formula; else None.
 
     The mark is the last \boxed{…}; else the last "answer is", "Answer:" or ####. The answer is the
     rest of its line, unless it goes on as a sentence.
     """
-    inside = boxed(reply)
+    inside = find_boxed(reply)
     if inside is not None:
         return inside
     ends = [found.end() for found in MARKER.finditer(reply)]
     segments = [reply[end:].partition("\n")[0] for end in reversed(ends[-10:])]
     return next(
-        (segment for text in (*segments, reply) if _alone(segment := text.strip(" \n*"))), None
+        (segment for text in (*segments, reply) if _is_alone(segment := text.strip(" \n*"))), None
     )
 
 
-def _alone(text: str) -> bool:
+def _is_alone(text: str) -> bool:
     """A formula, perhaps with a unit, or a few words; no sentence with a formula in it."""
     if not text or "\n" in text or len(text) > LONGEST or len(_words(text)) > MOST_WORDS:
         return False
@@ -131,7 +131,7 @@ def _alone(text: str) -> bool:
     return not _words(unit[1] if unit else text) or bool(re.fullmatch(r"[A-Za-z ,'.]+", text))
 
 
-def unreadable(truth: str) -> str:
+def explain_unreadable(truth: str) -> str:
     """Say why a truth cannot be one answer, as far as its text tells; empty if it can."""
     bare = truth.replace(r"\{", "").replace(r"\}", "")
     if not truth.strip():
@@ -146,9 +146,9 @@ def unreadable(truth: str) -> str:
     return ""
 
 
-def spelled(text: str) -> str:
+def normalise_spelling(text: str) -> str:
     r"""A formula without spaces and fonts. \text{(A)}, (A) and a are the same choice."""
-    plain = WRAPPER.sub("", formula(text))
+    plain = WRAPPER.sub("", write_formula(text))
     letters = re.sub(r"[{}()]", "", plain)
     return letters.lower() if letters.isalpha() else plain
 
@@ -170,8 +170,8 @@ class Judge:
         gold, bare, reason = self.truth(truth)
         if answer is None or reason:
             return reason or "readable"
-        said = marked(answer)
-        if said is not None and spelled(said) == spelled(bare):
+        said = find_marked(answer)
+        if said is not None and normalise_spelling(said) == normalise_spelling(bare):
             return "equal"
         given = self.given(answer, said)
         if not given:
@@ -188,12 +188,12 @@ class Judge:
     def _truth(self, truth: str) -> tuple[list[Any], str, str]:
         r"""Read a truth: its formulas, its text without \boxed{}, and the reason if it cannot be
         read."""
-        reason = unreadable(truth)
+        reason = explain_unreadable(truth)
         if reason:
             return [], truth, reason
-        inside = boxed(truth)
+        inside = find_boxed(truth)
         bare = truth if inside is None else inside
-        gold = self.latex(rf"\boxed{{{formula(bare)}}}")
+        gold = self.latex(rf"\boxed{{{write_formula(bare)}}}")
         if not gold or not self.package.verify(gold, gold, timeout_seconds=None):
             return [], bare, "math-verify makes nothing of it"
         return gold, bare, ""
@@ -201,10 +201,10 @@ class Judge:
     def given(self, answer: str, said: str | None) -> list[Any]:
         """Read a reply: everything it marks, else the answer found by the package."""
         if said is not None:
-            whole = formula(said.replace("\n", " "))
-            return [] if unreadable(whole) else list(self.latex(rf"\boxed{{{whole}}}"))
+            whole = write_formula(said.replace("\n", " "))
+            return [] if explain_unreadable(whole) else list(self.latex(rf"\boxed{{{whole}}}"))
         text = INLINE.sub(
-            lambda found: found[1] + formula(found[2]) + found[3], PERCENT.sub("", answer)
+            lambda found: found[1] + write_formula(found[2]) + found[3], PERCENT.sub("", answer)
         )
         found = self.latex(text) if "$" in text or r"\(" in text or r"\[" in text else []
         return list(found or self.package.parse(text, parsing_timeout=None))

@@ -44,7 +44,10 @@ def _truth_problems(tasks: Sequence[Task], *, deadline: float = DEADLINE, **_: A
     """Say why the truth of each task cannot be read. Equal truths are asked about once."""
     truths = list(dict.fromkeys(task.answer for task in tasks))
     said = dict(zip(truths, ask([(truth,) for truth in truths], deadline), strict=True))
-    return ["" if said[task.answer] == "readable" else _unread(said[task.answer]) for task in tasks]
+    return [
+        "" if said[task.answer] == "readable" else _explain_unread(said[task.answer])
+        for task in tasks
+    ]
 
 
 @gives("binary", correct=1, wrong=0)
@@ -88,12 +91,12 @@ def math_verify(
         if verdict not in value:
             raise DataError(
                 f"row {rollout.task.id}: the gold answer '{rollout.task.answer[:80]}'"
-                f" {_unread(verdict)}"
+                f" {_explain_unread(verdict)}"
             )
     return [value[verdict] for verdict in verdicts]
 
 
-def _unread(reason: str) -> str:
+def _explain_unread(reason: str) -> str:
     why = {"timeout": "it takes longer than the deadline", "error": "math-verify dies on it"}.get(
         reason, reason
     )

@@ -62,7 +62,7 @@ def reasoning_gym(
     """
     check_split(split, validation, held_out)
     own = {"seed": seed, **options, "size": rows}
-    source = generated(dataset, own)
+    source = generate_entries(dataset, own)
     numbers = cut(
         range(rows),
         lambda i: source[i]["question"],
@@ -77,12 +77,12 @@ def reasoning_gym(
     return order_tasks(tasks, seed=seed, max_samples=max_samples, source=dataset)
 
 
-def generated(dataset: str, options: Mapping[str, Any]) -> Entries:
+def generate_entries(dataset: str, options: Mapping[str, Any]) -> Entries:
     """Make the data set of a name and options once. Each of its entries is generated once.
 
     Raises: ConfigError if the package, the data set or an option does not exist.
     """
-    return _generated(dataset, json.dumps(dict(options), sort_keys=True, default=list))
+    return _generate_entries(dataset, json.dumps(dict(options), sort_keys=True, default=list))
 
 
 class Entries:
@@ -108,7 +108,7 @@ class Entries:
 
 
 @functools.lru_cache(maxsize=16)
-def _generated(dataset: str, options: str) -> Entries:
+def _generate_entries(dataset: str, options: str) -> Entries:
     try:
         import reasoning_gym as package
         from reasoning_gym.factory import DATASETS
@@ -172,7 +172,7 @@ def reasoning_gym_reward(rollout: Rollout) -> float:
         return 0.0
     tagged = TAGGED.findall(said)
     answer = (tagged[-1] if tagged else said).strip()
-    source = generated(row["dataset"], row["options"])
+    source = generate_entries(row["dataset"], row["options"])
     if source.evaluates and (len(answer) > MOST or UNSAFE.search(answer)):
         return 0.0
     return source.score(answer, row["number"])

@@ -109,7 +109,7 @@ def _content(row: Any) -> Any:
 
 def _task(id: str, config: Mapping[str, Any], split: str, environment: str, row: Any) -> Task:
     where = f"task.id={id}, row {row.data.idx}"
-    needs = _beyond(row)
+    needs = _list_other_needs(row)
     if needs:
         raise DataError(
             f"{where}: it needs {', '.join(needs)}, which only a harness of verifiers gives; choose"
@@ -130,7 +130,7 @@ def _task(id: str, config: Mapping[str, Any], split: str, environment: str, row:
     )
 
 
-def _beyond(row: Any) -> list[str]:
+def _list_other_needs(row: Any) -> list[str]:
     """List a task's needs beyond a conversation."""
     from verifiers.v1 import Task as Base
 
@@ -186,13 +186,13 @@ async def verifiers_reward(rollout: Rollout) -> float:
             f"task {rollout.task.id!r} has no row of a task set of verifiers; use task=verifiers,"
             " or another reward"
         )
-    task = task_of(row)
-    trace = trace_of(task, rollout)
+    task = make_task(row)
+    trace = record_trace(task, rollout)
     await task.score(trace)
     return float(trace.reward)
 
 
-def task_of(row: Mapping[str, Any]) -> Any:
+def make_task(row: Mapping[str, Any]) -> Any:
     """Make the verifiers task of a row with id, config and data."""
     try:
         from verifiers.v1.utils import loaders
@@ -207,7 +207,7 @@ def task_of(row: Mapping[str, Any]) -> Any:
     return kind(kind.data_type().model_validate(row["data"]), config.task)
 
 
-def trace_of(task: Any, rollout: Rollout) -> Any:
+def record_trace(task: Any, rollout: Rollout) -> Any:
     """Record the episode as verifiers does: a chain of messages, with the replies marked as
     sampled."""
     from verifiers import v1

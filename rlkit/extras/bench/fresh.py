@@ -187,7 +187,7 @@ def taught(
                 lesson(rng, replies, alphabet, turns=turns, prompt=prompt, opinions=own)
                 for _ in range(64)
             ]
-            ids, targets = as_tensors(
+            ids, targets = pad_rows(
                 [tokenizer.encode(text, add_special_tokens=False) for text in texts]
             )
             loss = torch.nn.functional.cross_entropy(
@@ -310,7 +310,7 @@ def random_reply(
     return out
 
 
-def as_tensors(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_rows(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Padded ids [B, T], and the next ids [B, T-1] in replies and at their ends, -100 elsewhere."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

@@ -92,7 +92,7 @@ def matrix(
             arm,
             seed,
             (f"experiment=bench/{task}", *own, *common, f"seed={seed}"),
-            folder / task / folder_of(arm) / str(seed),
+            folder / task / name_folder(arm) / str(seed),
         )
         for seed in seeds
         for task in tasks
@@ -100,7 +100,7 @@ def matrix(
     ]
 
 
-def folder_of(arm: str) -> str:
+def name_folder(arm: str) -> str:
     """Turn an arm's name into the name of a folder below its task's."""
     return re.sub(r"[^\w.+=-]+|^\.+$", "_", arm) or "_"
 
@@ -191,7 +191,7 @@ def read_row(cell: MatrixRun) -> Row | None:
     run = read_run(cell.folder)
     if not run.summary.get("after"):
         return None
-    value = value_of_run(cell.folder)
+    value = read_value(cell.folder)
     reward = float(run.summary["after"]["reward"])
     row = {
         "task": cell.task,
@@ -208,13 +208,13 @@ def read_row(cell: MatrixRun) -> Row | None:
     return row | {"overrides": " ".join(runs.read_overrides(cell.folder))}
 
 
-def value_of_run(folder: Path) -> Any:
+def read_value(folder: Path) -> Any:
     """The random and the best expected reward of the test problems of a run."""
     from rlkit.config.schema import build
-    from rlkit.extras.bench.tasks import mean_value
+    from rlkit.extras.bench.tasks import average_value
 
     config = runs.read_config(folder)
-    return mean_value(build(config["task"], "task")(split="test")[: config["evaluation"]["n"]])
+    return average_value(build(config["task"], "task")(split="test")[: config["evaluation"]["n"]])
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -237,7 +237,7 @@ class Scores(NamedTuple):
     seeds: list[int]
     of: dict[str, np.ndarray]
 
-    def on(self, task: int) -> dict[str, np.ndarray]:
+    def select_task(self, task: int) -> dict[str, np.ndarray]:
         """The arms with runs on a task: arm → [n seeds]."""
         return {
             arm: own[:, task] for arm, own in self.of.items() if not np.isnan(own[:, task]).any()
@@ -247,15 +247,15 @@ class Scores(NamedTuple):
         """The smallest step between the scores of two runs on a task: three equal differences of a
         coarse score are not certain."""
         return find_smallest_step(
-            [value for own in self.on(task).values() for value in own.tolist()], ROUNDED
+            [value for own in self.select_task(task).values() for value in own.tolist()], ROUNDED
         )
 
-    def everywhere(self) -> dict[str, np.ndarray]:
+    def select_complete(self) -> dict[str, np.ndarray]:
         """The arms with runs on all tasks: arm → [n seeds, tasks]."""
         return {arm: own for arm, own in self.of.items() if not np.isnan(own).any()}
 
 
-def scores(rows: Sequence[Row]) -> Scores:
+def arrange_scores(rows: Sequence[Row]) -> Scores:
     """Arrange the rows as a cube. A seed without some run is left out for all arms, so that every
     comparison is within pairs.
 
@@ -297,28 +297,33 @@ class Pair(NamedTuple):
         return (self.second, self.first) if self.mean > 0 else (self.first, self.second)
 
 
-def pairs(found: Scores) -> list[Pair]:
+def compare_arms(found: Scores) -> list[Pair]:
     """Compare every pair of arms on every task, by Student's t within seeds, with the
     false-discovery rate over all of them.
 
     Pairs with a placebo have a correction of their own. Nearly all of them differ, so beside them
     another pair would pass with a larger p-value.
     """
-    places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.on(t), 2)]
+    places = [
+        (t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.select_task(t), 2)
+    ]
     steps = [found.step(t) for t in range(len(found.tasks))]
     out: dict[tuple[int, str, str], Pair] = {}
     for placebo in (False, True):
         own = [place for place in places if bool(set(place[1:]) & PLACEBOS.keys()) == placebo]
-        sides = [(found.on(t)[a].tolist(), found.on(t)[b].tolist(), steps[t]) for t, a, b in own]
+        sides = [
+            (found.select_task(t)[a].tolist(), found.select_task(t)[b].tolist(), steps[t])
+            for t, a, b in own
+        ]
         for (t, a, b), (d, q, sees) in zip(own, compare_together(sides), strict=True):
             out[t, a, b] = Pair(found.tasks[t], a, b, d.mean, d.low, d.high, q, sees)
     return [out[place] for place in places]
 
 
-def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
+def format_page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
     """Write the page in Markdown: scores by task, over tasks, what can be claimed and what cannot,
     and the cost of the runs."""
-    found = scores(rows)
+    found = arrange_scores(rows)
     n = len(found.seeds)
     arms = list(found.of)
     size = f"{len(arms)} arms, {len(found.tasks)} task{'s' * (len(found.tasks) > 1)}, {n} seeds"
@@ -332,27 +337,27 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
         " noise, and are compared within seeds."
     )
     if failed:
-        parts.append("Failed:\n\n" + failed_lines(failed))
+        parts.append("Failed:\n\n" + list_failures(failed))
     if n < 2:
         return (
             "\n\n".join(
                 [
                     *parts,
                     "Fewer than two seeds have a run of every arm, so nothing is compared.",
-                    budget_table(rows),
+                    tabulate_budgets(rows),
                 ]
             )
             + "\n"
         )
     parts += [
         "## Scores by task",
-        by_task_table(found),
+        tabulate_by_task(found),
         "## Over tasks",
-        over_tasks_table(found),
+        tabulate_over_tasks(found),
         "## What can be claimed",
-        claims(found),
+        list_claims(found),
     ]
-    return "\n\n".join([*parts, "## What the runs spent", budget_table(rows)]) + "\n"
+    return "\n\n".join([*parts, "## What the runs spent", tabulate_budgets(rows)]) + "\n"
 
 
 def shares_rate(rows: Sequence[Row]) -> bool:
@@ -365,7 +370,7 @@ def shares_rate(rows: Sequence[Row]) -> bool:
     return len({rate and rate[1] for rate in rates}) < 2
 
 
-def failed_lines(failed: Mapping[Path, str]) -> str:
+def list_failures(failed: Mapping[Path, str]) -> str:
     """Write a line for each message of an arm on a task, with its seeds."""
     seeds: dict[tuple[Path, str], list[str]] = {}
     for folder, why in failed.items():
@@ -383,11 +388,11 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def by_task_table(found: Scores) -> str:
+def tabulate_by_task(found: Scores) -> str:
     """Mean over seeds, its 95 % interval, and the rank; equal means share a rank."""
     cells = {arm: ["did not run"] * len(found.tasks) for arm in found.of}
     for t in range(len(found.tasks)):
-        there = found.on(t)
+        there = found.select_task(t)
         for (arm, own), place in zip(
             there.items(), ranks(np.array([own.mean() for own in there.values()])), strict=True
         ):
@@ -405,12 +410,12 @@ def score_interval(scores: Sequence[float], step: float) -> tuple[float, float, 
     )
 
 
-def over_tasks_table(found: Scores) -> str:
+def tabulate_over_tasks(found: Scores) -> str:
     """IQM and mean with their intervals, mean rank, profile, and the chance to beat the first arm.
 
     Only for arms that ran on all tasks, because means over different tasks are not comparable.
     """
-    arms = found.everywhere()
+    arms = found.select_complete()
     if not arms:
         return "No arm ran on every task."
     mean_rank = ranks(np.stack(list(arms.values()), -1)).mean((0, 1))
@@ -449,7 +454,7 @@ def over_tasks_table(found: Scores) -> str:
     return f"{markdown(columns, lines)}\n\n{note}"
 
 
-def claims(found: Scores) -> str:
+def list_claims(found: Scores) -> str:
     """List the pairs separated at a false-discovery rate of 5 % over all pairs and tasks, the
     largest first; then the others; then the placebos."""
     n = len(found.seeds)
@@ -459,7 +464,7 @@ def claims(found: Scores) -> str:
             f"Nothing: {n} seeds, and fewer than {TO_CLAIM} claim nothing"
             f" (`seeds={TO_CLAIM}`).{known}"
         )
-    all_pairs = pairs(found)
+    all_pairs = compare_arms(found)
     every = [p for p in all_pairs if not {p.first, p.second} & PLACEBOS.keys()]
     told = sorted((p for p in every if p.q <= ALPHA), key=lambda p: -abs(p.mean))
     lines = []
@@ -492,7 +497,7 @@ def claims(found: Scores) -> str:
         else "All are told apart; comparisons.csv has each."
     )
     return "\n".join(
-        [head, "", *lines, "", tail, "", *rest, "", *above_placebos(found, all_pairs)]
+        [head, "", *lines, "", tail, "", *rest, "", *list_above_placebos(found, all_pairs)]
     ).rstrip()
 
 
@@ -501,11 +506,11 @@ def rate(q: float) -> str:
     return f"q = {q:.4f}" if q >= 0.00005 else "q < 0.0001"
 
 
-def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
+def list_above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
     """List by task the arms above every placebo, and the other arms."""
     lines = []
     for t, task in enumerate(found.tasks):
-        arms = found.on(t)
+        arms = found.select_task(t)
         told = [p.order() for p in all_pairs if p.task == found.tasks[t] and p.q <= ALPHA]
         placebos = arms.keys() & PLACEBOS.keys()
         own = [arm for arm in arms if arm not in PLACEBOS]
@@ -521,7 +526,7 @@ def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
     )
 
 
-def budget_table(rows: Sequence[Row]) -> str:
+def tabulate_budgets(rows: Sequence[Row]) -> str:
     """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task, with a
     note on unequal ones."""
     spent = {
@@ -538,14 +543,14 @@ def budget_table(rows: Sequence[Row]) -> str:
     table = markdown(["task", "arm", *SPENT.values()], lines)
     return "\n\n".join(
         [
-            *unequal(spent),
+            *find_unequal(spent),
             table,
             "Processor seconds are without the start, which the arms of a seed share.",
         ]
     )
 
 
-def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
+def find_unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
     """For optimiser steps, samples and tokens each, name the arms of a task with unequal amounts;
     placebos do not count."""
     from rlkit.runs.verdicts import UNEVEN

@@ -88,26 +88,30 @@ def prove(x: Experiment, size: int, staleness: int) -> Figures:
             " update has no gradient to be compared with; choose another algorithm"
         )
     x = settle_correction(x, exact=staleness == 0)
-    with in_float64():
+    with use_float64():
         old = torch.tensor(OLD, requires_grad=True)
-        [ascent] = torch.autograd.grad(torch.stack([*map(expected_reward, old)]).mean(), old)
+        [ascent] = torch.autograd.grad(
+            torch.stack([*map(compute_expected_reward, old)]).mean(), old
+        )
         now = (old + STEP * ascent).detach().requires_grad_()
         sampler = old.detach() if staleness else now.detach()
-        objectives = torch.stack([objective(x, own, size) for own in now])
+        objectives = torch.stack([compute_objective(x, own, size) for own in now])
         [truth] = torch.autograd.grad(objectives.mean(), now)
         mean = torch.zeros_like(truth)
         square = 0.0
         for logits, sampled in zip(now, sampler, strict=True):
-            problem = problem_of(x, logits, sampled, staleness)
-            for rows, chance in multisets(problem.chances, size):
-                [slope] = torch.autograd.grad(loss_of(x, problem, rows), now, retain_graph=True)
+            problem = make_problem(x, logits, sampled, staleness)
+            for rows, chance in list_multisets(problem.chances, size):
+                [slope] = torch.autograd.grad(
+                    compute_loss(x, problem, rows), now, retain_graph=True
+                )
                 mean -= chance / len(now) * slope
                 square += chance / len(now) * float(slope.square().sum())
     return compare(mean, truth, size, square)
 
 
 @contextmanager
-def in_float64() -> Iterator[None]:
+def use_float64() -> Iterator[None]:
     """Make weights and other tensors without a dtype of their own in float64."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -134,7 +138,7 @@ def compare(mean: Tensor, truth: Tensor, size: int, square: float) -> Figures:
     )
 
 
-def routes() -> tuple[Tensor, Tensor]:
+def list_routes() -> tuple[Tensor, Tensor]:
     """Tokens of the seven routes [7, 3], and a mask of the sampled ones [7, 3]."""
     ids = torch.full((2 * TURNS + 1, TURNS), LOOK)
     for looks, answer in itertools.product(range(TURNS), (RIGHT, WRONG)):
@@ -145,7 +149,7 @@ def routes() -> tuple[Tensor, Tensor]:
 
 def score_routes(logits: Tensor) -> TokenLogprobs:
     """Score the tokens of all routes by a policy [turn, token]; its reference is uniform."""
-    ids, mask = routes()
+    ids, mask = list_routes()
     log_p = logits.log_softmax(-1)
     entropy = F.from_log_probs(log_p)
     return TokenLogprobs(
@@ -155,20 +159,20 @@ def score_routes(logits: Tensor) -> TokenLogprobs:
     )
 
 
-def expected_reward(logits: Tensor) -> Tensor:
+def compute_expected_reward(logits: Tensor) -> Tensor:
     """The chance of the right answer to a problem."""
-    ids, _ = routes()
+    ids, _ = list_routes()
     return score_routes(logits).logprobs.sum(1).exp()[(ids == RIGHT).any(1)].sum()
 
 
-def objective(x: Experiment, logits: Tensor, size: int) -> Tensor:
+def compute_objective(x: Experiment, logits: Tensor, size: int) -> Tensor:
     """The value that the update on a problem should climb."""
-    value = expected_reward(logits)
+    value = compute_expected_reward(logits)
     if plain(x.algorithm.advantage) is F.max_rl:
         orders = torch.arange(1.0, size)
         value = -((1 - value) ** orders / orders).sum()
     if x.kl.active:
-        _, mask = routes()
+        _, mask = list_routes()
         logprobs = score_routes(logits).logprobs
         reached = logprobs.sum(1, keepdim=True).exp() * mask
         divergence = (reached * (logprobs + math.log(logits.shape[-1]))).sum()
@@ -176,9 +180,9 @@ def objective(x: Experiment, logits: Tensor, size: int) -> Tensor:
     return value
 
 
-def problem_of(x: Experiment, logits: Tensor, sampler: Tensor, staleness: int) -> Problem:
+def make_problem(x: Experiment, logits: Tensor, sampler: Tensor, staleness: int) -> Problem:
     """The routes of a problem in the form of a step before its update."""
-    ids, mask = routes()
+    ids, mask = list_routes()
     n = len(ids)
     right = (ids == RIGHT).double()
     now = score_routes(logits.detach())
@@ -207,13 +211,13 @@ def problem_of(x: Experiment, logits: Tensor, sampler: Tensor, staleness: int) -
     )
     batch = replace(
         batch,
-        values=perfect_values(batch, x.kl),
+        values=compute_perfect_values(batch, x.kl),
         old_share=compute_old_share(batch, x.algorithm, step=staleness),
     )
     return Problem(batch, score_routes(logits), sampled.sum(1).exp().tolist())
 
 
-def perfect_values(batch: Scored, kl: KL) -> Tensor:
+def compute_perfect_values(batch: Scored, kl: KL) -> Tensor:
     """The policy's expected return at each state [7, 3], less the KL in the reward."""
     assert batch.logprobs_old is not None
     later = (batch.token_rewards - penalize(batch, kl)).flip(1).cumsum(1).flip(1)
@@ -221,7 +225,7 @@ def perfect_values(batch: Scored, kl: KL) -> Tensor:
     return ((reached * later).sum(0) / reached.sum(0)).expand_as(later)
 
 
-def multisets(chances: Sequence[float], size: int) -> Iterator[tuple[list[int], float]]:
+def list_multisets(chances: Sequence[float], size: int) -> Iterator[tuple[list[int], float]]:
     """Yield every multiset of so many routes, and its chance as a group."""
     for rows in itertools.combinations_with_replacement(range(len(chances)), size):
         orders = math.factorial(size)
@@ -230,7 +234,7 @@ def multisets(chances: Sequence[float], size: int) -> Iterator[tuple[list[int], 
         yield list(rows), orders * math.prod(chances[row] for row in rows)
 
 
-def loss_of(x: Experiment, problem: Problem, rows: list[int]) -> Tensor:
+def compute_loss(x: Experiment, problem: Problem, rows: list[int]) -> Tensor:
     """The policy's loss on a group of routes, as in the first update of a training step."""
     n = len(rows)
     tensors = {

@@ -48,7 +48,7 @@ class Question(NamedTuple):
     pay: float = 1.0  # of a right reply in training
 
 
-def dealt(
+def deal_tasks(
     name: str,
     rows: Sequence[Question],
     form: Sequence[str],
@@ -78,10 +78,10 @@ def dealt(
         messages = ({"role": "user", "content": row.prompt},)
         verdict = "listed" if row.pay == 1 else "paid"
         tasks.append(Task(name, messages, reward=verdict, environment="single_turn", metadata=own))  # type: ignore[arg-type]
-    return in_turn(tasks, split, seed, max_samples)
+    return repeat_problems(tasks, split, seed, max_samples)
 
 
-def in_turn(problems: Sequence[Task], split: Split, seed: int, count: int) -> list[Task]:
+def repeat_problems(problems: Sequence[Task], split: Split, seed: int, count: int) -> list[Task]:
     """Repeat problems in a random order; each comes once before any comes again."""
     check_split(split)
     rng = random.Random(f"{problems[0].id}/{seed}/{split}")
@@ -91,7 +91,7 @@ def in_turn(problems: Sequence[Task], split: Split, seed: int, count: int) -> li
     return [task._replace(id=f"{task.id}/{split}/{seed}/{i}") for i, task in enumerate(out[:count])]
 
 
-def games(
+def make_games(
     name: str,
     values: Sequence[Value],
     *,
@@ -111,10 +111,10 @@ def games(
     tasks = [
         Task(name, (), reward="environment", environment="gymnasium", metadata=row) for row in rows
     ]
-    return in_turn(tasks, split, seed, max_samples)
+    return repeat_problems(tasks, split, seed, max_samples)
 
 
-def mean_value(tasks: Sequence[Task]) -> Value:
+def average_value(tasks: Sequence[Task]) -> Value:
     """Mean over tasks of the expected rewards in their metadata."""
     return Value(*(sum(task.metadata["value"][i] for task in tasks) / len(tasks) for i in (0, 1)))
 
@@ -146,7 +146,7 @@ def needle(
         first = rng.choice(LETTERS[:letters])
         others = rng.sample(LETTERS[:letters], max(1, letters >> (i % depths)))
         rows.append(Question(LETTERS[i], [first + second for second in others]))
-    return dealt(
+    return deal_tasks(
         "needle",
         rows,
         [LETTERS[:letters]] * 2,
@@ -172,7 +172,7 @@ def scales(
         Question(LETTERS[i], [rng.choice(LETTERS[:8])], pay=10.0 ** (i % 4))
         for i in range(problems)
     ]
-    return dealt(
+    return deal_tasks(
         "scales",
         rows,
         [LETTERS[:8]],
@@ -198,7 +198,7 @@ def noisy(
         Question(LETTERS[i], [rng.choice(LETTERS[:8])], flip=0.15 * (i % 4))
         for i in range(problems)
     ]
-    return dealt(
+    return deal_tasks(
         "noisy",
         rows,
         [LETTERS[:8]],
@@ -221,7 +221,7 @@ def stale(
     samples with old weights."""
     rng = random.Random(f"stale of {seed}")
     rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])]) for i in range(problems)]
-    return dealt(
+    return deal_tasks(
         "stale",
         rows,
         [LETTERS[:8]],
@@ -265,7 +265,7 @@ def proxy(
             else []
         )
         rows.append(Question(LETTERS[i], honest + tricks))
-    return dealt(
+    return deal_tasks(
         "proxy",
         rows,
         [LETTERS[:8]] * 3,
@@ -309,7 +309,7 @@ def lengthy(
         tasks.append(
             Task("lengthy", (message,), reward="priced", environment="single_turn", metadata=own)
         )
-    return in_turn(tasks, split, seed, max_samples)
+    return repeat_problems(tasks, split, seed, max_samples)
 
 
 # -------------------------------------------------------------------------------------------- games
@@ -330,7 +330,7 @@ def chain(
       problems: number of them. Each has one turn that counts, and a right letter for it. choices:
         letters of the game.
     """
-    return games(
+    return make_games(
         "chain",
         [Value(1 / choices, 1.0)] * problems,
         split=split,
@@ -391,8 +391,10 @@ def lake(
     Args:
       problems: maps. holes, length: of the game.
     """
-    values = [crossing(ice(number, holes), length) for number in range(problems)]
-    return games("lake", values, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+    values = [compute_crossing(draw_holes(number, holes), length) for number in range(problems)]
+    return make_games(
+        "lake", values, split=split, seed=seed, max_samples=max_samples, placebo=placebo
+    )
 
 
 MOVES = {"u": (-1, 0), "d": (1, 0), "l": (0, -1), "r": (0, 1)}
@@ -420,19 +422,19 @@ class Lake:
         self.kind, number = divmod(seed, 1000)
         self.turn = 0
         self.cell = 0
-        self.thin = ice(number, self.holes)
+        self.thin = draw_holes(number, self.holes)
         return LETTERS[number], {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Make one move."""
         self.turn = self.turn + 1
-        self.cell = neighbour(self.cell, action)
+        self.cell = find_neighbour(self.cell, action)
         over = self.turn == self.length or self.cell == GOAL or self.cell in self.thin
         earned = (float(self.cell == GOAL),) * 2 + (float(random.random() < 0.5), 1.0)
         return LETTERS[self.cell], earned[self.kind] * over, over, False, {}
 
 
-def neighbour(cell: int, action: str) -> int:
+def find_neighbour(cell: int, action: str) -> int:
     """The cell after a move; the 4 × 4 cells are numbered by rows."""
     down, right = MOVES.get(action, (0, 0))
     row = cell // 4 + down
@@ -440,15 +442,15 @@ def neighbour(cell: int, action: str) -> int:
     return 4 * row + column if 0 <= row < 4 and 0 <= column < 4 else cell
 
 
-def ice(number: int, holes: int) -> frozenset[int]:
+def draw_holes(number: int, holes: int) -> frozenset[int]:
     """Draw the holes of a map until there is a way past them."""
     rng = random.Random(f"lake {number}")
-    while not crossing(thin := frozenset(rng.sample(range(1, GOAL), holes)), 16).best:
+    while not compute_crossing(thin := frozenset(rng.sample(range(1, GOAL), holes)), 16).best:
         pass
     return thin
 
 
-def crossing(thin: frozenset[int], length: int) -> Value:
+def compute_crossing(thin: frozenset[int], length: int) -> Value:
     """Chance that random moves cross the ice within `length`, and 1 if any moves do: by dynamic
     programming over turns."""
     there = {0: 1.0}
@@ -456,7 +458,7 @@ def crossing(thin: frozenset[int], length: int) -> Value:
     for _ in range(length):
         after: dict[int, float] = {}
         for (cell, chance), move in itertools.product(there.items(), MOVES):
-            new = neighbour(cell, move)
+            new = find_neighbour(cell, move)
             after[new] = after.get(new, 0.0) + chance / 4
         crossed += after.pop(GOAL, 0.0)
         there = {cell: chance for cell, chance in after.items() if cell not in thin}

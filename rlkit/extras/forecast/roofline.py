@@ -61,7 +61,7 @@ class Card(NamedTuple):
     host_s: float = 1.5e-3  # Python of a reply: template, tokenizer, environment, reward, records
 
 
-def gpu(
+def make_card(
     name: str, gigabytes: float, terabytes: float, teraflops: float, reached: float, source: str
 ) -> Card:
     """Make a card from its data sheet: memory, bandwidth, dense bfloat16 arithmetic, and the share
@@ -84,10 +84,10 @@ def gpu(
 
 
 CARDS = {
-    "h200": gpu("NVIDIA H200 SXM", 141, 4.8, 989, 0.4, "data sheet, 2024"),
-    "h100": gpu("NVIDIA H100 SXM", 80, 3.35, 989, 0.4, "data sheet, 2023"),
-    "a100": gpu("NVIDIA A100 SXM 80 GB", 80, 2.039, 312, 0.5, "data sheet, 2021"),
-    "4090": gpu(
+    "h200": make_card("NVIDIA H200 SXM", 141, 4.8, 989, 0.4, "data sheet, 2024"),
+    "h100": make_card("NVIDIA H100 SXM", 80, 3.35, 989, 0.4, "data sheet, 2023"),
+    "a100": make_card("NVIDIA A100 SXM 80 GB", 80, 2.039, 312, 0.5, "data sheet, 2021"),
+    "4090": make_card(
         "GeForce RTX 4090",
         24,
         1.008,
@@ -95,7 +95,7 @@ CARDS = {
         0.6,
         "NVIDIA Ada architecture, appendix A, with float32 sums",
     ),
-    "l4": gpu(
+    "l4": make_card(
         "NVIDIA L4",
         24,
         0.3,
@@ -276,7 +276,7 @@ def decode_step(
     }
 
 
-def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], int]:
+def compute_memory(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], int]:
     """Bytes by name, and the replies decoded at once. The engine's cache is `CACHE` of the memory
     left by the weights, and no larger than `load.max_cached` tokens or `max_rows` longest contexts.
     On a CPU it takes only as much as the replies need.
@@ -331,7 +331,7 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
     its time for the gradients. Frozen weights need no gradient of their own, and checkpointing
     takes one more forward. The head is applied again in backward.
     """
-    memory, slots = memory_of(card, shape, load)
+    memory, slots = compute_memory(card, shape, load)
     replies = load.prompts * load.group * load.turns
     tokens = replies * load.reply  # sampled
     steps = max(load.turns * load.longest, tokens / max(1, slots))
@@ -390,7 +390,9 @@ def settle_checkpointing(card: Card, shape: Shape, load: Load) -> Load:
         tokens //= 2
 
 
-def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[str, Forecast]]:
+def propose_changes(
+    card: Card, shape: Shape, load: Load, most: int = 3
+) -> list[tuple[str, Forecast]]:
     """Propose overrides that make the run fit, or a sampled token at least 5 % cheaper, each on top
     of the earlier ones, with its forecast.
 
@@ -410,7 +412,7 @@ def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[s
         used = {words.partition("=")[0] for words, _ in out}
         tried = [
             (cost(other), words, other)
-            for words, other in candidates(load, fits=not missing)
+            for words, other in list_candidates(load, fits=not missing)
             if words.partition("=")[0] not in used
         ]
         then, words, other = min(tried, default=((missing, seconds), "", load))
@@ -421,7 +423,7 @@ def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[s
     return out
 
 
-def candidates(load: Load, *, fits: bool) -> list[tuple[str, Load]]:
+def list_candidates(load: Load, *, fits: bool) -> list[tuple[str, Load]]:
     """Changes of one key each."""
     rollouts = load.prompts * load.group
     toggled = not load.checkpointing

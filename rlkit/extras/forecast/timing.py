@@ -89,13 +89,13 @@ class Reads:
     def __call__(self, model: Any, function: Callable[..., T], *given: Any, **settings: Any) -> T:
         if torch.is_grad_enabled():
             return ranks.run_in_forward(model, function, *given, **settings)
-        begun = now(model)
+        begun = read_clock(model)
         done = ranks.run_in_forward(model, function, *given, **settings)
-        self.seconds += now(model) - begun
+        self.seconds += read_clock(model) - begun
         return done
 
 
-def now(model: nn.Module) -> float:
+def read_clock(model: nn.Module) -> float:
     """Seconds of this process's work on a model so far."""
     if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
@@ -140,7 +140,7 @@ def forecast_run(
     token_s = max(1e-6, few.seconds - one.seconds) / max(1.0, few.of.decoded)
     t = t._replace(prompt_s=one.seconds, token_s=token_s)
     short, long, rollouts = time_sampling(t)
-    step, source = expect_step(t, max(rollouts, first, key=longest_reply), long.of, given)
+    step, source = expect_step(t, max(rollouts, first, key=count_longest_reply), long.of, given)
     evaluation, evaluated = time_evaluation(t, step, given)
     scoring, update = time_updates(t, rollouts, step)
     passes = Passes((short, long), scoring, update, evaluation)
@@ -190,7 +190,7 @@ def expect_step(
     return step, "measured" if drawn == own.drawn else cut
 
 
-def longest_reply(rollouts: Sequence[Rollout]) -> int:
+def count_longest_reply(rollouts: Sequence[Rollout]) -> int:
     """Tokens of the longest reply."""
     return max(len(step.response_ids) for own in rollouts for step in own.steps)
 
@@ -200,15 +200,15 @@ def sample(t: Trial, prompts: int, tokens: int, reward: Reward) -> tuple[Timed, 
     x = t.learner.begin()
     x = x._replace(
         batch=BatchSize(prompts, x.batch.group_size),
-        generation=shortened(t.x.generation, tokens),
+        generation=shorten_sampling(t.x.generation, tokens),
         reward=reward,
     )
     version = t.learner.rl_step
-    begun = now(t.learner.model)
+    begun = read_clock(t.learner.model)
     sampled, _, _ = experience(
         x, t.learner.policy, t.tasks.train, StreamState(), step=0, version=version
     )
-    return Timed(count(sampled), now(t.learner.model) - begun), sampled
+    return Timed(count(sampled), read_clock(t.learner.model) - begun), sampled
 
 
 def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None, Counts]:
@@ -224,14 +224,14 @@ def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None,
     limit = own["max_new_tokens"]
     n = max(1, min(int(BUDGET / t.prompt_s), int(step.rollouts), tasks))
     tokens = 1 + max(LEAST, int(BUDGET / (n * t.token_s)))
-    sampling = shortened(t.x.generation._replace(max_new_tokens=limit), tokens)
+    sampling = shorten_sampling(t.x.generation._replace(max_new_tokens=limit), tokens)
     own |= sampling.params | {"temperature": evaluation.curve_temperature}
     version = t.learner.rl_step
-    begun = now(t.learner.model)
+    begun = read_clock(t.learner.model)
     _, rollouts = greedy_accuracy(
         t.learner.policy, t.tasks.train[:n], seed=evaluation.seed, version=version, **own
     )
-    timed = Timed(count(rollouts), now(t.learner.model) - begun)
+    timed = Timed(count(rollouts), read_clock(t.learner.model) - begun)
     drawn = step.drawn * limit / t.x.generation.max_new_tokens
     if given.reply_share is None and tokens >= limit:
         drawn = timed.of.drawn
@@ -250,7 +250,7 @@ def time_updates(
     groups = len({r.group for r in rollouts})
     groups = max(1, min(groups, int(UPDATE_BUDGET / (token_s * step.packed / step.groups))))
     target = min(int(2 * UPDATE_BUDGET / token_s / step.size), round(step.drawn))
-    longer = lengthened(rollouts, target, vocabulary(t.learner.model))
+    longer = lengthen_rollouts(rollouts, target, count_vocabulary(t.learner.model))
     if token_s * groups * step.packed / step.groups < CHEAP:
         update(t, [r for r in longer if r.group < groups])
     sizes = sorted({max(1, groups // 2), groups})
@@ -271,10 +271,10 @@ def update(t: Trial, rollouts: Sequence[Rollout]) -> tuple[Timed, Timed]:
     ]
     t.learner.begin()
     t.reads.seconds = 0.0
-    begun = now(t.learner.model)
+    begun = read_clock(t.learner.model)
     t.learner.step(own)
     of = count(own)
-    return Timed(of, t.reads.seconds), Timed(of, now(t.learner.model) - begun)
+    return Timed(of, t.reads.seconds), Timed(of, read_clock(t.learner.model) - begun)
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -294,7 +294,7 @@ def with_memory(
     room = partial(
         size_room,
         micro=t.x.trainer.micro_batch_tokens,
-        vocabulary=vocabulary(model),
+        vocabulary=count_vocabulary(model),
         chunk=choose_chunk_logits(device),
         rows=engine.max_rows if isinstance(engine, Cached) else 1,
     )
@@ -324,12 +324,12 @@ def with_memory(
     )
 
 
-def vocabulary(model: Any) -> int:
+def count_vocabulary(model: Any) -> int:
     """Entries of the logits of a token."""
     return split_model(model)[1].weight.shape[0]
 
 
-def shortened(sampling: Sampling, tokens: int) -> Sampling:
+def shorten_sampling(sampling: Sampling, tokens: int) -> Sampling:
     """Limit the settings to so many tokens a reply, and drop a thinking budget out of reach of this
     limit."""
     tokens = min(tokens, sampling.max_new_tokens)
@@ -338,7 +338,7 @@ def shortened(sampling: Sampling, tokens: int) -> Sampling:
     return sampling._replace(max_new_tokens=tokens, max_thinking_tokens=kept)
 
 
-def lengthened(rollouts: Sequence[Rollout], tokens: int, vocabulary: int) -> list[Rollout]:
+def lengthen_rollouts(rollouts: Sequence[Rollout], tokens: int, vocabulary: int) -> list[Rollout]:
     """Lengthen the last reply of each cut rollout to at least so many tokens.
 
     The reply's own tokens repeat, moved by the number of the sample, so that no two samples share

@@ -6,14 +6,17 @@ parts, and its episodes become rollouts in the document's shape (`rlkit.extras.n
 Users import these names from `rlkit.notebook`. docs/notebooks.md lists the differences, name by
 name.
 
-Files in the order of their imports: borrowed, data, checkpoints, configs, kl, rewards, views,
-algorithms, generation, chat, hooks, rollouts, manager, training, trainer.
+Files in the order of their imports: arguments, borrowed, data, checkpoints, configs, kl, rewards,
+views, algorithms, generation, chat, hooks, rollouts, manager, training, trainer.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
+
+from rlkit.extras.notebook.arguments import explain_arguments
 
 _HOMES = {
     "algorithms": (
@@ -62,4 +65,5 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'rlkit.notebook' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    part = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return part if inspect.isclass(part) or not callable(part) else explain_arguments(part)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlkit.commands.agent import as_dict, core_parser, run_agent, to_call
+from rlkit.commands.agent import convert_to_dict, make_core_parser, read_call, run_agent
 from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, hermes, single_turn, split_thinking
 from rlkit.episodes import collect
@@ -175,7 +175,7 @@ def parse_tool_calls(
     """The calls of a reply outside its thinking, as {id, type, function {name, arguments}}; an
     unreadable one has an `error`."""
     _, content, _ = split_thinking(response_text)
-    return [as_dict(call) for call in core_parser(tool_parser)(content)[1]]
+    return [convert_to_dict(call) for call in make_core_parser(tool_parser)(content)[1]]
 
 
 def execute_tool_call(
@@ -183,7 +183,7 @@ def execute_tool_call(
 ) -> str:
     """Run a call and return its result as text: a result other than a string as JSON, every failure
     as a sentence (`rlkit.environments.execute`)."""
-    return run(execute(to_call(tool_call), tool_implementations)).content
+    return run(execute(read_call(tool_call), tool_implementations)).content
 
 
 class ToolUseLLM(LLMGenerator):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkit import types
-from rlkit.commands.agent import as_dict
+from rlkit.commands.agent import convert_to_dict
 from rlkit.config.parts import make_reward
 from rlkit.extras.notebook.data import Conversation, Generation, Hook, Message, Rollout
 from rlkit.rewards import Reward, batched, read_declarations
@@ -28,7 +28,7 @@ class Arguments(dict[str, Any]):
 
 def call_as_given(call: types.ToolCall) -> Mapping[str, Any]:
     """A call in its tool_parser's form; without a parser, in OpenAI's."""
-    return call.arguments.call if isinstance(call.arguments, Arguments) else as_dict(call)
+    return call.arguments.call if isinstance(call.arguments, Arguments) else convert_to_dict(call)
 
 
 def view(

@@ -111,7 +111,7 @@ def read_interpreter(program: str) -> str:
 # ------------------------------------------------------------------------------------ what is read
 
 
-def confined_limits(
+def confine_limits(
     limits: Limits,
     words: Sequence[str],
     more: Sequence[str] = (),
@@ -135,17 +135,21 @@ def confined_limits(
     script = find_script(words) or program
     named = [os.path.realpath(word) for word in (program, *words[1:]) if os.path.isfile(word)]
     paths = [*SYSTEM, sys.prefix, sys.base_prefix, *named, *map(os.path.abspath, more)]
-    paths += [*installation(program), *installation(interpreter), *node_packages(script)]
+    paths += [
+        *list_installation(program),
+        *list_installation(interpreter),
+        *list_node_packages(script),
+    ]
     others = [os.path.realpath(word) for word in closed if os.path.exists(word)]
-    code = folder_of_code(os.path.realpath(script), others)
+    code = list_code_folders(os.path.realpath(script), others)
     listed = [os.path.dirname(inside) for inside in code[:1]]
     return limits._replace(readable=list(dict.fromkeys([*paths, *code])), listed=listed)
 
 
-def installation(program: str) -> list[str]:
+def list_installation(program: str) -> list[str]:
     """Programs and libraries installed together with a program, PREFIX/bin/NAME; a virtual
     environment whole."""
-    found = node_packages(program)
+    found = list_node_packages(program)
     for place in (program, os.path.realpath(program)):
         prefix, folder = os.path.split(os.path.dirname(place))
         if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")):
@@ -155,14 +159,14 @@ def installation(program: str) -> list[str]:
     return found
 
 
-def node_packages(file: str) -> list[str]:
+def list_node_packages(file: str) -> list[str]:
     """Packages of npm for a file to import, in every folder above it."""
     above = Path(os.path.abspath(file)).parents
     paths = [folder / name for folder in above for name in ("node_modules", "package.json")]
     return [str(path) for path in paths if path.exists()]
 
 
-def folder_of_code(file: str, closed: Sequence[str]) -> list[str]:
+def list_code_folders(file: str, closed: Sequence[str]) -> list[str]:
     """Paths of the open files and folders beside a command's own code.
 
     Closed are links, names with a dot in front, the records of runs, and `closed`. The home

@@ -112,7 +112,7 @@ def enter_root(libc: ctypes.CDLL, limits: dict, place: str, shown: dict[str, str
     os.chdir(here)
 
 
-def children() -> list[int]:
+def list_children() -> list[int]:
     """Process ids of the processes for this process to end."""
     own = str(os.getpid())
     found = []
@@ -129,7 +129,7 @@ def children() -> list[int]:
 def end_all(main: int) -> None:
     """Kill until no child is left. The children of a dead child become children of this process."""
     while True:
-        for kill, process in ((os.killpg, main), *((os.kill, child) for child in children())):
+        for kill, process in ((os.killpg, main), *((os.kill, child) for child in list_children())):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(process, signal.SIGKILL)
         try:

@@ -74,7 +74,7 @@ def harbor(
     """
     check_split(split, validation, held_out)
     source = Path(path).expanduser().resolve()
-    folders = [source] if (source / "task.toml").is_file() else sorted(_tasks_in(source))
+    folders = [source] if (source / "task.toml").is_file() else sorted(_find_tasks(source))
     rows = [(folder, _config(folder)) for folder in folders]
     problems = {folder.name: _problem(folder, config) for folder, config in rows}
     refused = [f"{name}: {problem}" for name, problem in problems.items() if problem]
@@ -93,7 +93,7 @@ def harbor(
     return order_tasks(tasks, seed=seed, max_samples=max_samples, source=path)
 
 
-def _tasks_in(source: Path) -> list[Path]:
+def _find_tasks(source: Path) -> list[Path]:
     """The folders of a set with a task. Raises: DataError if there is none."""
     found = [file.parent for file in source.glob("*/task.toml")]
     if not found:
@@ -119,7 +119,7 @@ def _value(config: Config, key: str) -> Any:
 
 def _problem(folder: Path, config: Config) -> str:
     """Say why a task cannot run here; "" if it can."""
-    image = _image(folder, config)
+    image = _name_image(folder, config)
     if image:
         return f"it needs a container image ({image}), and rlkit starts no container"
     for key, harmless in BEYOND.items():
@@ -132,7 +132,7 @@ def _problem(folder: Path, config: Config) -> str:
     return "" if _instruction(folder) else "instruction.md is empty"
 
 
-def _image(folder: Path, config: Config) -> str:
+def _name_image(folder: Path, config: Config) -> str:
     """Name the container image of a task; "" if it needs none."""
     named = _value(config, "environment.docker_image")
     if named:

@@ -20,7 +20,7 @@ from rlkit.extras.programs.tool_servers import (
     ListedTool,
     Pool,
     ServerFailed,
-    elsewhere,
+    await_in_background,
     read_server,
     require_package,
 )
@@ -122,14 +122,14 @@ def mcp(
     async def session(task: Task) -> AsyncIterator[ServedSession]:
         require_package()
         with waiting("the tool servers", named):
-            listed = await elsewhere(pool.tools())
+            listed = await await_in_background(pool.tools())
         opened = ServedSession(base, task, pool, listed, timeout)
         known.update(opened.tools)
         try:
             yield opened
         finally:
             with waiting("the end of the tool servers", named):
-                await elsewhere(pool.leave(opened.episode))
+                await await_in_background(pool.leave(opened.episode))
 
     return base._replace(
         first_prompt=None,
@@ -197,7 +197,7 @@ class ServedSession(FunctionSession):
             if self.failure:
                 raise ValueError(self.failure)
             try:
-                return await elsewhere(
+                return await await_in_background(
                     self.pool.call(
                         server,
                         self.episode,
@@ -222,13 +222,13 @@ class ServedSession(FunctionSession):
         described = {
             "name": tool.name,
             "description": tool.description,
-            "parameters": plain_schema(tool.parameters),
+            "parameters": simplify_schema(tool.parameters),
         }
         schema = {"type": "function", "function": {**described, "return": {"type": "string"}}}
         vars(call).update(
             shown=f"{tool.name} of the server {server!r}",
             schema=schema,
-            __signature__=signature_of(tool.parameters),
+            __signature__=make_signature(tool.parameters),
         )
         return call
 
@@ -241,26 +241,26 @@ class ServedSession(FunctionSession):
         return rollout._replace(status="truncated", truncation="error", error=self.failure), None
 
 
-def plain_schema(schema: Any) -> Any:
+def simplify_schema(schema: Any) -> Any:
     """A JSON schema with its type first, without titles and dialect. Servers' libraries add them,
     and they say nothing."""
     if isinstance(schema, list):
-        return [plain_schema(entry) for entry in schema]
+        return [simplify_schema(entry) for entry in schema]
     if not isinstance(schema, Mapping):
         return schema
     named = {"properties", "$defs", "definitions"}  # their keys are names
     return {
         key: (
-            {name: plain_schema(entry) for name, entry in value.items()}
+            {name: simplify_schema(entry) for name, entry in value.items()}
             if key in named
-            else plain_schema(value)
+            else simplify_schema(value)
         )
         for key, value in sorted(schema.items(), key=lambda entry: entry[0] != "type")
         if not (key == "$schema" or (key == "title" and isinstance(value, str)))
     }
 
 
-def signature_of(schema: Mapping[str, Any]) -> inspect.Signature:
+def make_signature(schema: Mapping[str, Any]) -> inspect.Signature:
     """The signature of a tool by its schema. So a call that does not fit gets the same answer as
     for any other tool."""
     properties = schema.get("properties") or {}

@@ -62,7 +62,7 @@ class SpokenGame:
     def __init__(self, instance: Any):
         self.instance = instance
         self.game = instance.unwrapped
-        words = words_for(self.game)
+        words = find_words(self.game)
         count = getattr(instance.action_space, "n", 0)
         self.describe = words.describe
         self.actions = list(words.actions(self.game))[:count]
@@ -99,7 +99,7 @@ def read_action(reply: str, actions: Sequence[str]) -> int | None:
     return actions.index(found[-1].lower()) if found else None
 
 
-def words_for(game: Any) -> Words:
+def find_words(game: Any) -> Words:
     """The words of a game, by its class. Raises: ConfigError if there are none."""
     for kind in type(game).__mro__:
         if kind.__name__ in GAMES and kind.__module__.split(".")[0] in ("gymnasium", "minigrid"):
@@ -114,7 +114,7 @@ def words_for(game: Any) -> Words:
 # ---------------------------------------------------------------------------------------- toy text
 
 
-def slips(game: Any) -> str:
+def describe_slips(game: Any) -> str:
     """A sentence on moves with several outcomes, or ""."""
     random = any(len(found) > 1 for moves in game.P.values() for found in moves.values())
     return " It is slippery: a move may go to its left or right side instead." if random else ""
@@ -132,7 +132,7 @@ def draw_map(rows: Sequence[str], place: int) -> str:
 def lake_rules(game: Any) -> str:
     return (
         "Cross the frozen lake to the goal G. F is ice, and a hole H ends the game."
-        f"{slips(game)} The goal earns 1."
+        f"{describe_slips(game)} The goal earns 1."
     )
 
 
@@ -143,7 +143,7 @@ def lake(game: Any, observation: Any) -> str:
 def cliff_rules(game: Any) -> str:
     return (
         "Walk from S to the goal G. A step costs 1. A step off the cliff C costs 100 and leads back"
-        f" to S.{slips(game)}"
+        f" to S.{describe_slips(game)}"
     )
 
 
@@ -213,16 +213,16 @@ def grid(game: Any, observation: Mapping[str, Any]) -> str:
     image = observation["image"]
     x = image.shape[0] // 2
     y = image.shape[1] - 1
-    ahead = free_cells([image[x, j] for j in range(y - 1, -1, -1)])
-    left = free_cells([image[i, y] for i in range(x - 1, -1, -1)])
-    right = free_cells([image[i, y] for i in range(x + 1, image.shape[0])])
+    ahead = count_free_cells([image[x, j] for j in range(y - 1, -1, -1)])
+    left = count_free_cells([image[i, y] for i in range(x - 1, -1, -1)])
+    right = count_free_cells([image[i, y] for i in range(x + 1, image.shape[0])])
     seen = [
-        f"{name_thing(image[i, j])} {where_is(i - x, y - j)}"
+        f"{name_thing(image[i, j])} {describe_place(i - x, y - j)}"
         for j in range(y, -1, -1)
         for i in range(image.shape[0])
-        if (i, j) != (x, y) and kind_of(image[i, j]) not in NOTHING
+        if (i, j) != (x, y) and name_cell(image[i, j]) not in NOTHING
     ]
-    carried = "nothing" if kind_of(image[x, y]) in NOTHING else name_thing(image[x, y])
+    carried = "nothing" if name_cell(image[x, y]) in NOTHING else name_thing(image[x, y])
     return "\n".join(
         [
             f"Mission: {observation['mission']}.",
@@ -233,13 +233,15 @@ def grid(game: Any, observation: Mapping[str, Any]) -> str:
     )
 
 
-def free_cells(cells: Sequence[Any]) -> int:
+def count_free_cells(cells: Sequence[Any]) -> int:
     """Number of cells to step on before the first other one."""
-    free = [kind_of(cell) in FREE or (kind_of(cell) == "door" and not cell[2]) for cell in cells]
+    free = [
+        name_cell(cell) in FREE or (name_cell(cell) == "door" and not cell[2]) for cell in cells
+    ]
     return [*free, False].index(False)
 
 
-def kind_of(cell: Any) -> str:
+def name_cell(cell: Any) -> str:
     from minigrid.core.constants import IDX_TO_OBJECT
 
     return str(IDX_TO_OBJECT[int(cell[0])])
@@ -249,13 +251,13 @@ def name_thing(cell: Any) -> str:
     """A thing in words: `a locked red door`."""
     from minigrid.core.constants import IDX_TO_COLOR, STATE_TO_IDX
 
-    kind = kind_of(cell)
+    kind = name_cell(cell)
     states = {number: state for state, number in STATE_TO_IDX.items()}
     words = [IDX_TO_COLOR[int(cell[1])], kind]
     return " ".join(["a", *([states[int(cell[2])]] if kind == "door" else []), *words])
 
 
-def where_is(right: int, ahead: int) -> str:
+def describe_place(right: int, ahead: int) -> str:
     """A place relative to the agent: `2 ahead, 1 left`."""
     side = f"{abs(right)} {'right' if right > 0 else 'left'}"
     return ", ".join([f"{ahead} ahead"] * (ahead > 0) + [side] * (right != 0))

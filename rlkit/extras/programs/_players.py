@@ -14,11 +14,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rlkit.errors import place
-from rlkit.extras.programs._commands import check_command, confined_limits, find_files
+from rlkit.extras.programs._commands import check_command, confine_limits, find_files
 from rlkit.extras.programs._processes import (
     Limits,
     explain_confinement,
-    fresh_variables,
+    make_variables,
     run_guarded,
 )
 from rlkit.extras.programs.contract import Ended
@@ -58,7 +58,7 @@ def make_launch(
     if confined:
         folders = [folder for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder]
         more = [*folders, *readable]
-        limits = confined_limits(limits, words, more, path=path, closed=closed)
+        limits = confine_limits(limits, words, more, path=path, closed=closed)
     return Launch(words, awaited, limits, score, variables, answer, fields)
 
 
@@ -156,13 +156,13 @@ async def run_program(
     launch: Launch, where: str, left: list[bool], task: Task, door: Any, address: str
 ) -> Ended:
     """Let a program play the episode in this folder. `left`: see `run_guarded`."""
-    from rlkit.extras.programs.server import addresses
+    from rlkit.extras.programs.server import list_addresses
 
     text = task_text(task, launch.fields)
     variables = {
-        **fresh_variables(where, text),
+        **make_variables(where, text),
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
-        **addresses(door, address),
+        **list_addresses(door, address),
         **launch.variables,
     }
     limits = launch.limits._replace(port=int(address.rpartition(":")[2]))

@@ -53,7 +53,7 @@ class Finished(NamedTuple):
     flooded: bool = False  # it printed too much
 
 
-def landlock_version() -> int:
+def find_landlock_version() -> int:
     """Version of Landlock on this machine; 0 if there is none, or no filter of system calls for
     it."""
     if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
@@ -66,7 +66,7 @@ def settle_confinement(wanted: bool | Literal["auto"]) -> bool:
     says that they are not. Raises: ConfigError if confinement is wanted and there is none."""
     if wanted is False:
         return False
-    version = landlock_version()
+    version = find_landlock_version()
     if version >= LANDLOCK:
         return True
     if wanted == "auto":
@@ -91,7 +91,7 @@ def say_unconfined(version: int) -> None:
     )
 
 
-def fresh_variables(where: str, task: str) -> dict[str, str]:
+def make_variables(where: str, task: str) -> dict[str, str]:
     """Make an environment from scratch for a command in this folder: the run's path and language,
     and the task, if there is one."""
     own = {name: os.environ[name] for name in PASSED if name in os.environ}

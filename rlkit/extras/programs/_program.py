@@ -23,7 +23,12 @@ from rlkit.extras.programs._verifier import Verifier, make_verifier
 from rlkit.extras.programs._verifier import verify as verify_left
 from rlkit.extras.programs.contract import Ask, Ended
 from rlkit.extras.programs.conversations import asking
-from rlkit.extras.programs.hidden_tests import check_hidden, hidden_tests, least_of, run_tests
+from rlkit.extras.programs.hidden_tests import (
+    check_hidden,
+    find_hidden_tests,
+    run_tests,
+    take_least,
+)
 from rlkit.extras.programs.slots import AtMost
 from rlkit.sandbox.process import make_folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
@@ -117,7 +122,7 @@ def program(
       confined: the program and its children write only its own folder. They read the system's
         programs and libraries, Python, the installations of the command's program and of its
         interpreter, the files of the command, the folders of PYTHONPATH in `variables`, `readable`,
-        and the folder of its code, see `rlkit.extras.programs._commands.folder_of_code`. They
+        and the folder of its code, see `rlkit.extras.programs._commands.list_code_folders`. They
         connect to the port of its endpoint over TCP and have no other network, and signal nothing
         outside. Needs Landlock in version 6 (Linux 6.12) and seccomp. `auto` confines where these
         are there, and says in a line where they are not.
@@ -254,11 +259,11 @@ async def _play(
     problem = check(at.task, frozenset())
     if problem:
         raise DataError(f"row {at.task.id}: {problem}")
-    tests = hidden_tests(at.task)
+    tests = find_hidden_tests(at.task)
     if tests is not None:
-        time_limit = least_of(time_limit, tests.time_limit)
+        time_limit = take_least(time_limit, tests.time_limit)
         if isinstance(player, Launch):
-            memory_mb = least_of(player.limits.memory_mb, tests.memory_mb)
+            memory_mb = take_least(player.limits.memory_mb, tests.memory_mb)
             player = player._replace(limits=player.limits._replace(memory_mb=memory_mb))
     async with nullcontext() if slots is None else slots.held(at.give_way):
         with ExitStack() as held:
@@ -272,7 +277,7 @@ async def _play(
                 where = ""
                 play = partial(call_function, player)
                 named = player
-            episode = partial(_played, play, time_limit, ignore, named)
+            episode = partial(_play_program, play, time_limit, ignore, named)
             rollout = await asking(episode, strict_thinking=strict_thinking)(at)
             rollout = _with_answer(_with_requests(rollout), answer, where)
             judged = verifier.command or tests is not None
@@ -399,7 +404,7 @@ def answer_by_tool(rollout: Rollout, name: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-async def _played(
+async def _play_program(
     play: Callable[..., Awaitable[Ended]],
     time_limit: float,
     ignore: bool,
@@ -409,7 +414,7 @@ async def _played(
 ) -> Ended:
     """Play an episode with an endpoint of its own, within its time. `ignore`: unsupported settings
     of requests have no effect. `named`: the program, for messages."""
-    from rlkit.extras.programs.server import opened_door
+    from rlkit.extras.programs.server import open_door
 
     wait = Wait("the program", named)
 
@@ -418,7 +423,7 @@ async def _played(
             return await ask(*asked, **settings)
 
     said: dict[str, Any] = {}
-    door = opened_door(ask._replace(reply=reply), counts=said, ignore=ignore)
+    door = open_door(ask._replace(reply=reply), counts=said, ignore=ignore)
     try:
         async with Countdown(time_limit).running(), door as opened:
             with waiting(wait):

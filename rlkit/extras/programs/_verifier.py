@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.extras.programs._commands import check_command, confined_limits, find_files
+from rlkit.extras.programs._commands import check_command, confine_limits, find_files
 from rlkit.extras.programs._processes import (
     Limits,
     explain_confinement,
-    fresh_variables,
+    make_variables,
     run_guarded,
 )
 from rlkit.sandbox.process import make_folder
@@ -72,13 +72,13 @@ def make_verifier(
     limits = Limits(OUTPUT, memory_mb)
     if confined:
         more = [*readable, *filter(os.path.isdir, words)]
-        limits = confined_limits(limits, words or ["bash"], more)
+        limits = confine_limits(limits, words or ["bash"], more)
     # a confined program cannot write them
-    state = {} if confined else file_states(words)
+    state = {} if confined else read_file_states(words)
     return Verifier(words, limits, time_limit, ends[0], ends[1], state)
 
 
-def file_states(command: Sequence[str]) -> dict[str, State]:
+def read_file_states(command: Sequence[str]) -> dict[str, State]:
     """Marks of the command's files, and of all files in its folders. A mark changes if somebody
     writes or replaces the file."""
     named = [word for word in command if os.path.isabs(word)]
@@ -122,7 +122,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def whole_task(task: Task) -> str:
+def write_whole_task(task: Task) -> str:
     """Write the task for a verifier: all of it."""
     return json.dumps(
         {
@@ -144,18 +144,18 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
     /proc.
     """
     try:
-        if verifier.state and file_states(verifier.command) != verifier.state:
+        if verifier.state and read_file_states(verifier.command) != verifier.state:
             return "a file that environment.verify names was changed during the run"
         keep_plain_files(left_in)
     except (OSError, RecursionError) as error:
         return f"what the program left cannot be verified: {error}"
-    text = whole_task(task)
+    text = write_whole_task(task)
     limits = verifier.limits
     if limits.readable is not None:
         limits = limits._replace(readable=[*limits.readable, left_in])
     ours, theirs = socket.socketpair()
     with make_folder() as where, ours, theirs:
-        variables = fresh_variables(where, text)
+        variables = make_variables(where, text)
         variables |= {
             "RLKIT_FOLDER": left_in,
             "RLKIT_REWARD_FD": "3",

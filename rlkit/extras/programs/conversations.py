@@ -304,7 +304,7 @@ class Conversations:
         steps: list[Step] = []
         begun: list[dict[str, Any]] = []
         for i, call in enumerate(ordered):
-            step = _answered(call, children.get(call.number, []))
+            step = _add_results(call, children.get(call.number, []))
             if i and call.parent is not ordered[i - 1]:
                 kept = agreement(ordered[i - 1].ids, call.prompt_ids)
                 step = step._replace(prompt_ids=call.prompt_ids[kept:], kept=kept)
@@ -334,7 +334,7 @@ class Conversations:
         }
 
 
-def _answered(call: Call, children: list[Call]) -> Step:
+def _add_results(call: Call, children: list[Call]) -> Step:
     """Add the results of the step's calls, from the request after it. A result that begins with
     `Error` is a failure."""
     ids = {c.id: c.name for c in call.step.tool_calls}

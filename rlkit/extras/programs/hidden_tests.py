@@ -17,8 +17,8 @@ from rlkit.extras.programs._confinement import Root
 from rlkit.extras.programs._processes import (
     GUARD,
     Limits,
-    fresh_variables,
     make_job,
+    make_variables,
     run_guarded,
 )
 from rlkit.extras.programs._verifier import LONGEST_NUMBER, Verifier, check_range, keep_plain_files
@@ -39,13 +39,13 @@ class HiddenTests(NamedTuple):
     memory_mb: int | None
 
 
-def hidden_tests(task: Task) -> HiddenTests | None:
+def find_hidden_tests(task: Task) -> HiddenTests | None:
     """The tests of a task; None if it has none."""
     own = task.metadata.get("harbor")
     return None if own is None else HiddenTests(**own)
 
 
-def least_of(limit: Any, other: Any) -> Any:
+def take_least(limit: Any, other: Any) -> Any:
     """The smaller of two limits; None is no limit."""
     return min((value for value in (limit, other) if value is not None), default=None)
 
@@ -57,7 +57,7 @@ def check_hidden(task: Task, readable: Sequence[str] | None, judged: bool) -> st
       readable: paths for the program to read; None if it is not confined.
       judged: whether the config names a judge of its own.
     """
-    tests = hidden_tests(task)
+    tests = find_hidden_tests(task)
     if tests is None:
         return ""
     if judged:
@@ -76,7 +76,7 @@ def check_hidden(task: Task, readable: Sequence[str] | None, judged: bool) -> st
                 f"the program could read its hidden tests in {path}; keep them apart from the"
                 " folders that it reads"
             )
-    problem = tree_problem()
+    problem = explain_no_tree()
     return problem and (
         f"its tests need /tests and /logs of their own, and this machine gives no file tree for"
         f" them ({problem}); allow user namespaces"
@@ -84,7 +84,7 @@ def check_hidden(task: Task, readable: Sequence[str] | None, judged: bool) -> st
 
 
 @functools.cache
-def tree_problem() -> str:
+def explain_no_tree() -> str:
     """Say why this machine gives no command a file tree of its own; "" if it does."""
     with make_folder() as where:
         limits = Limits(0, None, SYSTEM, root=Root(where, {}, {}))
@@ -122,14 +122,14 @@ async def run_tests(verifier: Verifier, tests: HiddenTests, left_in: str) -> flo
             {"tests": os.path.join(tests.folder, "tests")},
             {"logs": logs},
         )
-        variables = fresh_variables("/logs/home", "")
+        variables = make_variables("/logs/home", "")
         variables |= {
             "PYTHONPATH": "/tests",
             "PYTHONSAFEPATH": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         limits = verifier.limits._replace(
-            memory_mb=least_of(verifier.limits.memory_mb, tests.memory_mb), root=root
+            memory_mb=take_least(verifier.limits.memory_mb, tests.memory_mb), root=root
         )
         left: list[bool] = []
         try:

@@ -228,14 +228,14 @@ class Endpoint:
         ).strip() or request.headers.get("x-api-key", "")
         door = self.doors.get(given)
         if door is None:
-            return refusal(
+            return refuse_request(
                 written,
                 401,
                 "the API key names no episode; a program finds its own in OPENAI_API_KEY or"
                 " ANTHROPIC_API_KEY",
             )
         if not door.open:
-            return refusal(written, 409, "the episode is over")
+            return refuse_request(written, 409, "the episode is over")
         if path in MODELS and request.method == "GET":
             return web.json_response(MODELS[path])
         try:
@@ -251,16 +251,16 @@ class Endpoint:
             return await self._answered(request, wire, door, asked, digest)
         except RequestRefused as error:
             door.refusals.append(str(error))
-            return refusal(written, 400, str(error))
+            return refuse_request(written, 400, str(error))
         except Refused as error:
             door.refusals.append(str(error))
-            return refusal(written, error.status, str(error))
+            return refuse_request(written, error.status, str(error))
         except ConnectionError:  # the client has left
             raise
         except Exception as error:
             why = f"the endpoint failed: {type(error).__name__}: {error}"
             door.refusals.append(why)
-            return refusal(written, 500, why)
+            return refuse_request(written, 500, why)
 
     async def _read(
         self, request: web.Request, route: str, door: Door
@@ -293,7 +293,7 @@ class Endpoint:
     ) -> web.Response:
         """Answer a request to sample. Raises: RequestRefused."""
         if not door.open:  # while the request was read
-            return refusal(wire, 409, "the episode is over")
+            return refuse_request(wire, 409, "the episode is over")
         retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
         task = door.reply(asked, digest, retry=retry)
         number = door.numbers[task]
@@ -303,14 +303,16 @@ class Endpoint:
             raise
         except asyncio.CancelledError:
             if task.cancelled():
-                return refusal(wire, 409, "the episode is over")
+                return refuse_request(wire, 409, "the episode is over")
             raise
         except Exception as error:
-            return refusal(wire, 500, f"no reply could be sampled: {type(error).__name__}: {error}")
+            return refuse_request(
+                wire, 500, f"no reply could be sampled: {type(error).__name__}: {error}"
+            )
         reply = Reply(number, door.created, step, *cut_at(step.content, asked.stop))
         if not asked.stream:
             return web.json_response(wire.write(reply))
-        return streamed(wire, reply, asked)
+        return stream_reply(wire, reply, asked)
 
 
 def _pass_over_full(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -327,7 +329,7 @@ class Closing(asyncio.Protocol):
         transport.abort()
 
 
-def streamed(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
+def stream_reply(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
     """Send the reply as server-sent events, chunked. So a cut reply is an error and not a shorter
     reply."""
     text = ""
@@ -342,7 +344,7 @@ def streamed(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
     return response
 
 
-def refusal(wire: Wire, status: int, sentence: str) -> web.Response:
+def refuse_request(wire: Wire, status: int, sentence: str) -> web.Response:
     """Answer with a status and a sentence."""
     headers = FINAL if status == 409 or status >= 500 else None
     response = web.json_response(
@@ -357,7 +359,7 @@ SERVERS: WeakKeyDictionary[Any, Endpoint] = WeakKeyDictionary()  # event loop â†
 
 
 @asynccontextmanager
-async def opened_door(
+async def open_door(
     ask: Ask, *, port: int = 0, counts: dict[str, Any] | None = None, ignore: bool = False
 ) -> AsyncIterator[tuple[Door, str]]:
     """Give an episode a place at the server of this event loop, and the server's address,
@@ -383,7 +385,7 @@ async def opened_door(
             await server.stop()
 
 
-def addresses(door: Door, address: str) -> dict[str, str]:
+def list_addresses(door: Door, address: str) -> dict[str, str]:
     """The variables that clients read for their endpoint and their key."""
     return {
         "OPENAI_BASE_URL": f"{address}/v1",

@@ -39,13 +39,13 @@ class ServeRun(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
+async def serve_endpoint(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
     """Run the endpoint while the block runs; yield the variables that clients read for it.
 
     Conversations that extend a recorded one continue it by token ids, as in training. Settings that
     `environment.unsupported` decides have no effect. Raises: ConfigError if the port is taken.
     """
-    from rlkit.extras.programs.server import addresses, opened_door
+    from rlkit.extras.programs.server import list_addresses, open_door
 
     engine, params, keys = (
         x.generation.engine,
@@ -82,9 +82,9 @@ async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
         return await known.count(*asked, **settings)
 
     try:
-        async with opened_door(Ask(reply, counted), port=x.port, ignore=True) as (door, address):
+        async with open_door(Ask(reply, counted), port=x.port, ignore=True) as (door, address):
             try:
-                yield addresses(door, address)
+                yield list_addresses(door, address)
             finally:
                 known.release()
     except OSError as error:

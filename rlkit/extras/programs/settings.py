@@ -189,7 +189,7 @@ SETTINGS = (
 )
 
 
-def value_of(body: Mapping[str, Any], name: str) -> Any:
+def read_value(body: Mapping[str, Any], name: str) -> Any:
     """The value of a setting in a request; None if it is not there."""
     value: Any = body
     for part in name.split("."):
@@ -204,7 +204,7 @@ def refuse_settings(body: Mapping[str, Any], path: str, *, ignore: bool) -> None
         passes = ("honoured", "of the run", "unsupported" if ignore else "")
         if row.treatment in passes or path not in row.paths:
             continue
-        value = value_of(body, row.name)
+        value = read_value(body, row.name)
         if value is not None and row.asks(value):
             hint = "; environment.unsupported=ignore accepts it without effect"
             hint = hint if row.treatment == "unsupported" else ""

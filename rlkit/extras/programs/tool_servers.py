@@ -111,7 +111,7 @@ def read_server(name: str, given: Any) -> ToolServer:
     server = ToolServer(
         name, command, url, env, given.get("cwd"), shared, None if tools is None else tuple(tools)
     )
-    if shared and (needs_folder(server) or SAMPLE in joined_words(server)):
+    if shared and (needs_folder(server) or SAMPLE in join_words(server)):
         raise ConfigError(
             f"{where}: cwd={EPISODE}, {OWN} and {SAMPLE} belong to one episode, and all episodes"
             " share this server; leave out shared"
@@ -119,14 +119,14 @@ def read_server(name: str, given: Any) -> ToolServer:
     return server
 
 
-def joined_words(server: ToolServer) -> str:
+def join_words(server: ToolServer) -> str:
     """The words of a server that may name its folder and its sample."""
     return "\n".join([*server.command, *server.env.values()])
 
 
 def needs_folder(server: ToolServer) -> bool:
     """Whether each process of a server has a folder of its own."""
-    return server.cwd == EPISODE or OWN in joined_words(server)
+    return server.cwd == EPISODE or OWN in join_words(server)
 
 
 def require_package() -> None:
@@ -170,7 +170,9 @@ class Connection:
         ) as error:  # also CancelledError and groups, which is how a dead server shows
             if not isinstance(error, TimeoutError):
                 reason = (
-                    f"{reason} ({_innermost(error)})" if self.client.done() else _innermost(error)
+                    f"{reason} ({_describe_innermost(error)})"
+                    if self.client.done()
+                    else _describe_innermost(error)
                 )
         if not self.over.is_set():
             self._fail(reason)
@@ -249,7 +251,7 @@ class Connection:
                 why = error
             except Exception as error:
                 why = error
-            self._fail(_innermost(why))
+            self._fail(_describe_innermost(why))
             self.over.set()
             raise ServerFailed(self.failure)
         finally:
@@ -271,7 +273,7 @@ def fill_words(text: str, *, where: str, sample: int) -> str:
     return text.replace(OWN, where).replace(SAMPLE, str(sample))
 
 
-def _innermost(error: BaseException) -> str:
+def _describe_innermost(error: BaseException) -> str:
     """Describe the error inside exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -283,8 +285,8 @@ def _innermost(error: BaseException) -> str:
 
 
 class Pool:
-    """The servers of an environment. Its coroutines run in the background loop; `elsewhere` awaits
-    them from any other.
+    """The servers of an environment. Its coroutines run in the background loop;
+    `await_in_background` awaits them from any other.
 
     The first call that needs a connection opens it. A shared one is opened again after its server
     has died, an episode's own one only once.
@@ -297,7 +299,7 @@ class Pool:
         self.listed: dict[str, list[ListedTool]] = {}
         self.listing = asyncio.Lock()
         # with the environment, or before the interpreter ends
-        weakref.finalize(self, _ended, self.connections)
+        weakref.finalize(self, _end_connections, self.connections)
 
     async def tools(self) -> dict[str, list[ListedTool]]:
         """Return the tools of every server; each is asked once. Raises: ConfigError if a server
@@ -384,14 +386,14 @@ class Pool:
         await asyncio.gather(*(self._close(server, episode) for server in self.servers.values()))
 
 
-def _ended(connections: dict[tuple[str, int | None], Connection]) -> None:
+def _end_connections(connections: dict[tuple[str, int | None], Connection]) -> None:
     """End every process and connection of a pool after its deletion."""
 
     async def end() -> None:
         await asyncio.gather(*(connection.close() for connection in connections.values()))
 
     if connections:
-        ending = asyncio.run_coroutine_threadsafe(end(), background())
+        ending = asyncio.run_coroutine_threadsafe(end(), get_background_loop())
         if threading.current_thread().name != THREAD:
             with suppress(Exception):
                 ending.result(timeout=10)
@@ -412,7 +414,7 @@ def _text(result: Any) -> str:
 
 
 @functools.cache
-def background() -> asyncio.AbstractEventLoop:
+def get_background_loop() -> asyncio.AbstractEventLoop:
     """The loop of the thread with all connections. It is a daemon thread: its processes end with
     this process."""
     loop = asyncio.new_event_loop()
@@ -420,6 +422,6 @@ def background() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def elsewhere(work: Coroutine[Any, Any, T]) -> T:
+async def await_in_background(work: Coroutine[Any, Any, T]) -> T:
     """Await a coroutine of the background loop. A cancellation here cancels it there."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background()))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, get_background_loop()))

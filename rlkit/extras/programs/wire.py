@@ -171,7 +171,7 @@ def read_chat(body: Body) -> ChatRequest:
         tools.append(dict(tool))
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
     limit = _limit(body, "max_completion_tokens", "max_tokens")
-    return _checked(
+    return _check_request(
         ChatRequest(
             messages,
             tools,
@@ -229,7 +229,7 @@ def read_responses(body: Body) -> ChatRequest:
         _tool(t.get("name"), t, "parameters", "tools")
         for t in _items(body.get("tools") or [], "tools")
     ]
-    return _checked(
+    return _check_request(
         ChatRequest(
             messages, tools, _limit(body, "max_output_tokens"), (), bool(body.get("stream"))
         )
@@ -283,7 +283,7 @@ def read_messages(body: Body) -> ChatRequest:
         for t in _items(body.get("tools") or [], "tools")
     ]
     stops = _stops(body.get("stop_sequences"), "stop_sequences")
-    return _checked(
+    return _check_request(
         ChatRequest(messages, tools, _limit(body, "max_tokens"), stops, bool(body.get("stream")))
     )
 
@@ -298,7 +298,7 @@ def read_request(path: str, raw: bytes, *, ignore: bool = False) -> ChatRequest:
     return WIRES[path].read(body)._replace(size=len(raw))
 
 
-def _checked(request: ChatRequest) -> ChatRequest:
+def _check_request(request: ChatRequest) -> ChatRequest:
     """Raise ValueError for a conversation that the policy cannot answer."""
     if not request.messages:
         raise ValueError("there are no messages")
@@ -358,7 +358,7 @@ def write_chat(reply: Reply) -> dict[str, Any]:
     return _named(reply, "chat.completion") | {"choices": [choice], "usage": _chat_usage(reply)}
 
 
-def chat_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
+def write_chat_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
     """Chunks of a chat.completion: one for the role, one for each part of the reply, and the
     end."""
 
@@ -437,7 +437,7 @@ def write_responses(reply: Reply) -> dict[str, Any]:
     }
 
 
-def responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
+def write_responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
     """The events of a response, each with its number."""
     whole = write_responses(reply)
     begun: dict[str, Any] = {**whole, "status": "in_progress", "output": []}
@@ -498,7 +498,7 @@ def write_messages(reply: Reply) -> dict[str, Any]:
     }
 
 
-def messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
+def write_messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
     """The events of a message: its head, each block opened, filled and closed, and the end."""
     whole = write_messages(reply)
     begun: dict[str, Any] = {**whole, "content": [], "stop_reason": None}
@@ -523,13 +523,13 @@ def messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
     yield from ((name, {"type": name, **data}) for name, data in events)
 
 
-def openai_error(status: int, sentence: str) -> dict[str, Any]:
+def write_openai_error(status: int, sentence: str) -> dict[str, Any]:
     """The body of a refusal for OpenAI's clients."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": sentence, "type": kind, "param": None, "code": None}}
 
 
-def anthropic_error(status: int, sentence: str) -> dict[str, Any]:
+def write_anthropic_error(status: int, sentence: str) -> dict[str, Any]:
     """The body of a refusal for Anthropic's clients."""
     names = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
     kind = names.get(status, "api_error" if status >= 500 else "invalid_request_error")
@@ -537,9 +537,9 @@ def anthropic_error(status: int, sentence: str) -> dict[str, Any]:
 
 
 WIRES = {
-    CHAT: Wire(read_chat, write_chat, chat_events, openai_error),
-    RESPONSES: Wire(read_responses, write_responses, responses_events, openai_error),
-    MESSAGES: Wire(read_messages, write_messages, messages_events, anthropic_error),
+    CHAT: Wire(read_chat, write_chat, write_chat_events, write_openai_error),
+    RESPONSES: Wire(read_responses, write_responses, write_responses_events, write_openai_error),
+    MESSAGES: Wire(read_messages, write_messages, write_messages_events, write_anthropic_error),
 }
 
 

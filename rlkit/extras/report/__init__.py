@@ -45,7 +45,7 @@ def write_report(
     if limit < 0 or (smooth is not None and smooth < 0):
         raise ConfigError(f"limit={limit} and smooth={smooth} are counts: 0 or more")
     found = [read_run(folder) for folder in find_runs(paths, "report")]
-    target = _where(paths, out)
+    target = _choose_place(paths, out)
     groups = group_runs(found)
     told = charts.with_values(groups)
     with warnings.catch_warnings(record=True) as caught:
@@ -56,7 +56,7 @@ def write_report(
         *(str(warning.message) for warning in caught),
         *shown.notes,
     ]
-    files = _drawn(told, groups, smooth)
+    files = _draw_charts(told, groups, smooth)
     if told and not files:
         notes.append(f"Charts as SVG and PDF for papers need matplotlib: {install('report')}")
     text = page.render(found, groups, told, shown, notes, target.stem if files else "", smooth)
@@ -67,7 +67,7 @@ def write_report(
     return target
 
 
-def _drawn(
+def _draw_charts(
     told: Sequence[charts.Chart], groups: Sequence[Group], smooth: int | None
 ) -> dict[str, bytes]:
     """File → its bytes; none without matplotlib."""
@@ -81,7 +81,7 @@ def _drawn(
     }
 
 
-def _where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
+def _choose_place(paths: Sequence[Path | str], out: Path | str | None) -> Path:
     """The file to write. Raises: ConfigError for a name that no page can have."""
     if out is None:
         return (

@@ -207,13 +207,13 @@ def with_values(groups: Sequence[Group]) -> list[Chart]:
     }
     told = [
         chart
-        for chart in (*STATIC, *dynamic(found))
+        for chart in (*STATIC, *chart_dynamic(found))
         if any(any(own.values()) for own in values.get(chart.metric, ()))
     ]
     told = [
         chart
         for chart in told
-        if chart.against == "steps" or (len(groups) > 1 and _spent(groups, chart.against))
+        if chart.against == "steps" or (len(groups) > 1 and _report_spending(groups, chart.against))
     ]
     twins = {"eval/reward": "eval/accuracy", "test/reward": "test/accuracy"} | {
         m: "reward/mean" for m in found if m.startswith("reward/") and m.endswith("/mean")
@@ -232,7 +232,7 @@ def with_values(groups: Sequence[Group]) -> list[Chart]:
     return sorted([*told, *timed], key=lambda chart: SECTIONS.index(chart.section))
 
 
-def others(groups: Sequence[Group], told: Sequence[Chart]) -> list[Chart]:
+def chart_others(groups: Sequence[Group], told: Sequence[Chart]) -> list[Chart]:
     """A chart of every further metric that varies, the user's own among them; on the page alone."""
     known = {name for chart in told for name in (chart.metric, chart.low, chart.high)}
     found = [
@@ -256,12 +256,12 @@ def others(groups: Sequence[Group], told: Sequence[Chart]) -> list[Chart]:
     return [Chart(metric, OTHER, metric, metric, span=0.0) for metric in varying]
 
 
-def _spent(groups: Sequence[Group], unit: str) -> bool:
+def _report_spending(groups: Sequence[Group], unit: str) -> bool:
     """Whether the runs of all lines report their spending."""
     return all(any(read_budget(run, unit).values()) for group in groups for run in group.runs)
 
 
-def dynamic(found: Sequence[str]) -> Iterator[Chart]:
+def chart_dynamic(found: Sequence[str]) -> Iterator[Chart]:
     """Charts of names from a run's own config: components of the reward, parts of a mixture,
     streams, scheduled numbers."""
     for number, metric in enumerate(found):
@@ -289,12 +289,12 @@ def dynamic(found: Sequence[str]) -> Iterator[Chart]:
 # ------------------------------------------------------------------------------------------ numbers
 
 
-def smoothed(values: Sequence[float], steps: int) -> list[float]:
+def smooth_values(values: Sequence[float], steps: int) -> list[float]:
     """Exponential mean with weights that sum to 1 from the start on; `steps` ≤ 1 leaves the values.
 
     m_t = (1 - a) Σ_i a^(t-i) x_i / (1 - a^(t+1)), a = 1 - 1 / steps
 
-    >>> [round(v, 3) for v in smoothed([0.0, 1.0, 1.0], 2)]
+    >>> [round(v, 3) for v in smooth_values([0.0, 1.0, 1.0], 2)]
     [0.0, 0.667, 0.857]
     """
     if steps <= 1:
@@ -324,7 +324,7 @@ class Line(NamedTuple):
         return self.low != self.high
 
 
-def line(curves: Sequence[Mapping[int, float]]) -> Line:
+def join_seeds(curves: Sequence[Mapping[int, float]]) -> Line:
     """Put seeds together. A seed that ended early ends the line: the mean of the others would jump
     there."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
@@ -334,7 +334,7 @@ def line(curves: Sequence[Mapping[int, float]]) -> Line:
     )
 
 
-def window(groups: Sequence[Group]) -> int:
+def choose_window(groups: Sequence[Group]) -> int:
     """Steps to smooth over by default: a twelfth of the longest run."""
     longest = max((int(run.rows[-1]["step"]) for group in groups for run in group.runs), default=0)
     return round(longest / 12)
@@ -354,20 +354,21 @@ class Curve(NamedTuple):
     bars: bool  # in place of a band
 
 
-def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list[Curve]:
-    """The lines of a chart, smoothed over so many steps (None: `window`)."""
+def draw_curves(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list[Curve]:
+    """The lines of a chart, smoothed over so many steps (None: `choose_window`)."""
     out = []
     steps = 0
     if chart.smooth:
-        steps = window(groups) if smooth is None else smooth
+        steps = choose_window(groups) if smooth is None else smooth
     for index, group in enumerate(groups):
         own = [values for run in group.runs if (values := read_series(run, chart.metric))]
         if not own:
             continue
         smooth_own = [
-            dict(zip(values, smoothed(list(values.values()), steps), strict=True)) for values in own
+            dict(zip(values, smooth_values(list(values.values()), steps), strict=True))
+            for values in own
         ]
-        shown = line(smooth_own)
+        shown = join_seeds(smooth_own)
         if len(own) == 1 and chart.low:
             low = read_series(group.runs[0], chart.low)
             high = read_series(group.runs[0], chart.high)
@@ -386,7 +387,7 @@ def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list
             Curve(
                 index,
                 shown,
-                line(own) if steps > 1 else None,
+                join_seeds(own) if steps > 1 else None,
                 [tail for tail in tails if len(tail) > 1],
                 bars,
             )
@@ -394,11 +395,11 @@ def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list
     return out
 
 
-def limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
+def choose_limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
     """The vertical axis for values between `low` and `high`: at least `span`, and LEAST of the
     largest value, so that noise stays small.
 
-    >>> limits(Chart("", "", "", "", span=0.1), 0.98, 0.981)
+    >>> choose_limits(Chart("", "", "", "", span=0.1), 0.98, 0.981)
     (0.9305, 1.0305)
     """
     least = max(chart.span, LEAST * max(abs(low), abs(high)))
@@ -410,7 +411,7 @@ def limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
     return round(bottom, 12), round(bottom + least, 12)
 
 
-def axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
+def make_axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
     """RL steps → their place on the horizontal axis: the spending of a run of the group by then, in
     the mean over its seeds."""
     if against == "steps":
@@ -426,16 +427,16 @@ def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
     for run in group.runs:
         for step, text in run.switches:
             match = re.match(r"phase .+? → (.+?) after step", text)
-            yield step, abridged(match[1] if match else text, 24)
+            yield step, abridge_name(match[1] if match else text, 24)
 
 
-def mean_of(group: Group, metric: str) -> float:
+def average_metric(group: Group, metric: str) -> float:
     """Mean over all steps of all runs of a group; 0 if it is not measured."""
     values = [value for run in group.runs for value in read_series(run, metric).values()]
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def abridged(text: str, length: int) -> str:
+def abridge_name(text: str, length: int) -> str:
     """Shorten a name, so that it leaves room for the chart."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
@@ -460,9 +461,9 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
     horizontal axes."""
     steps = sorted({row["step"] for run in group.runs for row in run.rows})
     spent = {
-        unit: _rounded(axis(group, unit)(steps))
+        unit: _round_values(make_axis(group, unit)(steps))
         for unit in ("tokens", "seconds")
-        if _spent(groups, unit)
+        if _report_spending(groups, unit)
     }
     label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
     return {
@@ -482,35 +483,35 @@ def _chart_data(chart: Chart, groups: Sequence[Group], smooth: int | None) -> di
         "metric": chart.metric,
     }
     own |= {"span": chart.span, "healthy": chart.healthy, "joined": chart.joined}
-    return own | {"lines": [_curve_data(curve) for curve in curves_of(chart, groups, smooth)]}
+    return own | {"lines": [_curve_data(curve) for curve in draw_curves(chart, groups, smooth)]}
 
 
 def _curve_data(curve: Curve) -> dict[str, Any]:
     shown = curve.shown
-    kept = thinned(shown.mean)
+    kept = thin_values(shown.mean)
     out: dict[str, Any] = {
         "group": curve.group,
         "x": [shown.steps[i] for i in kept],
-        "y": _rounded(shown.mean[i] for i in kept),
+        "y": _round_values(shown.mean[i] for i in kept),
     }
     if shown.spread():
         out |= {
-            "low": _rounded(shown.low[i] for i in kept),
-            "high": _rounded(shown.high[i] for i in kept),
+            "low": _round_values(shown.low[i] for i in kept),
+            "high": _round_values(shown.high[i] for i in kept),
             "bars": curve.bars,
         }
     if curve.raw:
-        kept = thinned(curve.raw.mean)
+        kept = thin_values(curve.raw.mean)
         out["raw"] = {
             "x": [curve.raw.steps[i] for i in kept],
-            "y": _rounded(curve.raw.mean[i] for i in kept),
+            "y": _round_values(curve.raw.mean[i] for i in kept),
         }
     return out | {
-        "tails": [{"x": list(tail), "y": _rounded(tail.values())} for tail in curve.tails]
+        "tails": [{"x": list(tail), "y": _round_values(tail.values())} for tail in curve.tails]
     }
 
 
-def thinned(values: Sequence[float]) -> list[int]:
+def thin_values(values: Sequence[float]) -> list[int]:
     """Positions of at most POINTS of the values: the first, the last, and the least and the
     greatest of each stretch. No spike is lost."""
     if len(values) <= POINTS:
@@ -524,7 +525,7 @@ def thinned(values: Sequence[float]) -> list[int]:
     return sorted({0, len(values) - 1, *(i for pair in ends for i in pair)})
 
 
-def _rounded(values: Iterable[float]) -> list[float]:
+def _round_values(values: Iterable[float]) -> list[float]:
     """Round to five digits: a chart shows no more, and they take half the size."""
     return [float(f"{value:.5g}") for value in values]
 
@@ -533,8 +534,10 @@ def seconds_data(groups: Sequence[Group]) -> dict[str, Any]:
     """Seconds of a step by part: {names: [part], rows: [[seconds of each part] of each line]}."""
     rows = []
     for group in groups:
-        own = [mean_of(group, metric) for metric in PARTS]
-        rows.append(_rounded([*own, max(0.0, mean_of(group, "perf/step_s") - sum(own))]))
+        own = [average_metric(group, metric) for metric in PARTS]
+        rows.append(
+            _round_values([*own, max(0.0, average_metric(group, "perf/step_s") - sum(own))])
+        )
     return {"names": [*PARTS.values(), "other"], "rows": rows}
 
 

@@ -60,7 +60,7 @@ class Shown(NamedTuple):
 
     runs: list[str]
     entries: list[dict[str, Any]]  # a line of the list each, with its page and its place there
-    pages: list[str]  # `compressed` {texts: [text of a prompt], said: [{expected, messages}]}
+    pages: list[str]  # `compress_data` {texts: [text of a prompt], said: [{expected, messages}]}
     played: list[Played]  # of each run
     notes: list[str]  # omissions, in words
 
@@ -80,10 +80,10 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
         played = Played([], [])
         page = _Page()
         left = 0
-        for step, kind, chosen, count in chosen_of(run, limit // len(found), played):
+        for step, kind, chosen, count in choose_rollouts(run, limit // len(found), played):
             left += count - len(chosen)
             for number, rollout in chosen.items():
-                entry = {"run": index, "kind": kind, "step": step, **entry_of(rollout)}
+                entry = {"run": index, "kind": kind, "step": step, **make_entry(rollout)}
                 if traced and kind == "training":
                     entry["why"] = token_command(run, step, number)
                 page.add(entry, rollout)
@@ -118,7 +118,10 @@ class _Page:
         self.size = 0
 
     def add(self, entry: dict[str, Any], rollout: Rollout) -> None:
-        said = {"expected": trimmed(rollout.task.answer), "messages": messages(rollout, self.texts)}
+        said = {
+            "expected": trim_text(rollout.task.answer),
+            "messages": list_messages(rollout, self.texts),
+        }
         self.entries.append(entry)
         self.said.append(said)
         self.size += len(json.dumps(said))
@@ -130,11 +133,11 @@ class _Page:
         shown.entries.extend(
             {**entry, "page": len(shown.pages), "at": at} for at, entry in enumerate(self.entries)
         )
-        shown.pages.append(compressed({"texts": list(self.texts), "said": self.said}))
+        shown.pages.append(compress_data({"texts": list(self.texts), "said": self.said}))
         return len(shown.pages[-1])
 
 
-def compressed(data: Any) -> str:
+def compress_data(data: Any) -> str:
     """JSON, compressed, in base64. No HTML parser sees an end in it, and no search of the page's
     source finds its text."""
     text = json.dumps(replace_nonfinite(data), allow_nan=False, separators=(",", ":"))
@@ -154,7 +157,7 @@ def token_command(run: ReadRun, step: int, number: int) -> str:
     )
 
 
-def chosen_of(
+def choose_rollouts(
     run: ReadRun, limit: int, played: Played
 ) -> Iterator[tuple[int, str, dict[int, Rollout], int]]:
     """(step, kind, place in the step → rollout to show, their full number) of a run. The training
@@ -166,7 +169,7 @@ def chosen_of(
     if alone is not None:
         rollouts = read(Part(alone))
         count_played(played, 0, rollouts)
-        yield 0, "episodes", best_worst_random(rollouts, limit, seed=0), len(rollouts)
+        yield 0, "episodes", select_best_worst_random(rollouts, limit, seed=0), len(rollouts)
         return
     held_out = [
         (*own, kind)
@@ -176,7 +179,7 @@ def chosen_of(
     room = limit
     for left, (step, part, kind) in zip(range(len(held_out), 0, -1), held_out, strict=True):
         rollouts = read(part)
-        chosen = best_worst_random(rollouts, (room - limit // 2) // left, seed=step)
+        chosen = select_best_worst_random(rollouts, (room - limit // 2) // left, seed=step)
         room -= len(chosen)
         yield step, kind, chosen, len(rollouts)
     steps = [*index_steps(run.folder / "rollouts").items()]
@@ -185,7 +188,7 @@ def chosen_of(
     for left, (step, part) in zip(range(len(spread), 0, -1), spread, strict=True):
         rollouts = read(part)
         count_played(played, step, rollouts)
-        chosen = best_worst_random(rollouts, room // left, seed=step)
+        chosen = select_best_worst_random(rollouts, room // left, seed=step)
         room -= len(chosen)
         yield step, "training", chosen, round(len(rollouts) * (1 + skipped))
 
@@ -210,7 +213,9 @@ def _spread(items: Sequence[Any], count: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def best_worst_random(rollouts: Sequence[Rollout], limit: int, *, seed: int) -> dict[int, Rollout]:
+def select_best_worst_random(
+    rollouts: Sequence[Rollout], limit: int, *, seed: int
+) -> dict[int, Rollout]:
     """At most `limit` rollouts by their places: best, worst, then others at random; in their own
     order."""
     if len(rollouts) <= limit:
@@ -247,7 +252,7 @@ def count_played(played: Played, step: int, rollouts: Sequence[Rollout]) -> None
 # ------------------------------------------------------------------------------------------ entries
 
 
-def entry_of(rollout: Rollout) -> dict[str, Any]:
+def make_entry(rollout: Rollout) -> dict[str, Any]:
     """The list's row for a rollout, also for its filters and its order."""
     calls = [call for step in rollout.steps for call in step.tool_calls]
     results = [result for step in rollout.steps for result in step.tool_results]
@@ -284,7 +289,7 @@ def _answer(rollout: Rollout) -> str:
     return f"(thinking) {last.thinking}" if last.thinking else "(empty)"
 
 
-def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
+def list_messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
     """The conversation in order: prompts by their number in `prompts`, replies in parts, results of
     tools."""
     out: list[dict[str, Any]] = []
@@ -292,17 +297,17 @@ def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
         for message in step.prompt:
             if index and message["role"] == "tool":  # shown with its call's step
                 continue
-            text = trimmed(str(message.get("content", "")))
+            text = trim_text(str(message.get("content", "")))
             out.append({"role": message["role"], "prompt": prompts.setdefault(text, len(prompts))})
         out.append(_reply(step) | ({"turn": index + 1} if len(rollout.steps) > 1 else {}))
         out += [
-            {"role": "tool", "name": r.name, "text": trimmed(r.content), "ok": r.ok}
+            {"role": "tool", "name": r.name, "text": trim_text(r.content), "ok": r.ok}
             for r in step.tool_results
         ]
     return out or [
         {
             "role": m["role"],
-            "prompt": prompts.setdefault(trimmed(str(m.get("content", ""))), len(prompts)),
+            "prompt": prompts.setdefault(trim_text(str(m.get("content", ""))), len(prompts)),
         }
         for m in rollout.task.messages
     ]
@@ -313,19 +318,19 @@ def _reply(step: Step) -> dict[str, Any]:
     calls = [
         {
             "name": c.name,
-            "arguments": trimmed(json.dumps(dict(c.arguments), ensure_ascii=False)),
+            "arguments": trim_text(json.dumps(dict(c.arguments), ensure_ascii=False)),
             "error": c.error,
         }
         for c in step.tool_calls
     ]
     out: dict[str, Any] = {
         "role": "assistant",
-        "text": trimmed(step.content),
+        "text": trim_text(step.content),
         "why": step.finish_reason,
         "tokens": len(step.response_ids),
     }
     out |= (
-        {"thinking": trimmed(step.thinking), "closed": step.thinking_closed}
+        {"thinking": trim_text(step.thinking), "closed": step.thinking_closed}
         if step.thinking or not step.thinking_closed
         else {}
     )
@@ -336,7 +341,7 @@ def _reply(step: Step) -> dict[str, Any]:
     )
 
 
-def trimmed(text: str) -> str:
+def trim_text(text: str) -> str:
     """Cut a text that is too long for a page."""
     return (
         text

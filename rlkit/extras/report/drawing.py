@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from rlkit.extras.report.charts import (
     PARTS,
     Chart,
-    abridged,
-    axis,
-    curves_of,
-    limits,
+    abridge_name,
+    choose_limits,
+    draw_curves,
+    make_axis,
     phase_starts,
     seconds_data,
 )
@@ -64,7 +64,7 @@ def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Dra
     svg = io.BytesIO()
     pdf = io.BytesIO()
     with matplotlib.rc_context(settings):
-        figure = figure_of(chart, groups, smooth)
+        figure = draw_figure(chart, groups, smooth)
         figure.savefig(svg, format="svg", metadata={"Date": None})
         # The second file takes the layout of the first: finding it takes half the time.
         figure.set_layout_engine("none")
@@ -72,7 +72,7 @@ def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Dra
     return Drawn(chart.name, svg.getvalue(), pdf.getvalue())
 
 
-def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
+def draw_figure(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
     """The chart as matplotlib's figure."""
     from matplotlib.figure import Figure
 
@@ -90,13 +90,13 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
         draw_times(axes, groups)
     axes.set_axisbelow(True)
     title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
-    axes.set_title(abridged(title, 60), loc="left", fontsize=9.5)
+    axes.set_title(abridge_name(title, 60), loc="left", fontsize=9.5)
     if legend:
         handles, names = axes.get_legend_handles_labels()
         where: Any = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
         figure.legend(
             handles[:named],
-            [abridged(name, 64) for name in names[:named]],
+            [abridge_name(name, 64) for name in names[:named]],
             fontsize=8,
             frameon=False,
             **where,
@@ -115,14 +115,14 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
     axes.xaxis.set_major_locator(
         MaxNLocator(nbins=7 if chart.against == "steps" else 4, integer=True)
     )
-    for curve in curves_of(chart, groups, smooth):
+    for curve in draw_curves(chart, groups, smooth):
         group = groups[curve.group]
         shown = curve.shown
-        colour, dash = style(curve.group)
+        colour, dash = choose_style(curve.group)
         label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
         mark = "o" if len(shown.steps) <= 12 or curve.bars else None
         drawn = {"color": colour, "linestyle": dash if chart.joined else "none"}
-        at = axis(group, chart.against)
+        at = make_axis(group, chart.against)
         axes.plot(
             at(shown.steps),
             shown.mean,
@@ -153,7 +153,7 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
             )
     low, high = axes.dataLim.intervaly
     if math.isfinite(low):
-        own = limits(chart, low, high)
+        own = choose_limits(chart, low, high)
         if own != (low, high):
             axes.set_ylim(*own)
     if chart.healthy:
@@ -173,7 +173,9 @@ def draw_switches(axes: Any, groups: Sequence[Group]) -> None:
         for switch in dict.fromkeys(phase_starts(group))
     ]
     for index, (step, name) in marked:
-        axes.axvline(step, color=style(index)[0], linewidth=1, linestyle=(0, (2, 2)), alpha=0.8)
+        axes.axvline(
+            step, color=choose_style(index)[0], linewidth=1, linestyle=(0, (2, 2)), alpha=0.8
+        )
         if len(marked) <= 3:
             axes.annotate(
                 name,
@@ -202,12 +204,12 @@ def draw_times(axes: Any, groups: Sequence[Group]) -> None:
             label=name,
         )
         left = [at + width for at, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(groups)), [abridged(text, 28) for text in names])
+    axes.set_yticks(range(len(groups)), [abridge_name(text, 28) for text in names])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_ylim(len(groups) - 0.3, -0.7)
 
 
-def style(index: int) -> tuple[str, Any]:
+def choose_style(index: int) -> tuple[str, Any]:
     """Colour and dash of the n-th line."""
     return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]

@@ -17,13 +17,13 @@ from rlkit.extras.report.charts import (
     OTHER,
     SECTIONS,
     Chart,
-    others,
+    chart_others,
     page_data,
     phase_starts,
     seconds_data,
     solve_rates,
 )
-from rlkit.extras.report.conversations import Shown, compressed, trimmed
+from rlkit.extras.report.conversations import Shown, compress_data, trim_text
 from rlkit.runs.comparing import TO_CLAIM
 from rlkit.runs.reading import Group, ReadRun, find_differences, is_number
 from rlkit.runs.tables import (
@@ -74,9 +74,9 @@ def render(
     """Write the whole file. `beside` names the folder with pictures, "" if there are none;
     `notes` list the omissions."""
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
-    every = [*told, *others(groups, told)]
+    every = [*told, *chart_others(groups, told)]
     held_out = tabulate_held_out(groups)
-    curves = [section(name, charts_of(name, every, groups)) for name in SECTIONS]
+    curves = [section(name, place_charts(name, every, groups)) for name in SECTIONS]
     sections = [
         section("Which is better", verdict_list(groups)),
         section(
@@ -116,7 +116,7 @@ def render(
     drawn |= {"files": [chart.name for chart in told if beside]}
     blocks = {"curves": drawn, "list": {"runs": shown.runs, "rollouts": shown.entries}}
     data = {
-        **{name: compressed(block) for name, block in blocks.items()},
+        **{name: compress_data(block) for name, block in blocks.items()},
         **{f"page-{i}": text for i, text in enumerate(shown.pages)},
     }
     said = "".join(f"<p class=note>{escape(note)}</p>" for note in notes)
@@ -329,7 +329,7 @@ def prompts_list(found: Sequence[ReadRun]) -> str:
             readers.setdefault(text, []).append(run.name)
     texts = "".join(
         f"<details><summary>{escape(', '.join(dict.fromkeys(names)))}</summary>"
-        f"<div class=text>{escape(trimmed(text))}</div></details>"
+        f"<div class=text>{escape(trim_text(text))}</div></details>"
         for text, names in readers.items()
     )
     note = (
@@ -491,7 +491,7 @@ def turns_table(shown: Shown) -> str:
 # ------------------------------------------------------------------------------------------- charts
 
 
-def charts_of(name: str, told: Sequence[Chart], groups: Sequence[Group]) -> str:
+def place_charts(name: str, told: Sequence[Chart], groups: Sequence[Group]) -> str:
     """Write the places of a section's charts; the script draws them."""
     own = [chart for chart in told if chart.section == name and chart.against == "steps"]
     if not own:
@@ -502,10 +502,10 @@ def charts_of(name: str, told: Sequence[Chart], groups: Sequence[Group]) -> str:
             f"<details><summary>{len(own)} more, metrics of your own among"
             f" them</summary>{boxes}</details>"
         )
-    return boxes + (NOSCRIPT + reading(groups) if name == SECTIONS[0] else "")
+    return boxes + (NOSCRIPT + explain_reading(groups) if name == SECTIONS[0] else "")
 
 
-def reading(groups: Sequence[Group]) -> str:
+def explain_reading(groups: Sequence[Group]) -> str:
     """Explain how to read the charts."""
     said = [
         "Lines are smoothed over a twelfth of the run unless smooth= says otherwise, with the"

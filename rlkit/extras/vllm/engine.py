@@ -24,7 +24,7 @@ from rlkit.extras.vllm.in_process import InProcess
 from rlkit.extras.vllm.pool import ServerPool
 from rlkit.extras.vllm.request import check_reply
 from rlkit.extras.vllm.server import Server, start_server
-from rlkit.extras.vllm.weights import lora_rank, saved_model
+from rlkit.extras.vllm.weights import lora_rank, save_model
 from rlkit.types import Generation, Policy, SamplingParams, reaches
 
 INSTALL = (
@@ -211,8 +211,8 @@ class VLLM:
 
         def started() -> str:
             server = start_server(
-                saved_model(policy),
-                flags(self._arguments(policy)),
+                save_model(policy),
+                make_flags(self._arguments(policy)),
                 max_rows=self.max_rows,
                 devices=self.devices,
             )
@@ -226,7 +226,7 @@ class VLLM:
         """The arguments of vLLM, in this process or as a server, the user's own last."""
         lora = None if self.merge else lora_rank(policy.model)
         arguments: dict[str, Any] = {
-            "dtype": dtype_name(policy.model),
+            "dtype": name_dtype(policy.model),
             "max_model_len": policy.context_length,
             "max_num_seqs": self.max_rows,
             "logprobs_mode": "processed_logprobs",  # after temperature
@@ -260,7 +260,7 @@ def _addresses(addresses: Sequence[str]) -> list[str]:
     return given
 
 
-def flags(arguments: Mapping[str, Any]) -> list[str]:
+def make_flags(arguments: Mapping[str, Any]) -> list[str]:
     """Arguments of vLLM's LLM class as flags of `vllm serve`."""
     out = []
     for name, value in arguments.items():
@@ -272,7 +272,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def dtype_name(model: Any) -> str:
+def name_dtype(model: Any) -> str:
     """bfloat16 if the trainer computes in it, by its weights or under autocast."""
     weight = next(model.parameters())
     half = weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(weight.device.type)

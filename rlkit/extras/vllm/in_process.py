@@ -13,7 +13,7 @@ import torch
 
 import rlkit.extras.vllm.weights as weights
 from rlkit.engines.service import Service
-from rlkit.extras.vllm.request import generation, request
+from rlkit.extras.vllm.request import make_generation, request
 from rlkit.types import Generation, Policy, SamplingParams
 
 
@@ -55,7 +55,7 @@ class InProcessDecoder:
       sleeps: leave its memory to the trainer between collects; on a GPU only.
     """
 
-    @weights.plain_numerics()
+    @weights.use_plain_numerics()
     def __init__(self, policy: Policy, arguments: Mapping[str, Any], *, merge: bool, sleeps: bool):
         cuda = next(policy.model.parameters()).device.type == "cuda"
         self.policy = policy
@@ -68,10 +68,10 @@ class InProcessDecoder:
         self.lora_request: Any = None
         self.pushed = self.rounds = 0
         self.running: set[int] = set()
-        self.folder = weights.temporary_folder(self)
+        self.folder = weights.make_temporary_folder(self)
         weights.save_config(policy.model, self.folder)
         own: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
-        with own_process():
+        with use_own_process():
             from vllm import LLM
 
             self.llm = LLM(
@@ -106,7 +106,7 @@ class InProcessDecoder:
         )
         self.running.add(key)
 
-    @weights.plain_numerics()
+    @weights.use_plain_numerics()
     def advance(self) -> list[tuple[int, Generation]]:
         """Take one step of vLLM."""
         self.rounds += 1
@@ -117,7 +117,8 @@ class InProcessDecoder:
             for key, o in ended.items()
         }
         return [
-            (key, generation(self.policy, o.token_ids, logprobs[key])) for key, o in ended.items()
+            (key, make_generation(self.policy, o.token_ids, logprobs[key]))
+            for key, o in ended.items()
         ]
 
     def release(self, key: int) -> None:
@@ -128,7 +129,7 @@ class InProcessDecoder:
 
     # --------------------------------------------------------------------------- weights and memory
 
-    @weights.plain_numerics()
+    @weights.use_plain_numerics()
     def ready(self) -> None:
         """Wake it, and give it any missing weights or adapter."""
         if self.asleep:
@@ -144,7 +145,7 @@ class InProcessDecoder:
             self.base = self.adapter = None  # an interrupted push is made again, whole
             self.llm.collective_rpc(
                 "reload_weights",
-                kwargs={"weights_iterator": weights.all_weights(model, merge=self.merge)},
+                kwargs={"weights_iterator": weights.list_weights(model, merge=self.merge)},
             )
             self.wake_cache()
             self.llm.reset_prefix_cache()
@@ -178,7 +179,7 @@ class InProcessDecoder:
 
 
 @contextmanager
-def own_process() -> Iterator[None]:
+def use_own_process() -> Iterator[None]:
     """Start vLLM in this process. It prints errors alone, and leaves the trainer's threads and
     random numbers as they are."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

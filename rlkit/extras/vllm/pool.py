@@ -32,9 +32,9 @@ from rlkit.extras.vllm.weights import (
     adapter_mark,
     base_mark,
     lora_rank,
+    make_temporary_folder,
     save_adapter,
     save_weights,
-    temporary_folder,
 )
 from rlkit.types import Generation, Policy, SamplingParams
 
@@ -75,7 +75,7 @@ class ServerPool:
         self.servers = servers
         self.merge = merge
         self.restart_wait = restart_wait
-        self.folder = temporary_folder(self, folder)
+        self.folder = make_temporary_folder(self, folder)
         self.due: Any = None  # mark of the weights for the completions
         self.bringing: asyncio.Task[None] | None = None  # gives them to the servers
         self.pushed = self.waits = 0
@@ -115,7 +115,7 @@ class ServerPool:
         lost: list[Server] = []
         waits = self.waits
         while True:
-            server = await self._server_of(key)
+            server = await self._choose_server(key)
             losses = server.losses
             version = self.version
             if self.waits != waits:  # the servers had gone away
@@ -154,13 +154,13 @@ class ServerPool:
 
     # -------------------------------------------------------------------- who samples, who has what
 
-    def _able(self) -> list[Server]:
+    def _list_able(self) -> list[Server]:
         return [server for server in self.servers if server.has == self.due]
 
-    async def _server_of(self, key: int) -> Server:
+    async def _choose_server(self, key: int) -> Server:
         """Choose the server at the key's position, so that all turns of an episode find their
         prefix in its cache; else another one."""
-        while not (able := self._able()):
+        while not (able := self._list_able()):
             if self.bringing is None or self.bringing.done():
                 self.bringing = asyncio.create_task(self._bring())
             await asyncio.shield(self.bringing)
@@ -223,7 +223,7 @@ class ServerPool:
     async def _bring(self) -> None:
         """Give the servers the due weights, and wait for a server if none is left."""
         await self._push()
-        if self._able():
+        if self._list_able():
             return
         self.waits += 1
         where = f"generation.engine.addresses: {', '.join(server.url for server in self.servers)}"
@@ -235,7 +235,7 @@ class ServerPool:
             f"rlkit: {where}: none answers; waiting up to {self.restart_wait:g} s", file=sys.stderr
         )
         until = time.monotonic() + self.restart_wait
-        while not self._able():
+        while not self._list_able():
             for server in self.servers:
                 status = None if server.process is None else server.process.poll()
                 if status is not None:
@@ -258,7 +258,7 @@ class ServerPool:
         adapted = self.adapted
         model = self.policy.model
         lacking = [
-            server for server in self.servers if server.has != due and await self._met(server)
+            server for server in self.servers if server.has != due and await self._has_met(server)
         ]
         if not lacking:
             return
@@ -297,7 +297,7 @@ class ServerPool:
                 f" {other!r}; start all with the same model, under the same --served-model-name"
             )
 
-    async def _met(self, server: Server) -> bool:
+    async def _has_met(self, server: Server) -> bool:
         """Whether it answers. Raises: EngineError if an address from outside rlkit never has."""
         try:
             if not server.name:

@@ -64,7 +64,9 @@ def request(
     return given | ends | UNUSED
 
 
-def generation(policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]) -> Generation:
+def make_generation(
+    policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]
+) -> Generation:
     """A completion of vLLM: it ends with an end-of-sequence id ("stop") or was cut ("length")."""
     ended = bool(token_ids) and token_ids[-1] in policy.eos_token_ids
     return Generation(tuple(token_ids), tuple(logprobs), "stop" if ended else "length")

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlkit.errors import EngineError
-from rlkit.extras.vllm.request import generation, request
+from rlkit.extras.vllm.request import make_generation, request
 from rlkit.system.waiting import waiting, waiting_outside
 from rlkit.types import Generation, Policy, SamplingParams
 
@@ -133,7 +133,7 @@ class Server:
                 raise NotAsked
             with waiting_outside():
                 choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
-        return generation(policy, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        return make_generation(policy, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     async def score(self, ids: Sequence[int], k: int) -> list[Any]:
         """The log-probs of a row's tokens at temperature 1, and of the k likeliest: position → {id:
@@ -160,7 +160,7 @@ class Server:
                 answer = json.loads(await self.ask("/v1/completions", body, hint=hint))
             return list(answer["choices"][0]["prompt_logprobs"])
 
-    async def text_of(self, ids: Sequence[int]) -> str:
+    async def decode_text(self, ids: Sequence[int]) -> str:
         """Decode ids by the server's tokenizer. Raises: as `ask`."""
         return str(
             json.loads(await self.ask("/detokenize", {"model": self.name, "tokens": list(ids)}))[

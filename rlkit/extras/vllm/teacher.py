@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TINY = 1e-12  # least probability left for the tokens without a name
 
 
-def named_tokens(loss: Any) -> int | None:
+def count_named_tokens(loss: Any) -> int | None:
     """Number of the teacher's likeliest tokens that a divergence reads beside the sampled one; None
     if it reads the whole distribution."""
     function, given = loss, {}
@@ -55,7 +55,7 @@ class ServedTeachers(Teacher):
         loss = experiment.algorithm.streams["teacher"].loss
         temperature = experiment.generation.temperature
         problems = []
-        if loss is not None and named_tokens(loss) is None:
+        if loss is not None and count_named_tokens(loss) is None:
             problems.append(
                 f"algorithm.streams.teacher.loss={name_function(loss)}: it compares whole"
                 " distributions,"
@@ -192,7 +192,7 @@ class ServedTeacher:
         self, ids: Tensor, mask: Tensor, *, divergence: Callable[..., Any], columns: int
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """As in `rlkit.types.TokenScorer`."""
-        return self.read(ids, mask, k=named_tokens(divergence) or 0, columns=columns)
+        return self.read(ids, mask, k=count_named_tokens(divergence) or 0, columns=columns)
 
     def read(
         self, ids: Tensor, mask: Tensor, *, k: int, columns: int
@@ -237,7 +237,7 @@ class ServedTeacher:
 
 
 async def _differs(server: Server, tokenizer: Any, ids: list[int]) -> bool:
-    return await server.text_of(ids) != tokenizer.decode(ids)
+    return await server.decode_text(ids) != tokenizer.decode(ids)
 
 
 def _entry(said: Mapping[str, Mapping[str, float]], k: int, columns: int) -> list[float]:
@@ -270,9 +270,9 @@ def served(
         "vllm",
         init,
         lambda state, policy, **_: state,
-        functools.partial(_itself, teacher),
+        functools.partial(_open_itself, teacher),
         lambda state: {},
-        _nothing,
+        _load_nothing,
         check=teacher.check,
     )
 
@@ -283,9 +283,9 @@ def _meet(policy: Any, *, served: ServedTeacher, **_: Any) -> None:
 
 
 @contextmanager
-def _itself(teacher: ServedTeacher, state: None, policy: nn.Module) -> Iterator[ServedTeacher]:
+def _open_itself(teacher: ServedTeacher, state: None, policy: nn.Module) -> Iterator[ServedTeacher]:
     yield teacher
 
 
-def _nothing(state: None, policy: nn.Module, saved: Mapping[str, Any]) -> None:
+def _load_nothing(state: None, policy: nn.Module, saved: Mapping[str, Any]) -> None:
     return None

@@ -21,7 +21,7 @@ from rlkit.types import Policy
 
 
 @contextmanager
-def plain_numerics() -> Iterator[None]:
+def use_plain_numerics() -> Iterator[None]:
     """Compute for vLLM in its own precision, outside the trainer's autocast. Also a decorator."""
     with (
         torch.autocast("cuda", enabled=False),
@@ -46,7 +46,7 @@ def adapter_mark(model: Any) -> Any:
     return fingerprint(t for name, t in model.named_parameters() if f".{active}." in name)
 
 
-def all_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
+def list_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
     """Parameters by their names in a checkpoint. Under LoRA they are the base's, with `merge` plus
     the adapter.
 
@@ -91,30 +91,30 @@ def save_adapter(model: Any, folder: Path) -> None:
             file.rename(folder / file.name)
 
 
-def temporary_folder(owner: Any, where: str | None = None) -> Path:
+def make_temporary_folder(owner: Any, where: str | None = None) -> Path:
     """Make a folder that goes with its owner, or at the end of the process."""
     folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=where))
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
-def saved_model(policy: Policy) -> Path:
+def save_model(policy: Policy) -> Path:
     """Write a folder for `vllm serve`: config, tokenizer and weights, under LoRA the base's."""
-    folder = temporary_folder(policy.model)
+    folder = make_temporary_folder(policy.model)
     save_config(policy.model, folder)
     policy.renderer.tokenizer.save_pretrained(folder)
     save_weights(policy.model, folder, merge=False)
     return folder
 
 
-@plain_numerics()
+@use_plain_numerics()
 def save_weights(model: Any, folder: Path, *, merge: bool) -> None:
     """Write whole weights for a server to read."""
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
     weights = {
-        name: weight.cpu().contiguous().clone() for name, weight in all_weights(model, merge=merge)
+        name: weight.cpu().contiguous().clone() for name, weight in list_weights(model, merge=merge)
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -40,21 +40,23 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
     if truth is None or not known:
         return None
     best = max(known, key=known.__getitem__)
-    shown = repr(best) if len(best) < 40 else f"{best[:20]!r} repeated"
+    shown = f"the answer {best!r}" if len(best) < 40 else f"the answer {best[:20]!r}, repeated,"
+    if not best:
+        shown = "an empty answer"
     if truth < min(known.values()):
         return Finding(
             "sign",
             "The reward pays less for the truth than for anything else.",
-            f"On {len(rows)} rows the truth earns {truth:.2f}, and the answer {shown}"
-            f" {known[best]:.2f}.",
-            "Look at the signs of reward.terms.*.weight, and at what the function returns.",
-            tuple(f"{key}={-weight:g}" for key, weight in negative_weights(reward)),
+            f"On {len(rows)} rows the right answer earns {truth:.2f}, and {shown}"
+            f" {known[best]:.2f}. A reward that rises here means worse answers.",
+            "Check the signs of reward.terms.*.weight, and the values that the function returns.",
+            tuple(f"{key}={-weight:g}" for key, weight in find_negative_weights(reward)),
         )
     if known[best] > 0 and known[best] >= PAID * truth:
         return Finding(
             "hackable",
             "The reward pays for a senseless answer.",
-            f"On {len(rows)} rows the answer {shown} earns {known[best]:.2f}, and the truth"
+            f"On {len(rows)} rows {shown} earns {known[best]:.2f}, and the right answer"
             f" {truth:.2f}.",
             "Change the reward so that only a right answer earns it, or train on the task's own"
             " verifier (reward=by_task).",
@@ -63,7 +65,7 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
     return None
 
 
-def negative_weights(reward: Reward) -> list[tuple[str, float]]:
+def find_negative_weights(reward: Reward) -> list[tuple[str, float]]:
     """Dotted key and weight of the terms with a weight below 0."""
     named = ((f"reward.terms.{name}.weight", term.weight) for name, term in reward.terms.items())
     return [(key, weight) for key, weight in named if weight < 0]
@@ -71,36 +73,38 @@ def negative_weights(reward: Reward) -> list[tuple[str, float]]:
 
 def mean_reward(reward: Reward, tasks: Sequence[Task], answers: Sequence[str]) -> float | None:
     """The mean reward of these texts as replies; None if none is scored."""
-    played = [answered(task, text) for task, text in zip(tasks, answers, strict=True)]
+    played = [make_episode(task, text) for task, text in zip(tasks, answers, strict=True)]
     scored = [r.total_reward for r in score_rollouts(played, reward)]
     values = [value for value in scored if value is not None]
     return fmean(values) if values else None
 
 
-def answered(task: Task, text: str) -> Rollout:
+def make_episode(task: Task, text: str) -> Rollout:
     """Make an episode of one reply."""
     step = Step(task.messages, (), (1,), (0.0,), finish_reason="stop", content=text)
     return Rollout(task, (step,))
 
 
-def unsafe_reason(reward: Reward, tasks: Sequence[Task]) -> str:
+def explain_unsafe(reward: Reward, tasks: Sequence[Task]) -> str:
     """Say why attacks on this reward need consent; "" for plain functions of one rollout.
 
     A batched or async function may belong to a model or a server, and cost time or money.
     """
-    for name, fn in functions_of(reward, tasks):
+    for name, fn in list_functions(reward, tasks):
         if inspect.iscoroutinefunction(plain(fn)):
             return f"the reward {name} is async"
         if read_declarations(fn).batched or (name in reward.terms and reward.terms[name].batched):
             return f"the reward {name} takes the whole batch"
         if read_declarations(fn).no_gold:
             return f"the reward {name} has no truths"
-        if set(ADDRESS) & set(parameters(fn)):
+        if set(ADDRESS) & set(list_parameters(fn)):
             return f"the reward {name} contacts a server"
     return ""
 
 
-def functions_of(reward: Reward, tasks: Sequence[Task]) -> Iterator[tuple[str, Callable[..., Any]]]:
+def list_functions(
+    reward: Reward, tasks: Sequence[Task]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Name and function of the terms that count; for a term by row, the functions named by the
     rows."""
     asked = {task.reward for task in tasks}
@@ -112,7 +116,7 @@ def functions_of(reward: Reward, tasks: Sequence[Task]) -> Iterator[tuple[str, C
             yield name, term.fn
 
 
-def parameters(fn: Callable[..., Any]) -> list[str]:
+def list_parameters(fn: Callable[..., Any]) -> list[str]:
     """Names of the bound and the possible keywords of a function."""
     try:
         return [*bound(fn), *inspect.signature(plain(fn)).parameters]

@@ -81,8 +81,8 @@ def unread_truths(e: Evidence) -> Finding | None:
 def failing_tool(e: Evidence) -> Finding | None:
     """Find a tool with failures in nearly every call. It must already fail in the first step: later
     calls may come from a policy that forgot how to call it."""
-    every = results_of(e.rollouts)
-    first = results_of(next(iter(e.played.values()), ()))
+    every = group_results(e.rollouts)
+    first = group_results(next(iter(e.played.values()), ()))
     for name, results in every.items():
         failed = [result for result in results if not result.ok]
         begun = fmean([not result.ok for result in first[name]] or [0])
@@ -97,7 +97,7 @@ def failing_tool(e: Evidence) -> Finding | None:
     return None
 
 
-def results_of(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
+def group_results(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
     """Tool → results of its calls. An unreadable call names no tool, and no tool is to blame."""
     found: dict[str, list[ToolResult]] = defaultdict(list)
     for rollout in rollouts:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import DataError
+from rlkit.runs.folder import read_overrides
 from rlkit.runs.reading import ReadRun, read_run, read_series
 from rlkit.system.shards import index_steps
 from rlkit.types import Rollout, Task
@@ -45,9 +46,14 @@ class Progress(NamedTuple):
     error: float  # standard error of their difference
 
     @property
+    def chance(self) -> float:
+        """Two standard errors, and at least 0.02: a smaller change may be chance."""
+        return max(0.02, 2 * self.error)
+
+    @property
     def rose(self) -> bool:
-        """Whether the reward rose by more than two standard errors, and by 0.02."""
-        return self.last - self.first > max(0.02, 2 * self.error)
+        """Whether the reward rose by more than chance."""
+        return self.last - self.first > self.chance
 
 
 class Evidence(NamedTuple):
@@ -65,6 +71,14 @@ class Evidence(NamedTuple):
         """A setting as a number; nan for anything else."""
         value = self.setting(key)
         return float(value) if isinstance(value, int | float) else math.nan
+
+    @property
+    def given(self) -> list[str]:
+        """The overrides of the user's train command."""
+        try:
+            return read_overrides(self.run.folder)
+        except DataError:
+            return []
 
     def values(self, metric: str) -> list[float]:
         """A metric's values in order, for the steps that have it."""

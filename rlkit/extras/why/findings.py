@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from rlkit.extras.why import data, settings
 from rlkit.extras.why.attacks import attack
 from rlkit.extras.why.evidence import Evidence, Finding
+from rlkit.extras.why.remedies import apply_remedy
 from rlkit.rewards import Reward
 from rlkit.runs.tables import find_symptoms
 
@@ -41,10 +42,10 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
         for symptom in find_symptoms(e.run)
         if not symptom.steps
     ]
-    return without_symptoms([f for f in (*broken, paid, *rest, *drifts) if f is not None])
+    return drop_symptoms([f for f in (*broken, paid, *rest, *drifts) if f is not None])
 
 
-def without_symptoms(findings: Sequence[Finding]) -> list[Finding]:
+def drop_symptoms(findings: Sequence[Finding]) -> list[Finding]:
     """Drop findings explained by an earlier one: a cut reply earns nothing, so its problem only
     looks too hard."""
     causes = {finding.cause for finding in findings}
@@ -52,24 +53,54 @@ def without_symptoms(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.cause not in hidden]
 
 
-def say_findings(findings: Sequence[Finding]) -> list[str]:
-    """Write cause, evidence and remedy of each, in lines."""
+def say_findings(findings: Sequence[Finding], given: Sequence[str] = ()) -> list[str]:
+    """Write cause, evidence and remedy of each, in lines.
+
+    Args:
+      given: overrides of the user's train command.
+    """
     lines = []
     for number, finding in enumerate(findings, 1):
         lines.append(f"{number}. {finding.title} {finding.evidence}")
         if finding.advice:
             lines.append(f"   {finding.advice}")
         if finding.remedy:
-            lines.append(f"   change: {' '.join(finding.remedy)}")
+            lines.append(f"   {say_change(finding.remedy, given)}")
+    if len(findings) > 1:
+        lines.append("Change one thing at a time, and begin with 1.")
     return lines
 
 
+def say_change(remedy: Sequence[str], given: Sequence[str]) -> str:
+    """Say how the user's train command changes. It quotes the overrides that the remedy
+    replaces."""
+    kept = apply_remedy(given, remedy)
+    replaced = " ".join(text for text in given if text not in kept)
+    if replaced:
+        return f"In your train command, replace {replaced} with: {' '.join(remedy)}"
+    return f"Add to your train command: {' '.join(remedy)}"
+
+
+def say_healthy(e: Evidence) -> str:
+    """Say that nothing was found, and of a reward that does not rise how to see more."""
+    said = f"No known fault was found in these {e.steps} steps."
+    if e.progress.rose:
+        return said
+    return f"{said} More steps show smaller changes (trainer.steps={4 * e.steps})."
+
+
 def say_progress(e: Evidence) -> str:
-    """Describe the course of the reward in a sentence."""
-    own = e.progress
-    went = f"{e.steps} steps; the reward went from {own.first:.3f} to {own.last:.3f}"
+    """Say in a sentence whether the reward rises, is flat, falls or collapsed."""
+    first, last, _ = e.progress
     if e.steps < 3:
-        return f"{e.steps} step(s), too few to say how the reward goes."
-    if own.rose:
-        return f"{went} (first and last third): it rises."
-    return f"{went} (first and last third): it does not rise by more than chance."
+        return f"The run has {e.steps} of the 3 steps needed to say whether the reward rises."
+    size = e.steps // 3
+    begun = f"the first {size} of {e.steps} steps" if size > 1 else f"the first of {e.steps} steps"
+    ended = f"the last {size}" if size > 1 else "the last"
+    went = f"it was {first:.3f} on average in {begun}, and {last:.3f} in {ended}"
+    if e.progress.rose:
+        return f"The reward rises: {went}."
+    if first - last <= e.progress.chance:
+        return f"The reward is flat: {went}. A change below {e.progress.chance:.2g} may be chance."
+    verb = "collapsed" if last < settings.LOST * first else "falls"
+    return f"The reward {verb}: {went}."

@@ -27,7 +27,7 @@ def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
     """List the remedies to try, each once, the findings' own first."""
     named = [Remedy(", ".join(f.remedy), f.remedy) for f in findings if f.remedy]
     out: dict[tuple[str, ...], Remedy] = {}
-    for remedy in (*named, *general_remedies(e)):
+    for remedy in (*named, *list_general_remedies(e)):
         keys = [override.partition("=")[0].lstrip("+~") for override in remedy.overrides]
         if not any(key.split(".")[0].split("/")[0] in UNTRIED for key in keys):
             known = out.get(remedy.overrides, remedy)
@@ -35,7 +35,7 @@ def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
     return list(out.values())
 
 
-def general_remedies(e: Evidence) -> Iterator[Remedy]:
+def list_general_remedies(e: Evidence) -> Iterator[Remedy]:
     """Rate, KL, groups, normalisation, temperature, lengths, critic, prompts, exact sampling, if
     the run's settings and figures leave room for them."""
     rate = e.number("optimizer.lr")
@@ -84,10 +84,10 @@ def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: 
     return steps * step * factor + probes * SAMPLES * sampled
 
 
-def changed(saved: Iterable[str], overrides: Sequence[str]) -> list[str]:
+def apply_remedy(saved: Iterable[str], overrides: Sequence[str]) -> list[str]:
     """Add a remedy to a run's overrides. If it replaces an option, the option's own settings go.
 
-    >>> changed(["kl=k3", "kl.coef=10", "seed=1"], ["kl=none"])
+    >>> apply_remedy(["kl=k3", "kl.coef=10", "seed=1"], ["kl=none"])
     ['seed=1', 'kl=none']
     """
     keys = [text.partition("=")[0].lstrip("+~") for text in overrides]

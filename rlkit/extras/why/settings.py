@@ -37,6 +37,7 @@ EXPLAINED = 0.05  # share of the returns' variance explained by a useful critic
 # no longer young after so many steps, or still as far from the mean as in the first step: by more
 # than this share of that distance, and of the rewards' deviation.
 YOUNG = 50
+HEAD_RATE = 1e-3  # of conf/algorithm/critic/head.yaml
 REST = 0.5
 APART = 0.25
 
@@ -49,27 +50,50 @@ def cut_replies(e: Evidence) -> Finding | None:
     reasons = ("length", "context", "steps", "deadline", "environment", "error")
     known = {name: e.mean(f"stop_reason/{name}") for name in reasons}
     why = max(known, key=lambda name: (known[name] > 0, known[name]))  # nan: none
+    turns = find_turns(e)
     limit = e.number("generation.max_new_tokens")
-    evidence = f"{share:.0%} of the episodes were cut, most of them by {why}."
     if why == "length" and limit == limit:
         return Finding(
             "cut",
             "Replies are cut before they answer.",
             f"{share:.0%} of the episodes were cut at generation.max_new_tokens={limit:.0f}.",
-            "Allow longer replies, or shorter thinking (model.enable_thinking=false).",
+            "Allow longer replies, here four times as long. If the model thinks before it answers,"
+            " model.enable_thinking=false shortens its replies.",
             (f"generation.max_new_tokens={4 * limit:.0f}",),
         )
     seconds = e.number("environment.time_limit")
     key = "environment.deadline" if seconds != seconds else "environment.time_limit"
+    more = " ".join(f"{name}={2 * value:g}" for name, value in turns.items())
     advice = {
-        "steps": "Raise the environment's max_turns.",
+        "steps": f"Allow more turns, for example twice as many{f' ({more})' if more else ''}.",
         "context": "Lower generation.max_new_tokens, or let the environment drop its oldest turns.",
         "deadline": f"Raise {key}, or make the tools faster.",
     }
+    at = " ".join(f"{name}={value:g}" for name, value in turns.items())
+    limits = {
+        "length": "the length of a reply",
+        "context": "the model's context",
+        "steps": f"the limit of turns{f' ({at})' if at else ''}",
+        "deadline": f"the time limit ({key}={seconds:g})",
+        "environment": "the environment",
+        "error": "an error",
+    }
+    if seconds != seconds:
+        limits["deadline"] = f"the time limit ({key})"
     # not explaining hard problems: a game that is lost ends at its last turn too
     return Finding(
-        "limit", "Episodes are cut before they end.", evidence, advice.get(why, "Read samples/.")
+        "limit",
+        "Episodes are cut before they end.",
+        f"{share:.0%} of the episodes were cut, most of them by {limits[why]}.",
+        advice.get(why, "Read samples/."),
     )
+
+
+def find_turns(e: Evidence) -> dict[str, float]:
+    """Dotted key → value of each limit of turns in the environment."""
+    keys = [key for key in e.run.settings if key.startswith("environment.")]
+    found = {key: e.number(key) for key in keys if key.endswith(".max_turns")}
+    return {key: value for key, value in found.items() if value == value}
 
 
 def hard_problems(e: Evidence) -> Finding | None:
@@ -78,13 +102,15 @@ def hard_problems(e: Evidence) -> Finding | None:
     if not (share >= HARD and begins_high(e, "group/frac_all_bad")) or e.progress.rose:
         return None
     size = e.number("batch.group_size")
+    task = " ".join(own for own in e.given if own.partition("=")[0].split(".")[0] == "task")
+    own = f"You set {task}: choose easier problems" if task else "Choose easier problems"
     return Finding(
         "hard",
         "The problems are too hard for this model.",
         f"In {share:.0%} of the groups no reply earned anything; the mean reward is"
         f" {e.mean('reward/mean'):.2f}.",
-        "Choose easier problems, give partial credit with a second reward term, warm the model up"
-        " (experiment=sft), or sample larger groups.",
+        f"{own}, or give partial credit with a second reward term. If neither is possible, warm the"
+        " model up in a run with experiment=sft, or sample larger groups.",
         (f"batch.group_size={4 * size:.0f}",),
     )
 
@@ -104,9 +130,10 @@ def easy_problems(e: Evidence) -> Finding | None:
     return Finding(
         "easy",
         "The problems are too easy for this model.",
-        f"From the start every reply was good in {share:.0%} of the groups; the mean reward began"
-        f" at {e.progress.first:.2f}, and the best reply of all earned {best:.2f}.",
-        "Choose harder problems, or sample until groups differ.",
+        f"Little is left to learn: the mean reward began at {e.progress.first:.2f}, and the best"
+        f" reply of all earned {best:.2f}. In {share:.0%} of the first third's groups every reply"
+        " was good, so they had nothing to compare.",
+        "Choose harder problems, or replace groups with equal rewards by new ones.",
         ("algorithm/group_filter=mixed", "algorithm.max_refills=4"),
     )
 
@@ -120,9 +147,10 @@ def cold_sampling(e: Evidence) -> Finding | None:
     return Finding(
         "temperature",
         "The temperature is too low to find better replies.",
-        f"At generation.temperature={temperature:g}, {copies:.0%} of the replies copy another one"
-        " of their group word for word, so their rewards cannot differ.",
-        "Sample from the model's own distribution.",
+        f"At generation.temperature={temperature:g}, {copies:.0%} of the replies repeat another"
+        f" reply of their group word for word. All rewards were equal in"
+        f" {e.mean('group/frac_zero_std'):.0%} of the groups, which teach nothing.",
+        "Sample at temperature 1: this is the model's own distribution.",
         ("generation.temperature=1",),
     )
 
@@ -137,7 +165,7 @@ def hot_sampling(e: Evidence) -> Finding | None:
         "The temperature is too high.",
         f"At generation.temperature={temperature:g} the policy's entropy is"
         f" {e.mean('policy/entropy'):.2f} nats a token, and the reward did not rise.",
-        "Sample from the model's own distribution.",
+        "Sample at temperature 1: this is the model's own distribution.",
         ("generation.temperature=1",),
     )
 
@@ -156,13 +184,15 @@ def small_groups(e: Evidence) -> Finding | None:
     few = size <= SMALL and equal >= EQUAL and not decided
     if not few or e.progress.rose or not compares_groups(e):
         return None
+    larger = max(8, 4 * size)
     return Finding(
         "groups",
         "The groups are too small.",
         f"With {size:.0f} samples a prompt, all rewards were equal in {equal:.0%} of the groups,"
         " which teach nothing.",
-        "Sample more replies a prompt; fewer prompts keep the cost.",
-        (f"batch.group_size={max(8, 4 * size):.0f}",),
+        "Sample more replies a prompt. To keep the cost, divide batch.prompts by"
+        f" {larger / size:.0f}.",
+        (f"batch.group_size={larger:.0f}",),
     )
 
 
@@ -177,7 +207,8 @@ def equal_rewards(e: Evidence) -> Finding | None:
         "The rewards of a group hardly ever differ.",
         f"All rewards were equal in {equal:.0%} of the groups; the mean reward is"
         f" {e.mean('reward/mean'):.2f}.",
-        "Choose problems that are solved sometimes, or sample until groups differ.",
+        "Choose problems that are solved sometimes, or replace groups with equal rewards by new"
+        " ones.",
         ("algorithm/group_filter=mixed", "algorithm.max_refills=4"),
     )
 
@@ -204,9 +235,10 @@ def strong_kl(e: Evidence) -> Finding | None:
     return Finding(
         "kl",
         "The KL penalty is too strong.",
-        f"With kl.coef={coef:g} the penalty outweighs the reward beyond a gain of about"
-        f" {allowed * spread:.2g}, where rewards of one prompt vary by {spread:.2g}.",
-        "Train without it, or lower kl.coef by ten or more.",
+        f"With kl.coef={coef:g} the penalty cancels any gain in reward above about"
+        f" {allowed * spread:.2g}, while the rewards of one prompt have a standard deviation of"
+        f" {spread:.2g}.",
+        "Train without it, or divide kl.coef by at least 10.",
         ("kl=none",),
     )
 
@@ -241,14 +273,25 @@ def useless_critic(e: Evidence) -> Finding | None:
     surely = old and fmean(last) + 2 * stdev(last) / math.sqrt(len(last)) < EXPLAINED
     if not (stuck or surely):
         return None
-    how = f"; it predicts {predicted:.2f} on average, where they are {returned:.2f}"
+    means = f"It predicts {predicted:.2f} on average, while the returns average {returned:.2f}."
+    rate = "algorithm.critic.optimizer.lr"
+    if e.number(rate) == 0:
+        head = e.setting("algorithm.critic.model") == "head"
+        suited = HEAD_RATE if head else e.number("model.suggests.critic_lr")
+        known = suited == suited
+        return Finding(
+            "critic",
+            "The critic predicts nothing.",
+            f"It is never trained, because {rate}=0. {means}",
+            "Train it, or use an algorithm without a critic (algorithm=grpo).",
+            (f"{rate}={suited:g}" if known else "algorithm=grpo",),
+        )
     return Finding(
         "critic",
         "The critic predicts nothing.",
         f"In the last third of the steps it explained {fmean(last):.0%} of the returns' variance,"
-        f" so its baseline only adds noise{how if stuck else ''}.",
-        "Use an algorithm that takes its baseline from groups, or raise"
-        " algorithm.critic.optimizer.lr.",
+        f" so its baseline does not help.{f' {means}' if stuck else ''}",
+        f"Raise {rate}={e.number(rate):g}, or take the baseline from groups.",
         ("algorithm=grpo",),
     )
 
@@ -259,7 +302,7 @@ def mean_gaps(e: Evidence) -> list[float]:
     return [abs(predicted - returned) for predicted, returned in pairs]
 
 
-def suited_rate(e: Evidence) -> float:
+def find_suited_rate(e: Evidence) -> float:
     """The rate suggested by the model; nan if it suggests none."""
     adapters = e.number("model.lora.rank") > 0
     return e.number(f"model.suggests.{'lora_lr' if adapters else 'lr'}")
@@ -278,18 +321,20 @@ def steps_far(e: Evidence) -> bool:
 def high_rate(e: Evidence) -> Finding | None:
     """Too large steps destroy the policy."""
     rate = e.number("optimizer.lr")
-    suited = suited_rate(e)
+    suited = find_suited_rate(e)
     moved = e.mean("kl/step")
     if e.progress.rose or not (steps_far(e) or rate >= TIMES * suited):
         return None
     known = f", where {suited:g} suits this model" if suited == suited else ""
-    far = f"moves the policy by {moved:.2g} nats a token" if moved == moved else "breaks the policy"
+    far = "breaks the policy"
+    if moved == moved:
+        far = f"moves the policy by a KL of {moved:.2g} nats a token ({FAR:g} is too far)"
     return Finding(
         "rate_high",
         "The learning rate is too high.",
         f"At optimizer.lr={rate:g}{known}, a step {far}, and the reward went from"
         f" {e.progress.first:.2f} to {e.progress.last:.2f}.",
-        "Lower the rate, and begin again: the policy of now is damaged.",
+        "Lower the rate in a new run: the current policy is damaged.",
         (f"optimizer.lr={suited if rate >= TIMES * suited else rate / TIMES:g}",),
     )
 
@@ -297,7 +342,7 @@ def high_rate(e: Evidence) -> Finding | None:
 def low_rate(e: Evidence) -> Finding | None:
     """The policy has not moved, although there was something to learn."""
     rate = e.number("optimizer.lr")
-    suited = suited_rate(e)
+    suited = find_suited_rate(e)
     moved = (e.values("kl/start") or e.values("kl/ref_k3") or [math.nan])[-1]
     still = moved < STILL and e.mean("optim/updates") > 0 and e.mean("group/frac_zero_std") < HARD
     if e.progress.rose or not (still or rate <= suited / TIMES):

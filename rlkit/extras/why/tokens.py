@@ -100,7 +100,7 @@ def find_token(played: Sequence[Rollout], step: int, rollout: int, token: int) -
 # ------------------------------------------------------------------------------------------- replay
 
 
-def nearest_checkpoint(folder: Path, version: int) -> tuple[int, Path | None]:
+def find_nearest_checkpoint(folder: Path, version: int) -> tuple[int, Path | None]:
     """The RL steps and the file of the newest checkpoint up to a version; 0 and None: the start."""
     known = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     start = max((step for step in known if step <= version), default=0)
@@ -119,7 +119,7 @@ def repeat_steps(
     if x.reuse.active:
         raise ConfigError("task.reuse is on: the groups learned from again are not recorded")
     folder = e.run.folder
-    _, path = nearest_checkpoint(folder, version)
+    _, path = find_nearest_checkpoint(folder, version)
     with redirect_stdout(io.StringIO()):
         policy, device, exact = ready(x, tasks)
         learner = Learner(x, policy, exact=exact)
@@ -167,7 +167,7 @@ def predict(learner: Learner, token: Token) -> Tensor:
     return logits[0, -1].float().log_softmax(-1)
 
 
-def at_temperature(logprobs: Tensor, temperature: float) -> Tensor:
+def apply_temperature(logprobs: Tensor, temperature: float) -> Tensor:
     """The log-probs of sampling at another temperature."""
     return (logprobs / temperature).log_softmax(-1)
 
@@ -180,7 +180,7 @@ def measure_gaps(x: Experiment, tasks: Splits, e: Evidence, tokens: Sequence[Tok
         temperature = learner.begin().generation.temperature
         for token in tokens:
             if token.version == learner.rl_step:
-                found = at_temperature(predict(learner, token), temperature)
+                found = apply_temperature(predict(learner, token), temperature)
                 gaps.append(abs(float(found[token.id]) - token.logprob))
     return gaps
 
@@ -221,7 +221,7 @@ def name_sample(rollout: Rollout) -> tuple[int, int, int | None]:
 
 def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> Iterator[str]:
     """Describe the origin of a token, the parts of its advantage, and its change by its step."""
-    start, _ = nearest_checkpoint(e.run.folder, token.version)
+    start, _ = find_nearest_checkpoint(e.run.folder, token.version)
     yield f"(computed again from step {start} in {token.step - start} updates)"
     learner = None
     found: dict[int, Tensor] = {}
@@ -234,12 +234,12 @@ def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> It
     assert learner is not None
     decode = learner.policy.renderer.tokenizer.decode
     then, before, after = (
-        at_temperature(found[version], temperature)
+        apply_temperature(found[version], temperature)
         for version in (token.version, token.step - 1, token.step)
     )
     yield (
         f"step {token.step}, rollout {token.rollout}, token {token.token}, in reply"
-        f" {token.reply}: {quoted(decode([token.id]))}"
+        f" {token.reply}: {quote_token(decode([token.id]))}"
     )
     gap = float(then[token.id]) - token.logprob
     said = "as recorded" if abs(gap) <= EXACT else f"recorded: {token.logprob:.5f}"
@@ -249,7 +249,7 @@ def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> It
     )
     for i in dict.fromkeys([*then.topk(SHOWN).indices.tolist(), token.id]):
         mark = "  <- sampled" if i == token.id else ""
-        yield f"  {math.exp(then[i]):.4f}  {quoted(decode([i]))}{mark}"
+        yield f"  {math.exp(then[i]):.4f}  {quote_token(decode([i]))}{mark}"
     yield from say_effect_of_step(read_effect(learner, token), token, grouped=compares_groups(e))
     ratio = math.exp(float(before[token.id]) - token.logprob)
     yield (
@@ -272,6 +272,6 @@ def say_effect_of_step(made: TokenEffect, token: Token, *, grouped: bool) -> Ite
         yield f"It was compared with these rollouts of its group: {others}."
 
 
-def quoted(text: str) -> str:
+def quote_token(text: str) -> str:
     """A token in quotation marks, control characters shown."""
     return f"'{show_controls(text)}'"

@@ -1,7 +1,7 @@
-"""Sweeps: every job is checked first, then runs in a process and a folder of its own; one line per
-job, and one comparison at the end.
+"""Sweeps: every job is checked first, then runs in its own process and folder. Each job prints one
+line, and a comparison follows at the end.
 
-Hydra's sweeper decides the jobs, and its launcher their places. Results are read from files alone,
+Hydra's sweeper decides the jobs, and its launcher their places. Results are only read from files,
 so the place does not matter: <sweep>/jobs/NAME.json and NAME.log of a job, and the run folder
 <sweep>/NAME with its metrics and summary.
 

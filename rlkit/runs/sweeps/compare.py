@@ -15,8 +15,8 @@ from rlkit.runs.sweeps.jobs import RunJob, read_last_reward
 
 
 def tabulate_results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
-    """One row a job: the varying settings, how it ended, its accuracies, reward, steps and seconds,
-    and its folder."""
+    """One row per job: the varying settings, how it ended, its accuracies, reward, steps and
+    seconds, and its folder."""
     settings = [
         dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs
     ]
@@ -50,10 +50,10 @@ def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
 
 def format_comparison(jobs: Sequence[RunJob]) -> str:
     """The table for people, best first. If several lines have seeds in common, verdicts on each
-    against the first follow.
+    line against the first follow.
 
-    The order goes by validation accuracy if there is any, else by the training reward. Choosing by
-    test accuracy would spoil it: the figure would no longer come from untouched problems.
+    Jobs are ordered by validation accuracy if there is any, else by training reward. Ordering by
+    test accuracy would spoil that figure: it would no longer come from untouched problems.
     """
     rows = tabulate_results(jobs)
     if not rows:
@@ -79,7 +79,7 @@ def format_comparison(jobs: Sequence[RunJob]) -> str:
 
 
 def summarise_lines(jobs: Sequence[RunJob]) -> str:
-    """The finished jobs as lines: jobs that differ by their seed alone share a line. A sentence on
+    """The finished jobs as lines: jobs that differ only in their seed share a line. A sentence on
     each line against the first follows. Empty if there is nothing to compare."""
     found = [
         read_run(job.folder) for job in jobs if job.status == "finished" and runs.is_run(job.folder)
@@ -116,7 +116,8 @@ def _cell(value: Any) -> str:
 
 
 def align_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:
-    """Columns of text, the first `left` of them flush left, the numbers right."""
+    """Columns of text: the first `left` columns are flush left, the others (numbers) flush
+    right."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The jobs of a sweep as their files tell: <sweep>/jobs/NAME.json of a job, and the summary and
+"""The jobs of a sweep, read from their files: <sweep>/jobs/NAME.json of a job, and the summary and
 metrics in its run folder."""
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rlkit.system import owner
 from rlkit.system.files import write_json
 from rlkit.system.rows import read_rows
 
-EARLIER = "earlier"  # why a job did not run: a sweep before did it
+EARLIER = "earlier"  # why a job did not run: an earlier sweep did it
 
 
 class RunJob(NamedTuple):
-    """A job as its file tells."""
+    """A job, as recorded in its file."""
 
     number: int
     overrides: list[str]
     folder: Path
     status: str = "waiting"  # then running; finished, failed, interrupted, not started
-    process: Mapping[str, Any] = {}  # while it runs, as `owner.describe_process` has it
+    process: Mapping[str, Any] = {}  # its process while it runs, from `owner.describe_process`
     seconds: float = 0.0
     reason: str = ""  # why it did not finish; EARLIER if an earlier sweep did the job
 
@@ -60,8 +60,8 @@ TYPES = {"number": int, "overrides": list, "status": str, "process": dict, "seco
 
 
 def is_alive(job: RunJob) -> bool:
-    """Whether a job's process runs on this machine. Nothing is known of a process on another
-    one."""
+    """Whether a job's process runs on this machine. Nothing is known about a process on another
+    machine."""
     named = isinstance(job.process.get("pid"), int) and job.process["pid"] > 0
     return job.status == "running" and named and owner.runs_here(job.process)
 
@@ -86,6 +86,6 @@ def read_objective(folder: Path) -> float | None:
 
 
 def label_job(overrides: list[str], varied: list[str]) -> str:
-    """The overrides that set a job apart: `algorithm=grpo seed=1`."""
+    """The overrides that distinguish a job: `algorithm=grpo seed=1`."""
     plain = [text.lstrip("+") for text in overrides]
     return " ".join(text for text in plain if not varied or text.partition("=")[0] in varied)

@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     """The plan of a sweep."""
 
     config: DictConfig  # Hydra's, with its sweeper and launcher
-    arguments: list[str]  # as the sweeper takes them
+    arguments: list[str]  # the arguments in the sweeper's form
     root: Path
     total: int  # jobs
     varied: list[str]  # keys with several values
@@ -49,7 +49,8 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     search = is_search(config)
     living = None if config.takeover else owner.find_occupant(root)
     if living:
-        raise owner.Occupied(living)  # before a look at its jobs' folders: they belong to it
+        # raised before the jobs' folders are read, because they belong to that sweep
+        raise owner.Occupied(living)
     resume = (
         [text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"]
         or ["never"]
@@ -94,12 +95,12 @@ def check_jobs(
     root: Path | None,
     resume: bool,
 ) -> set[str]:
-    """Compose, check and dry-run every job. Returns the keys known only to a signature: Hydra has
+    """Compose, check and dry-run every job. Return the keys that only a signature knows: Hydra has
     to be told to add them.
 
     Args:
-      root: the folder with the jobs' folders; None looks at no folder, since a search chooses its
-        values later.
+      root: the folder with the jobs' folders. None: no folder is checked, because a search chooses
+        its values later.
     Raises: ConfigError with the problems of all jobs; a problem common to all is given once.
     """
     from rlkit.config.compose import compose, experiment
@@ -142,7 +143,7 @@ def check_jobs(
 
 
 def is_search(config: DictConfig) -> bool:
-    """Whether the sweeper proposes jobs itself, instead of a grid's."""
+    """Whether the sweeper proposes jobs itself, instead of taking those of a grid."""
     return config.hydra.runtime.choices["hydra/sweeper"] != "basic"
 
 
@@ -168,7 +169,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        # A key known only to a signature is added. The check of the jobs decides about it.
+        # A key that only a signature knows is added. The check of the jobs decides about it.
         texts = [
             (
                 text
@@ -218,14 +219,14 @@ def is_installed(module: str) -> bool:
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """The jobs of a grid, each as its overrides: every combination, the last key first to change.
+    """The jobs of a grid, each as its overrides: every combination; the last key changes fastest.
     Raises ConfigError."""
     return [list(job) for job in itertools.product(*_values(overrides).values())]
 
 
 def list_corners(overrides: Sequence[str]) -> list[list[str]]:
-    """Jobs a search may propose: the first value of every key, then each end or choice of each key
-    in turn."""
+    """Jobs that a search may propose: the first value of every key, then each end or choice of each
+    key in turn."""
     ends = _values(overrides, intervals=True)
     first = {key: own[0] for key, own in ends.items()}
     return [
@@ -235,9 +236,10 @@ def list_corners(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
-    """Key → a sweep's overrides of it, one for each value; the ends of an interval.
+    """Key → the sweep's overrides of the key, one per value; of an interval the two ends.
 
-    Raises: ConfigError if an override cannot be read, or is an interval without `intervals`.
+    Raises: ConfigError if an override cannot be read, or if it is an interval and `intervals` is
+    false.
     """
     found: dict[str, list[str]] = {}
     for override, text in map(read_override, overrides):
@@ -277,8 +279,8 @@ def dirname(overrides: Sequence[str]) -> str:
 
 
 def folder_name(text: str) -> str:
-    """A job's overrides as the name of one folder: no slash in it, printable, and not longer than a
-    file system takes."""
+    """A job's overrides as the name of one folder: without slashes, printable, and not longer than
+    a file system allows."""
     name = (
         text.replace("/", ".").replace("++", "").replace("'", "").replace('"', "").replace(" ", "")
     )
@@ -294,7 +296,7 @@ OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)
 
 
 def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> list[str]:
-    """Why a job cannot run in its folder: a run is there already, or one of another config."""
+    """Why a job cannot run in its folder: there is a run already, or a run of another config."""
     if not runs.is_run(folder):
         return (
             [f"{folder} holds a finished run without config.yaml; move it away"]
@@ -305,8 +307,8 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
     other = f"another sweep needs a folder of its own, as in hydra.sweep.dir={root}_2"
     if not resume:
         return [
-            f"{root} holds runs of these jobs already, which are never overwritten; resume=auto"
-            f" goes on with them, {other}"
+            f"{root} holds runs of these jobs already, and runs are never overwritten; resume=auto"
+            f" continues them, {other}"
         ]
     living = None if config.get("takeover") else owner.find_occupant(folder)
     if living:
@@ -316,8 +318,8 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
 
 
 def name_changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
-    """Name the differences of a folder's run from a job's config, its length included; empty if
-    none counts.
+    """Name the differences of a folder's run from a job's config, the run's length included; empty
+    if there are none that matter.
 
     Raises: DataError if the folder's config cannot be read.
     """
@@ -332,7 +334,8 @@ def name_changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
-    """Move the run of a folder away if it is not one of a job's config. Returns why, or nothing.
+    """Move the run of a folder away if it does not have the job's config. Return why, or an empty
+    text.
 
     Raises: Occupied if a process works there; OSError if it cannot be moved.
     """

@@ -33,13 +33,13 @@ def sweep(
     config_dir: str | None = None,
     report: Callable[[Sequence[Path], Path], None] | None = None,
 ) -> int:
-    """Run all jobs of a command line and compare them. Returns the exit status: 0 all done,
-    1 one failed, 130 or 143 stopped by a signal.
+    """Run all jobs of a command line and compare them. Return the exit status: 0 if all jobs are
+    done, 1 if one failed, 130 or 143 if a signal stopped the sweep.
 
     Args:
       arguments: overrides, some of them with several values.
       config_dir: a folder with the user's own options.
-      report: writes one page of the run folders to a file, and prints the file's place.
+      report: writes one page about the run folders to a file, and prints the file's path.
     """
     plan = make_plan(arguments, config_dir)
     jobs = plan.root / "jobs"
@@ -51,9 +51,7 @@ def sweep(
     with owner.own_folder(plan.root, takeover=bool(plan.config.takeover)):
         shared = make_sweep(plan.root, config_dir, count_parallel_jobs(plan))
         task = functools.partial(run_job, shared=shared, search=is_search(plan.config))
-        print(
-            f"sweep of {plan.total} jobs in {plan.root}; what each prints is in {jobs}", flush=True
-        )
+        print(f"sweep of {plan.total} jobs in {plan.root}; their output is in {jobs}", flush=True)
         with conduct_jobs(shared, line) as received:
             try:
                 launch(plan, task)
@@ -110,11 +108,11 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
 
 
 def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float | None:
-    """Run one job in the launcher's process. Returns its objective, or None without one.
+    """Run one job in the launcher's process. Return its objective, or None if it has none.
 
     Args:
-      config: the job's; the process composes it again, from its overrides.
-      search: the sweeper chose the values, so no plan has looked at the folder.
+      config: the job's config; the job's process composes it again, from the overrides.
+      search: whether the sweeper chose the values; then no plan has checked the folder.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -133,7 +131,7 @@ def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float
 
 
 def count_parallel_jobs(plan: Plan) -> int:
-    """Jobs running at once on one machine; they share its cores."""
+    """How many jobs run at the same time on one machine; they share its cores."""
     launcher = plan.config.hydra.launcher
     at_once = 1
     if "Joblib" in launcher._target_:

@@ -1,5 +1,5 @@
-"""The common part of all commands of many runs: one owner of their folder, a process for each job,
-and signals to all of them.
+"""The common part of all commands of many runs: one owner of the folder, one process per job, and
+signals to all jobs.
 
 A command of many runs owns its folder and calls `do_job` for each job in a block of `conduct_jobs`,
 one after another or in several threads or processes. Every job is `rlkit train` in a run folder
@@ -30,21 +30,22 @@ from rlkit.system.output import clock
 from rlkit.system.parent import make_child_environment
 from rlkit.system.processors import count_cores
 
-STOP = "stop"  # jobs/stop: no further job starts; holds the signal, and the jobs it was sent to
+# jobs/stop: no further job starts; the file holds the signal, and the jobs that got it
+STOP = "stop"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOOK = 1.0  # seconds between two looks for other reasons to end a job
+LOOK = 1.0  # seconds between two checks for other reasons to end a job
 ENDED = ("finished", "failed", "interrupted")
 
 
 class Sweep(NamedTuple):
-    """Data common to the jobs of a sweep. A launcher may take it to another process or machine."""
+    """Data common to the jobs of a sweep. A launcher may pass it to another process or machine."""
 
     root: Path
     config_dir: str | None
     parallel: int  # jobs sharing this machine's cores
-    environment: Mapping[str, str]  # of every job, see `settle`
-    process: Mapping[str, Any]  # the one handling signals, as `owner.describe_process` has it
+    environment: Mapping[str, str]  # environment of every job, see `settle`
+    process: Mapping[str, Any]  # the process that handles signals, from `owner.describe_process`
 
 
 class Process(Protocol):
@@ -72,15 +73,15 @@ def make_sweep(
 
     Args:
       root: the sweep's folder, owned by this process.
-      parallel: jobs at once. threads: of each job. None: the cores are shared; a single job at a
-        time chooses for itself.
+      parallel: how many jobs run at the same time. threads: of each job. None: jobs share the
+        cores; with one job at a time the job decides.
     """
     environment = settle(root, parallel, threads)
     return Sweep(root, config_dir, parallel, environment, owner.describe_process(os.getpid()))
 
 
 def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
-    """Environment variables for every job of a sweep, so all of them compute alike."""
+    """Environment variables for every job of a sweep, so all jobs compute in the same way."""
     kernels = decide_kernels(root)
     shared = threads or (max(1, count_cores() // parallel) if parallel > 1 else None)
     return kernels | (dict.fromkeys(THREADS, str(shared)) if shared else {})
@@ -110,7 +111,7 @@ def conduct_jobs(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[i
 @contextlib.contextmanager
 def forward_signals(jobs: Path) -> Iterator[list[int]]:
     """Send SIGINT, SIGTERM and SIGHUP to the running jobs of this machine: they save and end, and
-    no other one starts. A third signal ends it all."""
+    no other job starts. A third signal ends everything immediately."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -148,7 +149,7 @@ def forward_signals(jobs: Path) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def watch_jobs(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
-    """Print one line for each job ending while the block runs. A thread reads the jobs' files,
+    """Print one line for each job that ends while the block runs. A thread reads the jobs' files,
     wherever the jobs are."""
     over = threading.Event()
     told: set[int] = set()
@@ -156,7 +157,8 @@ def watch_jobs(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
     def watch() -> None:
         last = False
         while not last:
-            last = over.wait(0.5)  # looked at before the files, so the last jobs are seen
+            # checked before the files are read, so the last jobs are not missed
+            last = over.wait(0.5)
             for job in read_jobs(jobs):
                 if job.status in ENDED and job.number not in told:
                     told.add(job.number)
@@ -199,15 +201,14 @@ def sum_up(done: Sequence[RunJob], total: int, began: float) -> str:
 
 
 def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: int = 1) -> RunJob:
-    """Run one job in a process of its own. Returns the job with its outcome; its file holds the
-    same.
+    """Run one job in a process of its own. Return the job with its outcome, as its file holds it.
 
-    A finished run is not repeated: the caller has made sure of its settings. A run with a
-    checkpoint goes on from it, if `resume=auto` is among the overrides. One without a checkpoint is
+    A finished run is not repeated: the caller has made sure of its settings. With `resume=auto`
+    among the overrides, a run with a checkpoint continues from it. A run without a checkpoint is
     set aside and begins again.
 
     Args:
-      start: starts the process; by default as a new one of Python. devices: GPUs of the job.
+      start: starts the process; by default a new Python process. devices: GPUs of the job.
     """
     record = record_path(sweep.root, job.folder)
     if runs.is_finished(job.folder):
@@ -268,17 +269,17 @@ def start_process(words: list[str], log: IO[bytes], environment: Mapping[str, st
         stdout=log,
         stderr=subprocess.STDOUT,
         env=os.environ | environment | make_child_environment(),
-        # a signal typed at the terminal reaches the sweep alone; it passes the signal on once
+        # a signal typed at the terminal reaches only the sweep; the sweep passes it on once
         process_group=0,
     )
 
 
 def wait_for(process: Process, sweep: Sweep) -> int:
-    """Wait for a job, and return its exit status. The job is told of a signal sent to the sweep
-    during its start, and is killed once the sweep is gone.
+    """Wait for a job, and return its exit status. If a signal reached the sweep while the job was
+    starting, the job gets it now. The job is killed once the sweep is gone.
 
-    A launcher may put this process beside the sweep's own. Then jobs are not tied to the sweep, so
-    its process is looked for.
+    A launcher may run this code in another process than the sweep's. Then jobs do not end with the
+    sweep by themselves, so this process checks whether the sweep still runs.
     """
     passed = False
     while True:
@@ -299,7 +300,8 @@ def _find_missed_signal(stop: Path, pid: int) -> int:
     try:
         said = json.loads(stop.read_text())
         return 0 if pid in said["told"] else int(said["signal"])
-    except (OSError, ValueError, KeyError, TypeError):  # none, or it is being written
+    # there is no signal, or the file is being written
+    except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
@@ -307,13 +309,14 @@ def explain_end(code: int, log: Path, begin: int = 0) -> str:
     """The end of a job in a few words: rlkit's own sentence if there is one, else the last line.
 
     Args:
-      begin: the position of its log in the file in bytes, behind the logs of earlier attempts.
+      begin: where the job's log begins in the file, in bytes; earlier attempts have their logs
+        before it.
     """
     text = log.read_bytes()[begin:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("rlkit: ")]
     last = lines[-1] if lines else "it printed nothing"
-    if code in (1, 2) and len(own) > 1:  # the first one names the run
+    if code in (1, 2) and len(own) > 1:  # the first line names the run
         last = own[-1]
     how = f"signal {-code}" if code < 0 else f"exit {code}"
     return f"{how}: {last.removeprefix('rlkit: ')[:200]}"

@@ -1,12 +1,12 @@
-"""Keep one process that has a run's imports done, and fork it for each job.
+"""Keep one process with a run's imports done, and fork it for each job.
 
     sweep ── command line, environment, log ──▶ server ──fork──▶ keeper ──fork──▶ job
       ◀──────── process id of the job, then its exit status ───────┘
 
-A job is `python -m rlkit WORDS` without the five seconds a new process takes to import torch,
+A job is `python -m rlkit WORDS` without the five seconds that a new process takes to import torch,
 transformers and Lightning. The server itself computes nothing and has no thread, so its copies
-begin like a new process. The keeper waits for one job. Each of them ends with its parent, so no
-process is left when the sweep is gone.
+begin like a new process. The keeper waits for one job. Every process ends with its parent, so none
+is left when the sweep is gone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WarmJob:
 
 
 class WarmServer:
-    """The server of a sweep, seen from the sweep. Several threads may use it.
+    """The sweep's side of the server. Several threads may use it.
 
     Args:
       environment: of the server and of all jobs, added to this process's.
@@ -100,7 +100,7 @@ class WarmServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=os.environ | nvml | self.environment | make_child_environment(),
-                process_group=0,  # a signal typed at the terminal reaches the sweep alone
+                process_group=0,  # a signal typed at the terminal reaches only the sweep
             )
 
     def start(self, words: list[str], log: IO[bytes], environment: Mapping[str, str]) -> WarmJob:
@@ -152,7 +152,7 @@ def serve_jobs() -> None:
     """The server: imports, then one keeper for each request, until the sweep closes its end."""
     end_with_parent()
     link = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody needs a keeper's exit status
     for name in (*IMPORTS, *sys.argv[2:]):
         with contextlib.suppress(ImportError):  # the job reports the missing module
             importlib.import_module(name)
@@ -171,8 +171,8 @@ def serve_jobs() -> None:
 
 
 def keep(request: Mapping[str, Any], answers: socket.socket, log: int) -> None:
-    """The keeper: starts the job, waits for it and says how it ended. Returns in the job's process
-    alone."""
+    """The keeper: starts the job, waits for it and reports how it ended. It returns only in the
+    job's process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     keeper = os.getpid()
     job = os.fork()
@@ -189,7 +189,7 @@ def keep(request: Mapping[str, Any], answers: socket.socket, log: int) -> None:
 
 
 def become_job(request: Mapping[str, Any], log: int) -> None:
-    """`python -m rlkit WORDS`, as far as it ends by returning; it raises SystemExit with its
+    """Run `python -m rlkit WORDS` in this process. It ends with SystemExit, with the command's
     status."""
     os.setpgid(0, 0)
     os.dup2(log, 1)

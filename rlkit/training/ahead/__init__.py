@@ -9,6 +9,6 @@ The files, in order; each imports only from those above it:
     weights   asynchrony=overlap: versions of the weights in memory that two processes share
     journal   groups on disk, for engines that would not sample the same ones again
     sampler   asynchrony=overlap: the sampling process
-    process   asynchrony=overlap: the trainer's side of it
+    process   asynchrony=overlap: the trainer's side of the sampling process
     modes     chooses the implementation by asynchrony.mode
 """

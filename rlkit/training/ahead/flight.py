@@ -3,8 +3,8 @@
     weights after step v ── sample ──▶ groups of step v + staleness ── in flight ──▶ learner.step
 
 Groups are numbered by their RL step and their position in it. They are requested and consumed in
-that order, and none is dropped: at most (staleness + 1) × batch.prompts are sampled and not yet
-learned from. With a staleness of 0 this is the synchronous run.
+this order, and none is dropped. At most (staleness + 1) × batch.prompts groups wait for their
+learning step. With a staleness of 0 this is the synchronous run.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class StepGroups(NamedTuple):
     """The groups of an RL step, sampled and scored."""
 
     step: int  # RL steps done before their learning step
-    version: int  # RL steps that trained the sampling weights
+    version: int  # how many RL steps had trained the sampling weights
     sampled: list[Rollout]  # all scored episodes
-    trained: list[Rollout]  # the ones to train on
-    before: StreamState  # the prompt stream before its prompts were drawn
-    after: StreamState  # the prompt stream after that
+    trained: list[Rollout]  # the rollouts to train on
+    before: StreamState  # the prompt stream before the step's prompts were drawn
+    after: StreamState  # the prompt stream after they were drawn
     settings: str  # digest of everything else that affects the groups (`digest_settings`)
 
 
@@ -47,7 +47,7 @@ class Request(NamedTuple):
     progress: Progress  # at the time of the request: the step's experiment follows from it
     before: StreamState | None  # None: the prompt stream after the previous request
     settings: str
-    weights: str = ""  # fingerprint of the weights to sample with, if a journal needs it
+    weights: str = ""  # fingerprint of the sampling weights, if a journal needs it
 
     @property
     def after(self) -> None:
@@ -58,7 +58,7 @@ InFlight = StepGroups | Request
 
 
 class Flight(NamedTuple):
-    """The groups in flight, in the order of their steps: sampled ones first, then requests."""
+    """The groups in flight, in the order of their steps: first sampled groups, then requests."""
 
     consumed: StreamState = StreamState()  # the prompt stream after the last finished step
     ahead: tuple[InFlight, ...] = ()
@@ -70,11 +70,11 @@ class Flight(NamedTuple):
 
 
 def compute_version(step: int, staleness: int) -> int:
-    """The version of the weights that sample an RL step's groups: the number of RL steps that
-    trained them. Only this function decides it.
+    """The version of the weights for sampling an RL step's groups, as a number of RL steps. Only
+    this function decides it.
 
-    If a resumed run no longer has these weights (its staleness is lower, or it has more steps), the
-    current weights sample; they are newer.
+    If a resumed run no longer has these weights (its staleness is lower, or it has more steps), it
+    samples with the current weights; they are newer.
 
     >>> [compute_version(step, 2) for step in range(5)]
     [0, 0, 0, 1, 2]
@@ -83,7 +83,8 @@ def compute_version(step: int, staleness: int) -> int:
 
 
 def list_due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
-    """The steps after those in flight whose groups the weights of version `now` must sample."""
+    """The steps, after the last step in flight, with groups to be sampled by the weights of version
+    `now`."""
     first = flight.ahead[-1].step + 1 if flight.ahead else now
     steps = range(first, max(x.trainer.steps, now + 1))
     return [*takewhile(lambda step: compute_version(step, x.asynchrony.staleness) <= now, steps)]
@@ -124,7 +125,7 @@ def _plain(part: Any) -> Any:
 
 def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str, Any]:
     """The flight as plain values and tensors. Tasks are left out, because the prompt stream can
-    draw them again. `weights`: version → bytes of the weights that requests still need."""
+    draw them again. `weights`: version → bytes of the weights still needed by requests."""
     return {
         "stream": list(flight.consumed),
         "flight": [pack_groups(own) for own in flight.ahead if isinstance(own, StepGroups)],
@@ -140,8 +141,9 @@ def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str,
 def unpack_flight(
     saved: Mapping[str, Any], tasks: Sequence[Task], x: Experiment, progress: Progress, kinds: Any
 ) -> Flight:
-    """The inverse of `pack_flight`. The flight is cut before the first groups that the config would
-    now sample differently, or whose kind is not among `kinds`. Prints a line on the steps cut off.
+    """The inverse of `pack_flight`. The flight is cut before the first groups that the present
+    config would sample differently, or that are none of the `kinds`. Prints a line on the steps cut
+    off.
 
     Raises: DataError if the tasks have changed.
     """
@@ -195,8 +197,8 @@ def unpack_groups(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> Tensor:
-    """Rollouts as bytes in a tensor, so that a checkpoint's size is known before it is written. Of
-    their tasks only id and part are kept."""
+    """Rollouts as bytes in a tensor, so a checkpoint's size is known before it is written. Of the
+    tasks only id and part are kept."""
     plain = [r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in rollouts]
     return torch.frombuffer(bytearray(encode_rollouts(plain)), dtype=torch.uint8)
 

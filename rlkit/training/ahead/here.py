@@ -46,7 +46,7 @@ class Here:
         return (self.sample(groups, clock) if isinstance(groups, Request) else groups), {}
 
     def sample(self, request: Request, clock: Clock) -> StepGroups:
-        """The groups of a request, sampled by the policy as it is now."""
+        """The groups of a request, sampled by the present policy."""
         return sample_groups(self.x, self.policy, self.tasks, request, request.before, clock)
 
     def state(self, flight: Flight) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Here:
 
 
 class Lagged(Here):
-    """asynchrony=lag: samples groups when they are requested; they wait in flight for their
+    """asynchrony=lag: samples groups when they are requested. The groups wait in flight for their
     step."""
 
     def request(self, request: Request, clock: Clock) -> StepGroups:

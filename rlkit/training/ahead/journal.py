@@ -1,12 +1,13 @@
 """Write groups to disk before the trainer learns from them, for engines that cannot sample the same
 groups again (`rlkit.types.SharedEngine`).
 
-    groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ requested again ──
+    groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ requested again ──▶
     read from the journal
 
 A record counts only for the same step, version, settings, prompts and bits of the sampling
 weights, so a run continued with other settings samples again. A checkpoint holds the groups in
-flight at its time, so each checkpoint deletes the records from before the previous one.
+flight. So writing a checkpoint deletes the records of all steps before the oldest step that was in
+flight at the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rlkit.types import Task
 
 
 class Journal:
-    """Records of groups, one file a step.
+    """Records of groups, one file per step.
 
     Args:
       folder: of the records. tasks: the prompts of the run. seed: of the run.
@@ -38,8 +39,8 @@ class Journal:
         self.saved = 0  # the oldest step in flight at the last checkpoint
 
     def keep(self, groups: StepGroups, weights: str) -> None:
-        """Write the groups; they are on disk when this returns. If the disk is full, the run goes
-        on with a warning that it cannot be repeated."""
+        """Write the groups; they are on disk when this returns. If the disk is full, the run warns
+        that it cannot be repeated, and goes on."""
         with (
             report_write_errors(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
             open_atomically(self._place(groups.step)) as file,
@@ -47,8 +48,8 @@ class Journal:
             torch.save(pack_groups(groups) | {"weights": weights}, file)
 
     def find(self, request: Request) -> StepGroups | None:
-        """The groups of a request. None if they have to be sampled; records of this step and of
-        later ones are then deleted."""
+        """The groups of a request. None if they have to be sampled; then the records of this step
+        and of later steps are deleted."""
         place = self._place(request.step)
         if place.is_file():
             record = torch.load(place, weights_only=True)
@@ -61,8 +62,8 @@ class Journal:
         return None
 
     def checkpoint(self, step: int) -> None:
-        """Delete the records that no checkpoint needs. `step`: the oldest step in flight at the
-        checkpoint that is being written."""
+        """Delete the records not needed by any checkpoint. `step`: the oldest step in flight at the
+        present checkpoint."""
         self._forget(lambda own: own < self.saved)
         self.saved = step
 

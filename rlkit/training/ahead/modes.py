@@ -19,7 +19,7 @@ def group_source(
     again: Callable[[], Experiment] | None = None,
     folder: Path | None = None,
 ) -> AbstractContextManager[GroupSource]:
-    """A context with the source of a run's groups. A process that it starts ends with the
+    """A context with the source of a run's groups. Its sampling process, if any, ends with the
     context.
 
     Args:

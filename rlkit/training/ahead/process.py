@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.distributed.launch import describe_exit
-from rlkit.errors import ConfigError, EngineError
+from rlkit.errors import ConfigError, EngineError, tell_user
 from rlkit.system.fingerprints import fingerprint
 from rlkit.system.shared_state import say_once
 from rlkit.system.waiting import waiting_outside
@@ -39,7 +39,7 @@ from rlkit.training.metrics import Clock
 from rlkit.training.schedules.progress import Progress
 from rlkit.types import CachingEngine, KernelEngine, Policy, SharedEngine, Task
 
-GRACE = 5.0  # seconds for a process told to end to close its sessions
+GRACE = 5.0  # seconds for the process to close its sessions after it is told to end
 
 
 class SamplingProcess:
@@ -47,8 +47,8 @@ class SamplingProcess:
 
     Args:
       x: the whole run. tasks: its prompts.
-      again: builds the experiment in the other process; must be picklable, as a partial of a
-        module's function is.
+      again: builds the experiment in the other process; must be picklable, for example a partial of
+        a module's function.
       folder: of the run, for the output of the process and for the journal; None: it prints to the
         trainer's output, and nothing is kept.
     Raises: ConfigError if the process cannot be made.
@@ -76,15 +76,15 @@ class SamplingProcess:
             engine.lent = self.idle
             self.journal = Journal(folder / "journal", tasks, x.seed) if folder else None
         self.requests: dict[int, Request] = {}  # step → a request without an answer
-        self.here: dict[int, Answer] = {}  # step → an answer a checkpoint may need
-        self.failure: BaseException | None = None  # why no more answers come
+        self.here: dict[int, Answer] = {}  # step → an answer; a checkpoint may need it
+        self.failure: BaseException | None = None  # the reason, if no more answers come
         self.slots: WeightSlots | None = None
-        self.weights = ""  # fingerprint of the published ones, for the journal
+        self.weights = ""  # fingerprint of the published weights, for the journal
         self.publish_s = 0.0  # seconds of publishing since groups were last received
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
             data = pickle.dumps((again, tasks))
-        except Exception as error:  # whatever an object of the user's raises
+        except Exception as error:  # an object of the user may raise anything
             raise ConfigError(
                 f"asynchrony=overlap: the tasks cannot be handed to a second process ({error});"
                 " keep plain values in their metadata, or choose asynchrony=lag"
@@ -95,7 +95,7 @@ class SamplingProcess:
         self.connection, theirs = Pipe()
         handles = (theirs.fileno(), self.memory)
         with ExitStack() as files, theirs:
-            # the setup waits in a file until it is read, however large it is
+            # the setup may be large, so it waits in a file until it is read
             setup = files.enter_context(tempfile.TemporaryFile())
             setup.write(data)
             setup.seek(0)
@@ -106,7 +106,7 @@ class SamplingProcess:
                 stdin=setup,
                 stdout=out,
                 stderr=out,
-                start_new_session=True,  # Ctrl-C is the trainer's
+                start_new_session=True,  # only the trainer handles Ctrl-C
             )
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -147,7 +147,7 @@ class SamplingProcess:
                         raise self.failure
                     self._take()
             answer = self.here[groups.step]
-            self.here.pop(groups.step - 1, None)  # the step that used it is done
+            self.here.pop(groups.step - 1, None)  # the step with this answer is done
             groups = answer.groups
             clock.sessions += answer.sessions
             clock.engine = answer.engine
@@ -162,8 +162,8 @@ class SamplingProcess:
         return groups, seconds
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """The groups that have arrived, the unanswered requests, and the weights that these need.
-        Never waits, and removes no answer."""
+        """The arrived groups, the unanswered requests, and the weights for these requests. Never
+        waits, and removes no answer."""
         flight = flight._replace(ahead=self.arrived(flight.ahead))
         if self.journal and flight.ahead:
             self.journal.checkpoint(flight.ahead[0].step)
@@ -207,7 +207,8 @@ class SamplingProcess:
 
     def send(self, message: Any) -> None:
         """Send a message to the process. Raises EngineError if it is gone."""
-        # `Connection.send` would share the memory of tensors, for which both sides need one key
+        # `Connection.send` would pass tensors through shared memory, and then both sides need the
+        # same authentication key
         data = pickle.dumps(message)
         try:
             self.connection.send_bytes(data)
@@ -215,15 +216,16 @@ class SamplingProcess:
             raise self.make_gone_error() from None
 
     def _listen(self) -> None:
-        """Take answers as they come, so that the process never waits for the trainer."""
+        """Take answers as they come, so the process never waits for the trainer."""
         with self.connection, suppress(EOFError, OSError):
             while True:
                 data = self.connection.recv_bytes()
                 begun = time.perf_counter()
                 answer = pickle.loads(data)
                 if isinstance(answer, str):  # a line of the watcher
-                    if self.log:  # else the process has printed the line to this output itself
-                        print(answer, file=sys.stderr, flush=True)
+                    # without a log the process has printed the line to this output itself
+                    if self.log:
+                        tell_user(answer)
                     continue
                 if isinstance(answer, Answer):
                     answer.seconds["handover_s"] += time.perf_counter() - begun
@@ -231,7 +233,7 @@ class SamplingProcess:
         self.answers.put(None)
 
     def _take(self) -> None:
-        """Waits for the next answer."""
+        """Wait for the next answer."""
         with waiting_outside():
             answer = self.answers.get()
         if isinstance(answer, Answer):
@@ -245,14 +247,14 @@ class SamplingProcess:
             self.failure = answer or self.make_gone_error()
 
     def make_gone_error(self) -> EngineError:
-        """Why there is no answer."""
+        """The error that says why there is no answer."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         status = self.process.poll()
         how = "closed its connection" if status is None else "ended"
         if status:
             how = describe_exit(status)
-        where = f"; what it printed: {self.log}" if self.log else ""
+        where = f"; its output is in {self.log}" if self.log else ""
         return EngineError(
             f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from"
             " its last checkpoint"

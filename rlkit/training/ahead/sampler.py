@@ -5,10 +5,10 @@ updates.
     trainer ── request (step v + staleness, version v) ─▶ sampling process ── groups ──▶ trainer
 
 The process builds the experiment, the model, the engine and the environments again, and takes each
-version's trainable weights from memory that both processes map. It answers requests one by one, in
-order, with the function that asynchrony=lag calls in the trainer (`sample_groups`). So its groups
-are the same, bit for bit, whichever process is faster. It exits when the trainer exits, because
-their connection is then closed.
+version's trainable weights from memory shared by both processes. It answers requests one by one, in
+order, with the same function as asynchrony=lag in the trainer (`sample_groups`). So its groups are
+the same, bit for bit, whichever process is faster. It exits when the trainer exits, because their
+connection is then closed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ START = (
 class Handshake(NamedTuple):
     """The trainer's message before all requests: the common settings of both processes."""
 
-    slots: int  # how many versions of the weights there is room for
+    slots: int  # how many versions of the weights fit into the memory
     layout: Sequence[Any]  # of the weights in a slot (`WeightSlots.layout`)
     # generation.kernel, as settled in the trainer
     kernel: Literal["auto", "eager", "fused"] | None
@@ -71,12 +71,12 @@ class Answer(NamedTuple):
     engine: dict[str, float]  # figures of the engine, for the step's row
     kernel: Any  # the kernel that sampled
     cached_tokens: int | None  # size of the cache that sampled
-    # changes that user functions made to the process (rlkit.system.shared_state)
+    # changes made to the process by user functions (rlkit.system.shared_state)
     named: Mapping[tuple[str, ...], str]
 
 
 def sampling_main() -> None:
-    """Run the sampling process, with the connection and weights that it inherits."""
+    """Run the sampling process, with the inherited connection and weights."""
     connection, memory = map(int, sys.argv[2:])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
@@ -87,12 +87,13 @@ def sampling_main() -> None:
     lock = threading.Lock()
 
     def send(data: bytes) -> None:
-        with lock:  # the watcher is a thread of its own
+        with lock:  # the watcher runs in its own thread
             link.send_bytes(data)
 
-    # the trainer prints lines of the watcher: the output of this process goes into a file
+    # the trainer prints the watcher's lines, because the output of this process goes into a file
     WATCHER.tell = lambda line: send(pickle.dumps(line))
-    with suppress(Interrupted, OSError):  # told to end, or the reader of the answers is gone
+    # the process was told to end, or the reader of the answers is gone
+    with suppress(Interrupted, OSError):
         serve(lambda: pickle.load(sys.stdin.buffer), messages.get, send, memory)
 
 
@@ -101,7 +102,7 @@ def _stop(number: int, _: Any) -> None:
 
 
 def _listen(link: Connection, messages: queue.SimpleQueue[Any], parent: int) -> None:
-    """Take messages as they come. Once the trainer is gone, end the process at once."""
+    """Take messages as they come. Once the trainer is gone, end the process immediately."""
     try:
         with suppress(EOFError, OSError):
             while os.getppid() == parent:
@@ -123,7 +124,7 @@ def serve(
     raises it.
 
     Args:
-      begin: gives a builder of the experiment, and the tasks. receive: gives the next message.
+      begin: returns a builder of the experiment, and the tasks. receive: returns the next message.
         send: takes an answer, pickled.
       memory: the file of the weight slots.
     """

@@ -32,8 +32,8 @@ class GroupSource(Protocol):
         state                                   between steps
         restore                                 at most once, before all others
 
-    The flight, not the source, says how much has been consumed. So if a step is interrupted while
-    it samples, a run can still go on from `state` of the flight before that step.
+    The flight, not the source, records how much has been consumed. So if a step is interrupted
+    while it samples, a run can still continue from `state` of the flight before this step.
     """
 
     def publish(self, policy: Policy, version: int) -> None:
@@ -41,8 +41,8 @@ class GroupSource(Protocol):
         next call."""
 
     def request(self, request: Request, clock: Clock) -> InFlight:
-        """Ask for the groups of a step. Returns the groups if they are there already. Otherwise
-        returns the request with all that a later process needs to repeat it."""
+        """Ask for the groups of a step. Return the groups if they are there already. Otherwise
+        return the request, with everything a later process needs to repeat it."""
 
     def receive(self, groups: InFlight, clock: Clock) -> Received:
         """Wait for groups. `groups`: the answer of `request`.
@@ -51,11 +51,11 @@ class GroupSource(Protocol):
         """
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """Everything a later process needs to go on, as plain values and tensors."""
+        """Everything a later process needs to continue, as plain values and tensors."""
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """Go on from a `state`. The flight ends before the first groups that the config would now
-        sample differently.
+        """Continue from a `state`. The flight ends before the first groups that the present config
+        would sample differently.
 
         Raises: DataError if the tasks have changed.
         """
@@ -72,20 +72,20 @@ def get_next_groups(
 ) -> tuple[StepGroups, Flight, dict[str, float]]:
     """The groups for the next step, the flight after it, and figures for the step's row.
 
-    First it requests all groups that the current weights must sample, each with the settings of its
-    own step. If it is interrupted, the given flight is still valid.
+    First it requests all groups due for the current weights, each with the settings of its own
+    step. If it is interrupted, the given flight is still valid.
 
     staleness/in_flight_groups     groups sampled, or being sampled, for later steps
-    staleness/wait_s               asynchrony=overlap, seconds: the trainer waited for its
-                                   groups; idle_s: the sampling process waited to be asked for them;
-                                   sampling_s: it worked on them; handover_s: weights and groups
-                                   were in transfer. Like perf/*, not compared when runs are
-                                   checked for identity
+    staleness/wait_s               with asynchrony=overlap, seconds in which the trainer waited for
+                                   its groups; idle_s: in which the sampling process waited for a
+                                   request; sampling_s: in which it worked on the groups;
+                                   handover_s: in which weights and groups were in transfer. Like
+                                   perf/*, not compared when runs are checked for identity
 
     Args:
       x: the whole run. progress: of the run, after `Learner.begin`. The experiment of each step
         follows from it, and its count of steps is the version of the policy's weights.
-      clock: takes the seconds of the parts.
+      clock: the seconds of the parts are added to it.
     """
     version = progress.step
     due = list_due_steps(x, flight, version)
@@ -117,7 +117,7 @@ def sample_groups(
     clock: Clock,
 ) -> StepGroups:
     """Sample and score the groups of a request with the current weights and the settings of its
-    step. `before`: the prompts to draw from, known by now."""
+    step. `before`: the stream to draw the prompts from, known by now."""
     assert before is not None
     step = request.step
     version = request.version

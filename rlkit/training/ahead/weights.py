@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkit.errors import EngineError
 
-# Bytes copied at a time; the system's limit is a little less than twice as many.
+# Bytes copied at a time. The system's limit is a little below 2 GiB.
 PIECE = 1 << 30
 
 
@@ -36,7 +36,7 @@ class WeightSlots:
         return [(name, str(p.dtype), tuple(p.shape)) for name, p in self.named]
 
     def place(self, version: int) -> int:
-        """Where a version's number is in the file; its weights follow."""
+        """The position of a version's number in the file; its weights follow."""
         return version % self.count * (8 + self.size)
 
     def write(self, version: int) -> None:
@@ -45,7 +45,8 @@ class WeightSlots:
         self._fill(version, (p.detach().cpu() for _, p in self.named))
 
     def read(self, version: int) -> None:
-        """Read a version's weights into the model. Raises EngineError if it is not there."""
+        """Read a version's weights into the model. Raises EngineError if the file does not have
+        them."""
         at = self._find_slot(version)
         for _, p in self.named:
             own = torch.empty(p.shape, dtype=p.dtype)
@@ -53,8 +54,8 @@ class WeightSlots:
             p.data.copy_(own)
 
     def saved(self, version: int) -> Tensor:
-        """The version's weights as bytes, for a checkpoint. Raises EngineError if it is not
-        there."""
+        """The version's weights as bytes, for a checkpoint. Raises EngineError if the file does not
+        have them."""
         out = torch.empty(self.size, dtype=torch.uint8)
         _copy(_read, self.file, out, self._find_slot(version))
         return out
@@ -69,7 +70,7 @@ class WeightSlots:
         self._fill(version, [saved])
 
     def _fill(self, version: int, parts: Iterable[Tensor]) -> None:
-        """Writes the weights of a version, and then its number."""
+        """Write the weights of a version, and then its number."""
         at = self.place(version) + 8
         for part in parts:
             at = _copy(os.pwrite, self.file, part.contiguous(), at)
@@ -101,8 +102,8 @@ def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor
 
 
 def make_shared_memory() -> int:
-    """A nameless file in memory that exists as long as a process has it open; on other systems than
-    Linux a temporary file."""
+    """A nameless file in memory; it exists as long as a process has it open. On systems other than
+    Linux, a temporary file."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("rlkit-weights")
     with tempfile.TemporaryFile() as file:

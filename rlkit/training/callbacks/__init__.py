@@ -1,7 +1,7 @@
-"""The work of a run besides learning. Each part is a function from the run folder to a
+"""Everything that a run does besides learning. Each part is a function from the run folder to a
 Lightning callback.
 
-Lightning is imported only when a part is made, so a config is checked without it.
+Lightning is imported only when a part is made, so checking a config does not import it.
 
 Files in the order of their imports: conversations, metrics, pathologies, stopping, terminal,
 _health, checkpoints, evaluation, faults.
@@ -33,7 +33,7 @@ def checkpoint(
     Args:
       best: a column of metrics.jsonl, such as eval/accuracy (on validation problems); test/* is
         refused. The step with the best value so far is also saved and kept: checkpoints/best.ckpt
-        is a link to it, checkpoints/best.json holds its value. None keeps none.
+        is a link to it, checkpoints/best.json holds its value. None: no best step is kept.
       mode: whether the greatest or the smallest value is the best.
       model: whether the end of a run writes the policy in Hugging Face's format (adapters in
         PEFT's) to model/, and the best one to model_best/.
@@ -67,7 +67,7 @@ def completions(run: Path, /, *, every: int = 1, tables: int = 5) -> Any:
 
     Args:
       tables: RL steps between tables in the loggers that sort and filter them (wandb, trackio); the
-        first and the last step always have one. 0 gives them none.
+        first and the last step always have a table. 0: no tables.
     """
     from rlkit.training.callbacks.conversations import Completions
 

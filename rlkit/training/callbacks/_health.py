@@ -16,7 +16,7 @@ from rlkit.training.callbacks.pathologies import (
 
 
 class Health(L.Callback):
-    """Prints what it finds, when it first appears."""
+    """Prints each pathology in the step of its first appearance."""
 
     def __init__(self) -> None:
         self.said: set[str] = set()

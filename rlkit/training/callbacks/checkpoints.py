@@ -1,4 +1,4 @@
-"""Checkpoints at RL-step boundaries. Lightning's own are driven by optimiser steps, not RL
+"""Checkpoints at RL-step boundaries. Lightning's own checkpoints follow optimiser steps, not RL
 steps."""
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ SUPERSEDED = ".superseded"
 DAMAGED = ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
 ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
-# the name under which a failed save is reported, until one succeeds
+# name of the lost file in the report of a failed save, until a save succeeds
 CHECKPOINT = "the newest checkpoint"
-# without these files a run is incomplete; all others only show what happened
+# without these files a run is incomplete; all other files only show what happened
 RESULT = (CHECKPOINT, "model/", "model_best/", "metrics.jsonl")
 # raised by `torch.load` for a damaged file
 UNREADABLE = (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
-SPARE = 1 << 20  # bytes left free by a save for metrics and the summary
+SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -88,12 +88,12 @@ def _size(value: Any) -> int:
 
 
 class RLCheckpoint(L.Callback):
-    """Saves after every `every` RL steps, after the last one and on a signal; the newest `keep` and
-    the best by a metric stay.
+    """Saves after every `every` RL steps, after the last step and on a signal. The newest `keep`
+    checkpoints and the best by a metric stay.
 
-    It runs after every other callback, so everything written by a step is there before the
-    checkpoint says the step is done. A failed save is reported, and the run goes on: checkpoints
-    are removed only after a newer one is whole. The first of several ranks writes, and all ranks
+    It runs after every other callback, so all files of a step are there before the checkpoint
+    states that the step is done. A failed save is reported, and the run goes on: checkpoints are
+    removed only after a newer one is complete. The first of several ranks writes, and all ranks
     learn whether it succeeded.
     """
 
@@ -126,8 +126,8 @@ class RLCheckpoint(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """List the files that the run has written, so that a resumed run recognises them. Every
-        other callback has written by now."""
+        """List the files written by the run, so a resumed run recognises them. Every other callback
+        has written by now."""
         if trainer.is_global_zero:
             self.measured = measure_files(self.run, self.measured)
             checkpoint["written"] = list_files(self.run, self.measured)
@@ -139,7 +139,8 @@ class RLCheckpoint(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
-            self.saved(BEST, self.point)  # a kill may have come between a checkpoint and its link
+            # the run may have been killed between a checkpoint and its link
+            self.saved(BEST, self.point)
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         if isinstance(exception, Interrupted):
@@ -166,7 +167,7 @@ class RLCheckpoint(L.Callback):
         self.saved("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
 
     def has_improved(self, module: Any) -> bool:
-        """Whether the step's row holds the metric, and no step before had a better one."""
+        """Whether the step's row holds the metric, and no earlier step had a better value."""
         if self.metric is None or self.metric not in module.metrics:
             return False
         value = float(module.metrics[self.metric])
@@ -224,14 +225,15 @@ class RLCheckpoint(L.Callback):
             write_json(self.folder / "best.json", self.best)
 
     def saved(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
-        """Whether a write succeeded. A failure is reported, and earlier files stay; see
-        `report_write_errors`."""
+        """Run a write, and return whether it succeeded. A failure is reported, and earlier files
+        stay; see `report_write_errors`."""
         with report_write_errors(what, kind):
             write()
         return kind not in LOST
 
     def prune(self) -> None:
-        """Delete the checkpoints that newer whole ones replace, but never the best one."""
+        """Delete the checkpoints that are replaced by newer complete ones, but never the best
+        one."""
         held = (self.folder / BEST).resolve()
         old = [
             path for path in list_checkpoints(self.folder)[: -self.keep] if path.resolve() != held
@@ -244,8 +246,8 @@ class RLCheckpoint(L.Callback):
 
 
 def gather_policy(model: Any) -> dict[str, Any] | None:
-    """The tensors that `save_policy` needs from a sharded model: all weights, or under LoRA the
-    adapters. None if the model is not sharded."""
+    """The tensors of a sharded model for `save_policy`: all weights, or under LoRA the adapters.
+    None if the model is not sharded."""
     if not find_sharded_modules(model):
         return None
     ranks.reshard(model)
@@ -264,8 +266,8 @@ def link(name: Path, target: Path) -> None:
 
 
 def read_weights(path: Path, folder: Path, identity: str) -> dict[str, Any]:
-    """The policy's weights in a checkpoint, as its model names them. Raises OSError if it is
-    damaged, or of another run."""
+    """The policy's weights in a checkpoint, as its model names them. Raises OSError if the
+    checkpoint is damaged or belongs to another run."""
     try:
         checkpoint = read_checkpoint(path)
         refuse_foreign(path, checkpoint, folder, identity)
@@ -291,11 +293,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint on the CPU: the named file, or the newest whole one of a folder.
+    """A checkpoint on the CPU: the named file, or the newest intact checkpoint of a folder.
 
-    In a folder, damaged checkpoints are skipped and named on standard error, with the one that is
-    used instead. A damaged file given by name is refused, because nobody asked for an older one;
-    the message names the newest whole one before it. Raises DataError if none can be read.
+    In a folder, damaged checkpoints are skipped; standard error names them and the checkpoint used
+    instead. A damaged file given by name is refused, because nobody asked for an older one; the
+    message names the newest intact checkpoint before it. Raises DataError if none can be read.
     """
     damaged = []
     named = source.suffix == SUFFIX
@@ -311,7 +313,7 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     if named:
         for path in reversed(list_checkpoints(source.parent)):
             if step_of(path) < step_of(source.resolve()) and not find_damage(path):
-                raise DataError(f"{damaged[0]}; the whole one before it is {path}")
+                raise DataError(f"{damaged[0]}; the newest intact checkpoint before it is {path}")
     none = (
         f"{source}: no checkpoint that can be read; start a new run without resume, or name an"
         " older run"
@@ -320,8 +322,8 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A file of AtomicCheckpointIO, on the CPU. Its whole content is verified before any of
-    it is loaded. Raises DataError."""
+    """Load a file of AtomicCheckpointIO on the CPU. Its whole content is verified before any part
+    of it is loaded. Raises DataError."""
     why = find_damage(path)
     if not why:
         try:
@@ -343,21 +345,20 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
         raise DataError(
             f"{path} is a checkpoint of run {own} (name={config.get('name')},"
             f" seed={config.get('seed')}), and {folder} is the folder of run {identity}. Put the"
-            " right file back, or move this one away so that the run goes on from an older"
-            " checkpoint"
+            " right file back, or move this one away to continue from an older checkpoint"
         )
     named = step_of(path.resolve())
     step = state["rlkit"]["rl_step"]
     if named not in (-1, step):
         raise DataError(
-            f"{path} holds RL step {step}, so it is not the file that the run saved under this"
-            " name. Move it away"
+            f"{path} holds RL step {step}, so it is not the file saved by the run under this name;"
+            " move it away"
         )
 
 
 def set_foreign_aside(run: Path, identity: str) -> None:
-    """Moves checkpoints of other runs out of checkpoints/, to keep them from being removed as old
-    ones of this run."""
+    """Move checkpoints of other runs out of checkpoints/, where they would be removed like old
+    checkpoints of this run."""
     folder = run / "checkpoints"
     for path in (*list_checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
         with suppress(*UNREADABLE, AttributeError, TypeError):
@@ -375,10 +376,11 @@ def set_foreign_aside(run: Path, identity: str) -> None:
 
 
 def supersede(folder: Path, step: int) -> None:
-    """Sets the checkpoints after `step` aside under other names, since the run goes on from `step`.
+    """Set the checkpoints after `step` aside under other names, because the run continues from
+    `step`.
 
     If they stayed and the run were killed, the next resume would take them for the newest, although
-    the rows up to them have been replaced. The next save deletes the whole ones. Damaged ones are
+    the rows up to them have been replaced. The next save deletes the intact ones. Damaged ones are
     kept as evidence.
     """
     for path in list_checkpoints(folder):

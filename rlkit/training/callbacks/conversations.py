@@ -23,7 +23,7 @@ WAITING = 20_000  # rows of the completions table waiting for a checkpoint
 
 
 class Samples(L.Callback):
-    """Writes conversations as Markdown, many steps a file: the best of a step, the worst, then
+    """Writes conversations as Markdown, many steps per file: the best of a step, the worst, then
     others in order."""
 
     def __init__(self, folder: Path, *, every: int, count: int):
@@ -43,7 +43,7 @@ class Samples(L.Callback):
         text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
         with report_write_errors(f"{self.folder.name}/ of step {step}"):
             earlier = path.read_bytes() if path.exists() else b""
-            # the file may hold this step already, if the run was resumed from an earlier one
+            # the file may hold this step already, if the run was resumed from an earlier step
             again = re.search(b"^" + title.encode(), earlier, re.M)
             write_atomic(path, earlier[: again and again.start()] + text)
         for logger in trainer.loggers:
@@ -52,7 +52,7 @@ class Samples(L.Callback):
 
 
 class Rollouts(L.Callback):
-    """Writes all rollouts of a step as JSON lines, many steps a file."""
+    """Writes all rollouts of a step as JSON lines, many steps per file."""
 
     def __init__(self, folder: Path, *, every: int):
         self.folder = folder
@@ -67,8 +67,9 @@ class Rollouts(L.Callback):
 class Completions(L.Callback):
     """Writes rollouts as rows of Parquet files, and shows loggers the table of a step.
 
-    Rows wait for the next checkpoint, so a file is written once and ends where a resumed run goes
-    on. After a kill, the resumed run writes the waiting rows again; rollouts/ has them anyway.
+    Rows wait for the next checkpoint. So a file is written once, and ends at the step from which a
+    resumed run continues. After a kill, the resumed run writes the waiting rows again; rollouts/
+    has them anyway.
     """
 
     def __init__(self, folder: Path, *, every: int, tables: int):
@@ -119,7 +120,7 @@ class Completions(L.Callback):
         return bool(self.tables) and (step == 1 or step % self.tables == 0 or trainer.should_stop)
 
     def flush(self) -> None:
-        """Writes the waiting rows."""
+        """Write the waiting rows."""
         rows = self.rows
         self.rows = []
         with report_write_errors(
@@ -142,8 +143,8 @@ class Completions(L.Callback):
 
 
 def mean_advantages(batch: Weighted, trained: Sequence[Rollout]) -> dict[tuple[int, int], float]:
-    """(group, sample) → mean advantage over a rollout's trained tokens, for the rollouts with
-    any."""
+    """(group, sample) → mean advantage over the trained tokens of a rollout; rollouts without
+    trained tokens are left out."""
     mask = batch.response_mask
     owners = batch.rollout_ids[:, None].expand_as(mask)[mask]
     values = batch.advantages[mask].double()

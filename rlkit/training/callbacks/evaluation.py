@@ -1,6 +1,6 @@
 """Evaluations of a run: on validation problems during training, for the curve, `stop_at` and the
-best checkpoint; on test problems before the first step and after the last, for the figures that a
-run reports. Nothing in a run depends on a test problem."""
+best checkpoint; on test problems before the first step and after the last, for the reported
+figures. Nothing in a run depends on a test problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlkit.training.callbacks.terminal import describe_sampling, format_held_out
 from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
 
-KEPT = 16  # rollouts that an evaluation writes; always of the same tasks, to show changes
+KEPT = 16  # rollouts written by an evaluation; always of the same tasks, to show changes
 # split → the start of its figures' names in a row of metrics.jsonl
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
@@ -35,9 +35,10 @@ class HeldOut(L.Callback):
     """Adds `eval/*` (validation) and `test/*` to the rows of steps. The seconds of a step do not
     include its evaluations.
 
-    With `evaluation.every` n > 0 validation problems are played before the first step, after every
-    n-th and after the last; with 0 never. Test problems are played before the first step and after
-    the last. `results` collects the figures; a resumed run restores it from its checkpoint.
+    With `evaluation.every` = n > 0 validation problems are played before the first step, after
+    every n-th step and after the last; with 0 never. Test problems are played before the first step
+    and after the last. `results` collects the figures; a resumed run restores it from its
+    checkpoint.
     """
 
     def __init__(self, tasks: Splits, metrics: Path, results: Results):
@@ -54,7 +55,7 @@ class HeldOut(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         resumed = module.rl_step or any(self.results.values())
         if resumed or not (self.tasks.validation or self.tasks.test):
-            return  # a resumed run has nothing to add to the rows before it
+            return  # a resumed run has nothing to add to earlier rows
         row = self.evaluate(trainer, module, "validation")
         row |= self.evaluate(trainer, module, "test")
         module.metrics = row
@@ -117,16 +118,16 @@ class HeldOut(L.Callback):
 
 
 def limit_evaluation(settings: Evaluation, name: str) -> AbstractContextManager[None]:
-    """A context for playing and scoring an evaluation, or a part of one. At its deadline the
-    process ends and says so."""
+    """A context for playing and scoring an evaluation, or a part of one. At the deadline the
+    process prints a line and ends."""
     return limit_waiting(
         settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True
     )
 
 
 def flatten_result(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """A result as metrics with a prefix, for example `eval/`. Those of each part of a mixture are
-    `eval/part/NAME/*`. Figures from the reward's functions are `eval/reward/TERM/METRIC` and
+    """A result as metrics with a prefix, for example `eval/`. The metrics of each part of a mixture
+    are `eval/part/NAME/*`. Figures from the reward's functions are `eval/reward/TERM/METRIC` and
     `eval/aggregator/METRIC`."""
     parts = result.get("parts", {})
     rows = {prefix: result, **{f"{prefix}part/{part}/": own for part, own in parts.items()}}

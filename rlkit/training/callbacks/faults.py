@@ -1,4 +1,4 @@
-"""Write what is needed to inspect the fault of a failed run and to reproduce it."""
+"""Write the files for inspecting and reproducing the fault of a failed run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ STATE = "state.ckpt"
 
 class DebugBundle(L.Callback):
     """debug/step_000007/: traceback.txt, config.yaml and rollouts.jsonl.gz; after a failed update
-    also its minibatch and the state before it: `rlkit replay bundle=FOLDER` then does the
-    update again.
+    also its minibatch and the state before it, so `rlkit replay bundle=FOLDER` can repeat the
+    update.
 
     With several ranks, the first one writes. A rank that fails alone writes
     debug/step_000007_rank1/. With trainer=ddp each rank has the whole state. Shards can be gathered
@@ -41,12 +41,14 @@ class DebugBundle(L.Callback):
         announce(exception)
         said = not isinstance(exception, Exception) or isinstance(exception, Refusal)
         if said or owner.explain_loss(self.run):
-            # a signal, an error explained by its message, or another process now owns the folder
+            # a signal, an error with an explanation in its message, or another process owns the
+            # folder now
             return
         together = ranks.size() == 1 or isinstance(exception, NonFinite)
         echo = isinstance(exception, ranks.RankError)
         failed = module.learner.micro.minibatch is not None and not echo
-        writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 writes the same
+        # else rank 0 writes the same files
+        writes = ranks.rank() == 0 or not (together or echo)
         name = f"step_{module.rl_step + 1:06d}"
         folder = self.run / "debug" / (f"{name}_rank{ranks.rank()}" if ranks.rank() else name)
         if writes:
@@ -68,11 +70,11 @@ class DebugBundle(L.Callback):
                 batch = vars(move_to_device(module.learner.micro.minibatch, "cpu"))
                 AtomicCheckpointIO().save_checkpoint(batch, folder / BATCH)
                 AtomicCheckpointIO().save_checkpoint(state, folder / STATE)
-                exception.add_note(f"rlkit replay bundle={folder} does the update again")
+                exception.add_note(f"rlkit replay bundle={folder} repeats the update")
 
 
 def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    """Weights, optimizers and everything that RLModule adds to a checkpoint, with this rank's
+    """Weights, optimizers and the additions of RLModule to a checkpoint, with this rank's
     generators. With shards, all ranks must call it."""
     strategy = trainer.strategy
     state = {
@@ -86,11 +88,11 @@ def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
 
 
 class Watchdog(L.Callback):
-    """Names the step, and the part of the step, in which a run hangs, for the limit
-    `trainer.max_step_time` (`rlkit.system.waiting.limited`).
+    """Tells the limit `trainer.max_step_time` (`rlkit.system.waiting.limit_waiting`) in which step,
+    and in which part of it, a run hangs.
 
-    The parts of a step are generate, reward and update. Between steps the limit only applies to
-    the calls that the run waits for, such as an evaluation's rewards and environments.
+    The parts of a step are generate, reward and update. Between steps the limit applies only to
+    calls with an outside answer, such as an evaluation's rewards and environments.
     """
 
     def __init__(self) -> None:

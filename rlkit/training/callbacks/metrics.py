@@ -16,7 +16,7 @@ from rlkit.training.loggers import log_final, log_histogram, log_settings, log_t
 from rlkit.training.metrics import with_own
 from rlkit.training.schedules.paths import flatten_numbers
 
-FINAL = (  # by which runs are compared
+FINAL = (  # the final figures for comparing runs
     "test/accuracy",
     "test/reward",
     "eval/accuracy",
@@ -46,8 +46,8 @@ class Ownership(L.Callback):
 
 
 class ChoicesNoted(L.Callback):
-    """Writes the choices that the run has settled (kernels, checkpointing of activations) to
-    run.json, after a resumed run has taken those of its checkpoint."""
+    """Writes the settled choices of the run (kernels, checkpointing of activations) to run.json,
+    after a resumed run has taken the choices of its checkpoint."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -59,13 +59,13 @@ class ChoicesNoted(L.Callback):
 
 
 def check_ownership(run: Path) -> None:
-    """End the run on all ranks if another process has taken its folder. The first rank looks.
-    Raises TakenOver there, and RankError on the others."""
+    """End the run on all ranks if another process has taken its folder. The first rank checks.
+    Raises TakenOver there, and RankError on the other ranks."""
     ranks.broadcast(lambda: owner.check_owner(run))
 
 
 class MetricsFile(L.Callback):
-    """Appends the module's row to metrics.jsonl after each RL step, and shows the loggers the row,
+    """Appends the module's row to metrics.jsonl after each RL step, and gives the loggers the row,
     its texts and histograms. Then the learner advances with the row, `eval/*` included; a line is
     printed if a phase ends. Runs after every callback that adds to the row.
     """
@@ -84,7 +84,8 @@ class MetricsFile(L.Callback):
             self.line = ""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        check_ownership(self.path.parent)  # again: an evaluation may have taken long
+        # checked again, because an evaluation may have taken long
+        check_ownership(self.path.parent)
         module.metrics = with_own(module.metrics, module.logged)
         module.logged = {}
         if ranks.rank() == 0:
@@ -111,7 +112,7 @@ class MetricsFile(L.Callback):
 
 
 def _show(logger: Any, module: Any) -> None:
-    """The numbers of a step's row, and histograms of rewards and advantages."""
+    """Log the numbers and texts of a step's row, and histograms of rewards and advantages."""
     numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
     logger.log_metrics(numbers, step=module.rl_step)
     for name, text in module.metrics.items():

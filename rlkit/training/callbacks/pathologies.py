@@ -10,8 +10,10 @@ Row = dict[str, Any]
 INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 
 
-MISMATCH = 0.001  # nats a token between sampler and trainer in float32, at most: as at the start
-PROOF = 6  # digits of a proof of versions (rlkit.training.update.claims)
+# largest mean difference of sampler and trainer in float32, in nats per token; the same limit as in
+# the check at the start
+MISMATCH = 0.001
+PROOF = 6  # digits that prove a version (rlkit.training.update.claims)
 LEAST_BAD = "least_bad"  # the least group/frac_all_bad of the run so far
 
 
@@ -25,12 +27,13 @@ def with_least_bad(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def broken_policy(row: Row) -> str | None:
-    """Most prompts were solved, and hardly one is now: the problems are not too hard."""
+    """Most prompts were solved before, and hardly any is solved now. So the problems are not too
+    hard."""
     if not (row.get("group/frac_all_bad", 0) >= 0.9 and row.get(LEAST_BAD, 1) < 0.5):
         return None
     return (
-        f"{1 - row[LEAST_BAD]:.0%} of the prompts were solved by some sample, and"
-        f" {1 - row['group/frac_all_bad']:.0%} are now: the updates broke the policy; lower"
+        f"{1 - row[LEAST_BAD]:.0%} of the prompts were solved by some sample, and now"
+        f" {1 - row['group/frac_all_bad']:.0%} are: the updates broke the policy; lower"
         " optimizer.lr"
     )
 
@@ -49,16 +52,16 @@ def all_rewards_equal(row: Row) -> str | None:
     if bad <= 0.1:
         remedy = "choose harder problems (task)"
     elif bad >= 0.9:
-        remedy = "choose easier problems (task), or warm the model up (experiment=sft)"
+        remedy = "choose easier problems (task) or warm the model up (experiment=sft)"
     else:
-        remedy = "choose problems of medium difficulty; these are solved always or never (task)"
+        remedy = "choose problems of medium difficulty (task); these are solved always or never"
     return (
         f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is"
-        f" nothing to learn from; raise batch.group_size, {remedy}"
+        f" nothing to learn from; raise batch.group_size, or {remedy}"
     )
 
 
-REMEDIES = {  # why most episodes were truncated → the key to change
+REMEDIES = {  # the reason why most episodes were truncated → the key to change
     "length": "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
     " generation.max_thinking_tokens)",
     "context": (
@@ -73,7 +76,7 @@ REMEDIES = {  # why most episodes were truncated → the key to change
     "environment": "raise the environment's own limit",
     "error": "look at the error in samples/",
 }
-OF_PROGRAMS = {  # where environment=program has other keys
+OF_PROGRAMS = {  # the keys of environment=program, if they are others
     "context": "lower generation.max_new_tokens or environment.max_turns",
     "deadline": "raise environment.time_limit",
 }
@@ -92,8 +95,8 @@ def most_truncated(row: Row) -> str | None:
 
 
 def length_inflation(row: Row) -> str | None:
-    """Replies loop, or many replies of a policy that follows a teacher are cut. In a loop, teacher
-    and policy agree, so the teacher does not end the loop."""
+    """Replies loop, or a policy follows a teacher and many of its replies are cut. In a loop,
+    teacher and policy agree, so the teacher does not end the loop."""
     looping = row["len/loop_frac"]
     cut = row["len/truncated_frac"] if "streams/teacher" in row else 0
     if not (looping > 0.02 or cut > 0.15):
@@ -137,12 +140,12 @@ def reward_failures(row: Row) -> str | None:
     worst = max(rates, key=rates.__getitem__)
     return (
         f"the reward term {worst.removeprefix('reward/')} failed on {rates[worst]:.1%} of the"
-        f" episodes, which are not trained on; {worst}/error_frac and timeout_frac track it"
+        f" episodes; they are not trained on, and {worst}/error_frac and timeout_frac count them"
     )
 
 
 def ratio_off(row: Row) -> str | None:
-    """The first minibatch is on-policy, so its ratio is 1."""
+    """The ratio of the first minibatch is not 1, although the minibatch is on-policy."""
     ratio = row["ratio/first_mean"]  # nan is not compared
     return (
         f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs"
@@ -153,7 +156,7 @@ def ratio_off(row: Row) -> str | None:
 
 
 def sampler_off(row: Row) -> str | None:
-    """Sampler and trainer see different policies. Half precision is allowed its own rounding, as
+    """Sampler and trainer see different policies. In half precision the limit is the rounding
     measured at the start."""
     gap = row["mismatch/logp_abs_mean"]
     bound = row.get("mismatch/logp_abs_bound", MISMATCH)
@@ -166,25 +169,25 @@ def sampler_off(row: Row) -> str | None:
 
 
 def version_wrong(row: Row) -> str | None:
-    """The engine samples with other weights than those of the version that it names."""
+    """The engine samples with other weights than the version reported by it."""
     digits = row.get("mismatch/version_wrong", 0.0)
     if not digits >= PROOF:
         return None
     return (
-        "the engine samples with another version of the weights than it says (an honest engine"
-        f" looks like this once in 10^{digits:.0f} times): it has lost a push; start it again, and"
-        " go on with resume="
+        "the engine samples with another version of the weights than it reports (an honest engine"
+        f" looks like this once in 10^{digits:.0f} times): it missed an update of the weights;"
+        " restart the engine, and continue with resume=FOLDER"
     )
 
 
 def version_unknown(row: Row) -> str | None:
-    """Versions that differ by less than the engine rounds prove nothing about it."""
+    """The proof is missing so far, because two versions differ by less than the engine rounds."""
     digits = row.get("mismatch/version_right", PROOF)
     if not digits < PROOF or version_wrong(row):
         return None
     return (
-        "the run cannot tell so far whether the engine samples with the version that it says: two"
-        " versions differ by less than its rounding"
+        "so far the run cannot tell whether the engine samples with the version that it reports:"
+        " two versions differ by less than its rounding"
     )
 
 
@@ -192,19 +195,20 @@ def environment_failures(row: Row) -> str | None:
     """Episodes with a failed environment; without a score they teach nothing."""
     share = row["stop_reason/error"]
     return (
-        f"the environment failed in {share:.0%} of the episodes, which are not scored"
+        f"the environment failed in {share:.0%} of the episodes; they are not scored"
         if share
         else None
     )
 
 
 def dropped_thinking(row: Row) -> str | None:
-    """Rows that begin because a program drops the thinking of a reply cost over a tenth of the
-    prompt tokens."""
+    """The program drops the thinking of replies, and each time a new row begins. These rows hold
+    more than a tenth of the prompt tokens."""
     share = row.get("program/thinking_tokens", 0.0) / (row.get("program/prompt_tokens") or 1.0)
     return (
-        f"{share:.0%} of the prompt tokens are in rows that begin because the program drops the"
-        " thinking of a reply: environment.dropped_thinking=continue goes on with the row"
+        "the program drops the thinking of replies, and each time a new row begins;"
+        f" {share:.0%} of the prompt tokens are in these rows."
+        " environment.dropped_thinking=continue goes on with the same row instead"
         if share > 0.1
         else None
     )
@@ -214,15 +218,15 @@ def no_answers(row: Row) -> str | None:
     """All programs of a step left their final content empty, and a reward reads it."""
     reads = any(name.endswith("/ok_frac") and name != "reward/environment/ok_frac" for name in row)
     return (
-        "every final content is empty, and the reward reads it: set environment.answer to where"
-        " the program leaves its answer (tool:NAME, stdout, file)"
+        "every final content is empty, and the reward reads it: set environment.answer to the place"
+        " of the program's answer (tool:NAME, stdout, file)"
         if "program/rows" in row and row["answer_found_frac"] == 0 and reads
         else None
     )
 
 
 def no_gradient(row: Row) -> str | None:
-    """Updates were made and moved nothing, for a reason beyond the rewards."""
+    """Updates were made and moved nothing, and the rewards are not the reason."""
     known = all_rewards_equal(row) or broken_policy(row)
     if row["optim/grad_norm"] != 0 or not row["optim/updates"] or known:
         return None
@@ -244,18 +248,18 @@ def update_skipped(row: Row) -> str | None:
 
 def waits_for_cores(row: Row) -> str | None:
     """The update took at least twice as long as the processor worked on it, and at least a second
-    longer: other processes take its cores.
+    longer, because other processes take its cores.
 
-    Only the update can show this: it computes in this process and waits for nothing else, but a
-    rollout may wait for tools or a server.
+    Only the update can show this: it computes in this process and waits for nothing else. A rollout
+    may wait for tools or a server.
     """
     took = row["perf/update_s"]
     worked = row["perf/update_processor_s"]
     if not (took >= 2 * worked and took - worked >= 1):  # nan: it was not measured
         return None
     return (
-        f"the update took {took:.1f} s, of which the processor worked {worked:.1f} s: other"
-        " processes take this machine's cores, and the times of this run say little"
+        f"the update took {took:.1f} s, and the processor worked only {worked:.1f} s of them: other"
+        " processes take this machine's cores, so the times of this run say little"
     )
 
 

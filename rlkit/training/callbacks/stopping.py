@@ -1,5 +1,5 @@
 """On SIGTERM, SIGINT, SIGHUP or SIGUSR1, save the run at the boundary of a step and end it. A
-second signal ends it at once."""
+second signal ends it immediately."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopOnSignal(L.Callback):
-    """Handles the signals that end a run. Rollouts are dropped at once; an update, an evaluation or
-    a save under way is finished first.
+    """Handles the signals that end a run. Rollouts are dropped immediately; a running update,
+    evaluation or save is finished first.
 
-    These handlers replace Lightning's, which end the process with status 0, and under SLURM save in
-    the middle of a step. This callback runs first, so that either all callbacks of a step run or
-    none.
+    These handlers replace Lightning's: those end the process with status 0, and under SLURM save in
+    the middle of a step. This callback runs first, so either all callbacks of a step run or none.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class StopOnSignal(L.Callback):
             for signum in SIGNALS:
                 # leave SIGHUP alone if nohup ignores it
                 if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                    # Lightning puts the former handlers back
+                    # Lightning restores the former handlers
                     signal.signal(signum, self.handle)
 
     def handle(self, signum: int, frame: Any) -> None:
@@ -69,14 +68,14 @@ class StopOnSignal(L.Callback):
 
 
 def requeue() -> None:
-    """Ask SLURM to queue this job again, and print that it is queued or why not."""
+    """Ask SLURM to queue this job again. Print that the job is queued, or why not."""
     job = os.environ.get("SLURM_JOB_ID")
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if job is None or not re.fullmatch(r"[0-9_]+", job):
         warn(
-            "trainer.requeue: this is no SLURM job (SLURM_JOB_ID is not set); start it again by"
+            "trainer.requeue: this is not a SLURM job (SLURM_JOB_ID is not set); start it again by"
             " hand"
         )
         return

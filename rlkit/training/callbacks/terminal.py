@@ -15,14 +15,14 @@ import lightning as L
 
 from rlkit.system.output import clock
 
-COLUMNS = 80  # of a step's line
+COLUMNS = 80  # longest line of a step
 # printed once, above the lines of the steps
 LEGEND = "each step: ... | seconds of sampling (+ scoring) + update, time left of the run"
-RECENT = 8  # steps from which the time left is estimated
+RECENT = 8  # the time left is estimated from this many steps
 
 
 class ProgressLines(L.Callback):
-    """One line per RL step with the time left; on a terminal a bar below it to count the time
+    """One line per RL step with the time left; on a terminal, a bar below it counts the time
     down."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class TimeLeft:
         self.end: float | None = None
 
     def set(self, seconds: float | None) -> None:
-        """Count down from so many seconds, or show nothing for None."""
+        """Count down from this many seconds; None shows nothing."""
         self.end = None if seconds is None else time.perf_counter() + seconds
 
     def __str__(self) -> str:
@@ -116,17 +116,18 @@ class TimeLeft:
 
 
 def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
-    """Seconds of so many steps, each as long as the median of the `taken` ones, and of the
-    evaluations still to come.
+    """Seconds of this many steps, each as long as the median of the `taken` seconds, and of the
+    remaining evaluations.
 
-    The median: a first step that compiles, or one that wrote a checkpoint to a slow disk, says
-    nothing about the others.
+    The median is used because a step that compiles, or one that writes a checkpoint to a slow disk,
+    says nothing about other steps.
     """
     return steps * statistics.median(taken) + evaluations
 
 
 def count_evaluations_left(step: int, total: int, every: int) -> int:
-    """Evaluations after `step`: every `every` steps (0: none), and after the last one.
+    """How many evaluations follow after `step`: one each `every` steps (0: none), and one after the
+    last.
 
     >>> (
     ...     count_evaluations_left(0, 25, 10),
@@ -147,10 +148,10 @@ def step_line(
     """`step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3% | 0.8 + 0.9 s, 0:24 left`: seconds
     of sampling and of the update.
 
-    At most 80 columns: if there is no room, the change of the reward is left out first, and then
-    the seconds are summed up. Undefined figures, for example a KL without a reference, are left
-    out. If nothing was scored, the loss takes the place of the reward. Scoring gets its own seconds
-    if it takes at least half a second.
+    At most 80 columns. If there is no room, the change of the reward is left out, and then the
+    seconds are added up. Undefined figures, for example a KL without a reference, are left out. If
+    nothing was scored, the loss takes the place of the reward. Scoring gets its own seconds if it
+    takes at least half a second.
     """
     reward = row["reward/mean"]
     kl = row["kl/ref_k3"]

@@ -1,4 +1,4 @@
-"""Numbers that follow a run's metrics: functions that make a Controller with explicit state. And
+"""Numbers that follow a run's metrics: functions returning a Controller with explicit state. And
 conditions on a step's metrics, such as `reward/mean > 0.8 for 5`."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_condition(text: str) -> Condition:
     steps in a row on which it must hold.
 
     Raises: ValueError with the grammar.
-    >>> condition("reward/mean > 0.8 for 5")
+    >>> read_condition("reward/mean > 0.8 for 5")
     Condition(metric='reward/mean', operator='>', bound=0.8, times=5)
     """
     found = re.fullmatch(
@@ -47,7 +47,7 @@ def read_condition(text: str) -> Condition:
         text,
     )
     if not found or int(found[4] or 1) < 1:
-        raise ValueError(f"'{text}' is no condition; write {GRAMMAR}")
+        raise ValueError(f"'{text}' is not a condition; write {GRAMMAR}")
     return Condition(found[1], found[2], float(found[3]), int(found[4] or 1))
 
 
@@ -81,16 +81,17 @@ def adaptive(
     After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1 / (horizon ·
     steps)). Ziegler et al. 2019, arXiv:1909.08593, section 2.2, count the horizon in rollouts:
     H rollouts at n a step correspond to horizon = H / (n · steps). Here it is a share of the run,
-    so that the coefficient can move as far in a short run as in a long one: with the defaults by a
-    factor of about e² either way. A step without a finite KL changes nothing.
+    so the coefficient can move as far in a short run as in a long one: with the defaults by a
+    factor of about e², up or down. A step without a finite KL changes nothing.
 
     Args:
-      start: coefficient of the first step, greater than 0: it is only ever multiplied.
+      start: coefficient of the first step, greater than 0, because it is only ever multiplied.
       target: nats, greater than 0, in the unit of `metric`.
-      horizon: share of `steps` over which it may change by the share `limit`, in (0, 1].
+      horizon: share of `steps`, in (0, 1]. Over this share of the run the coefficient changes by
+        about the share `limit` at most.
       limit: largest relative error counted, in (0, 1).
       metric: the metric to hold at the target. kl/ref_k3 is in nats per token.
-      steps: RL steps of which the horizon is a share; None: all steps of the run, or of the phase
+      steps: RL steps; the horizon is a share of them. None: all steps of the run, or of the phase
         that defines the controller.
     Raises: ValueError if a number is outside its range.
     """
@@ -122,8 +123,8 @@ def _adaptive(
 ) -> dict[str, float]:
     if steps is None:
         raise ValueError(
-            "steps=None: only a schedule knows the run's length; elsewhere give adaptive the number"
-            " of steps"
+            "steps=None: only a schedule knows the run's length; outside a schedule give adaptive"
+            " the number of steps"
         )
     divergence = metrics.get(metric, math.nan)
     if not math.isfinite(divergence):
@@ -142,7 +143,7 @@ def adaptive_entropy(
     metric: str = "policy/entropy",
 ) -> Controller:
     """A coefficient to keep the entropy near a target: it grows by `step` after an RL step with a
-    lower entropy, and falls by `step` after one with a higher entropy, within [low, high].
+    lower entropy, and falls by `step` after an RL step with a higher entropy, within [low, high].
 
     After He et al. 2025, arXiv:2505.22312, as in TRL. In the paper the bonus counts only while the
     entropy is at most the target; here the coefficient always counts, and falls above the target. A

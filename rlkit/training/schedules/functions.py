@@ -1,7 +1,7 @@
 """Numbers as functions of the step, counted from 0.
 
 In a schedule, `steps` may be left out: it is then the length of the run or, inside a phase, of the
-phase (`rlkit.training.schedules.at`).
+phase (`rlkit.training.schedules.resolve_schedules`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rlkit.types import ranges
 
 
 def constant(step: int, *, value: float) -> float:
-    """The same value at every step, for example to give a phase another number than the run has.
+    """The same value at every step, for example to give a phase its own number.
 
     >>> constant(7, value=0.5)
     0.5
@@ -52,7 +52,8 @@ def decay(step: int, value: float, *, to: float, steps: int | None = None) -> fl
 def _share(step: int, steps: int | None) -> float:
     if steps is None:
         raise ValueError(
-            "steps=None: only a schedule knows the run's length; elsewhere give the number of steps"
+            "steps=None: only a schedule knows the run's length; outside a schedule give the number"
+            " of steps"
         )
     if steps < 1:
         raise ValueError(f"steps={steps}: a schedule needs at least one step")

@@ -12,7 +12,7 @@ from rlkit.types import Controller, is_record
 
 
 def flatten_numbers(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to one with dotted keys; empty inner mappings stay."""
+    """Flatten nested mappings to one mapping with dotted keys; empty inner mappings stay."""
     paths: dict[str, Any] = {}
     for key, value in numbers.items():
         paths |= (
@@ -43,8 +43,8 @@ def list_settable(node: Any) -> Mapping[str, Any]:
 
 
 def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: str) -> Any:
-    """Copy nested NamedTuples, mappings and partial functions, and change one number, or the
-    Controller in its place.
+    """Copy nested NamedTuples, mappings and partial functions, and change one number or one
+    Controller.
 
     A whole number stays whole: the new value is rounded.
     Raises: KeyError with the path if there is no number at it.
@@ -54,7 +54,7 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
     known = list_settable(node)
     if key not in known:
         raise KeyError(
-            f"'{path}' binds nothing: there is no '{key}'; here are:"
+            f"'{path}' names no number: there is no '{key}'; there are:"
             f" {', '.join(map(str, known)) or 'no numbers'}"
         )
     old = known[key]

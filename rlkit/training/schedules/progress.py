@@ -24,12 +24,11 @@ PHASED = ("algorithm", "kl", "reference", "reward")  # groups replaceable by a p
 class Phase(NamedTuple):
     """A part of the run with config groups of its own. None keeps the whole run's group.
 
-    until      the phase ends
-    20         after 20 RL steps of its own
-    0.5        after this share of the run's steps (trainer.steps), greater than 0 and less than 1,
-               in steps of its own
-    text       once a condition holds, "reward/mean > 0.8 for 5"
-    function   once it gives True: (metrics) or (metrics, steps in the phase) → bool
+    until      when the phase ends
+    20         after 20 RL steps of the phase
+    0.5        once the phase has lasted this share of trainer.steps; greater than 0, less than 1
+    text       once this condition holds, for example "reward/mean > 0.8 for 5"
+    function   once it returns True: (metrics) or (metrics, steps in the phase) → bool
     None       never: only for the last phase
 
     `numbers` are like those of the schedule but count steps from the start of the phase. They take
@@ -42,7 +41,7 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    # starts again when the phase begins, besides the replaced groups
+    # what else is reset when the phase begins, in addition to the groups replaced by it
     reset: Sequence[Literal["optimizer", "reference"]] = ()
 
     @property
@@ -61,7 +60,8 @@ class Schedule(NamedTuple):
     can override the latter. A function takes the step, counted from 0, and also the configured
     number if it has a second positional parameter `value`. If its keyword `steps` defaults to None,
     it gets the length of the run (trainer.steps), or of its phase. `phases` maps names to
-    phases, in order. `name` names a run with phases, which no single algorithm describes.
+    phases, in order. `name` is the name of a run with phases, because it has no single algorithm to
+    be named after.
     """
 
     numbers: Mapping[str, Any] = {}
@@ -70,7 +70,7 @@ class Schedule(NamedTuple):
 
     @property
     def paths(self) -> dict[str, Callable[..., float] | Controller]:
-        """Dotted path → function or Controller, for the whole run. Those of a phase are in
+        """Dotted path → function or Controller, for the whole run. For a phase they are in
         `list_phases(experiment)[name].schedule`."""
         return flatten_numbers(self.numbers)
 
@@ -81,7 +81,7 @@ class Progress(NamedTuple):
     step: int = 0  # RL steps done
     phase: int = 0  # position among the phases
     since: int = 0  # RL step at which the phase began
-    streak: int = 0  # steps in a row on which its end condition held
+    streak: int = 0  # on how many steps in a row its end condition has held
     controllers: Mapping[str, Mapping[str, float]] = {}  # path → state
 
 
@@ -94,8 +94,8 @@ def start(experiment: Any) -> Progress:
 
 
 def list_phases(experiment: Any) -> dict[str, Any]:
-    """Name → the experiment of that phase: its own groups, its own numbers before the shared ones,
-    and no phases.
+    """Name → the experiment of that phase: with the phase's groups, with its numbers in place of
+    shared ones of the same path, and without phases.
 
     A run without phases is one phase named "".
     """
@@ -111,15 +111,15 @@ def list_phases(experiment: Any) -> dict[str, Any]:
 
 
 def _find_current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
-    """The phase in force, if there are any, and its experiment."""
+    """The present phase (None in a run without phases), and its experiment."""
     given = list(experiment.schedule.phases.values())
     of_phases = list(list_phases(experiment).values())
     return given[progress.phase] if given else None, of_phases[progress.phase]
 
 
 def find_controllers(experiment: Any) -> dict[str, Controller]:
-    """Path → Controller in the experiment of one phase: those in place of a number, and those of
-    the schedule."""
+    """Path → Controller in the experiment of one phase: the Controllers set in place of a number,
+    and those of the schedule."""
     scheduled = {
         path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)
     }
@@ -136,8 +136,8 @@ def find_inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def resolve_schedules(experiment: Any, progress: Progress) -> Any:
-    """The experiment of the next step, with the phase's groups, and a plain number for every
-    scheduled one.
+    """The experiment of the next step, with the phase's groups, and with a plain number in place of
+    every scheduled number.
 
     Raises: KeyError naming the path without a target.
     """
@@ -155,8 +155,8 @@ def resolve_schedules(experiment: Any, progress: Progress) -> Any:
 
 
 def foresee_step(experiment: Any, progress: Progress, step: int) -> Any:
-    """The experiment of a later step, as far as it is known now: phases of known length end when
-    due, and controllers stay as they are."""
+    """The experiment of a later step, as far as it is known now: phases of known length end on
+    time, and controllers stay as they are."""
     given = list(experiment.schedule.phases.values())
     while progress.step < step:
         progress = progress._replace(step=progress.step + 1)
@@ -168,15 +168,15 @@ def foresee_step(experiment: Any, progress: Progress, step: int) -> Any:
 
 
 def phase_steps(until: Any, steps: int) -> int | None:
-    """The RL steps of a phase in a run of `steps`; None if no number says so."""
+    """How many RL steps a phase has in a run of `steps`; None if `until` is not a number."""
     if isinstance(until, float):
         return max(1, round(until * steps))
     return until if isinstance(until, int) else None
 
 
 def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
-    """RL steps that a schedule without a length of its own spans: those of the run, or those of the
-    present phase if the schedule is the phase's `own`.
+    """The length of a schedule without `steps`: the RL steps of the run, or of the present phase if
+    the schedule is the phase's `own`.
 
     A phase whose end is not known beforehand is taken to last until the end of the run.
     """
@@ -191,7 +191,7 @@ def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
 def _set_span(
     function: Callable[..., Any], experiment: Any, progress: Progress, *, own: bool
 ) -> Callable[..., Any]:
-    """The function with `steps` set to its span, if it has this parameter and does not set it."""
+    """The function with `steps` set to `_span`, if it has this parameter with the default None."""
     taken = inspect.signature(function).parameters.get("steps")
     if taken is None or taken.default is not None:
         return function
@@ -199,8 +199,8 @@ def _set_span(
 
 
 def _is_brought(phase: Phase | None, path: str) -> bool:
-    """Whether the number at a path comes from the phase: from its numbers, or from a group that it
-    replaces."""
+    """Whether the number at a path comes from the phase: from its numbers, or from a group replaced
+    by it."""
     return phase is not None and (
         path in flatten_numbers(phase.numbers) or path.partition(".")[0] in phase.groups
     )
@@ -215,7 +215,7 @@ def _get_value_in_force(state: Mapping[str, float], configured: Any) -> float:
 
 
 def list_values(experiment: Any, progress: Progress) -> dict[str, float]:
-    """Path → value in the step to come, of every scheduled number and every Controller."""
+    """Path → value in the next step, of every scheduled number and every Controller."""
     x = resolve_schedules(experiment, progress)
     paths = x.schedule.paths | find_controllers(_find_current(experiment, progress)[1])
     return {
@@ -236,21 +236,21 @@ def explain_new_length(experiment: Any, progress: Progress, *, before: int) -> s
     )
     now = list_values(experiment, progress)
     moved = [
-        f"{path} was to be {was[path]:.4g}, is {now[path]:.4g}"
+        f"{path} is {now[path]:.4g} instead of {was[path]:.4g}"
         for path in now
         if was[path] != now[path]
     ]
-    line = f"trainer.steps was {before}, is {steps}"
+    line = f"trainer.steps was {before} and is now {steps}"
     if moved:
-        line += f"; from step {progress.step + 1} on the new curves hold: {', '.join(moved)}"
+        line += f"; from step {progress.step + 1} on the new curves apply: {', '.join(moved)}"
     return line
 
 
 def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> Progress:
     """The progress after an RL step with these `metrics`.
 
-    Controllers move. If the phase's end condition holds, the next phase begins: its own controllers
-    start again, and shared ones go on.
+    Controllers are updated. If the phase's end condition holds, the next phase begins: its own
+    controllers start again, and shared controllers continue.
     """
     phase, x = _find_current(experiment, progress)
     now = find_controllers(x)
@@ -274,7 +274,7 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
 
 
 def find_resets(experiment: Any, progress: Progress) -> Sequence[str]:
-    """What a phase resets when it begins: "reference", "optimizer", both or neither."""
+    """The parts reset at the beginning of the phase: "reference", "optimizer", both or neither."""
     phase, _ = _find_current(experiment, progress)
     return () if phase is None else phase.reset
 
@@ -296,15 +296,15 @@ def describe_transition(
 
 
 def measure_schedules(experiment: Any, progress: Progress) -> dict[str, float]:
-    """schedule/PATH: every scheduled number as it was in the step; schedule/phase: its number,
-    from 0."""
+    """schedule/PATH: every scheduled number as it was in the step; schedule/phase: the number of
+    the phase, from 0."""
     own = {f"schedule/{path}": value for path, value in list_values(experiment, progress).items()}
     return own | ({"schedule/phase": progress.phase} if len(list_phases(experiment)) > 1 else {})
 
 
 def watched(experiment: Any, progress: Progress) -> dict[str, str]:
-    """Path → the metric that it follows, in the present phase: for controllers, and for the
-    condition that ends the phase."""
+    """Path → the metric followed at this path in the present phase: by a controller, or by the
+    condition for the end of the phase."""
     phase, x = _find_current(experiment, progress)
     out = {}
     for path, controller in find_controllers(x).items():
@@ -318,10 +318,10 @@ def watched(experiment: Any, progress: Progress) -> dict[str, str]:
 
 
 def find_unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
-    """Sentences on all paths that wait for a metric which a step has not measured. Metrics of
-    validation problems (eval/…) are not measured in every step."""
+    """A sentence for each path that waits for a metric not measured in a step. Metrics of
+    validation problems (eval/…) are left out, because not every step measures them."""
     return [
-        f"{path}: waits for '{metric}', which is not measured.{suggest_name(metric, metrics)}"
+        f"{path}: waits for '{metric}', but no step measures it.{suggest_name(metric, metrics)}"
         f" Every step measures: {', '.join(sorted(metrics))}"
         for path, metric in watched(experiment, progress).items()
         if metric not in metrics and not metric.startswith("eval/")
@@ -334,7 +334,7 @@ def require_measured(experiment: Any, progress: Progress, metrics: Mapping[str, 
 
 
 def _check_end(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
-    """Whether the phase is over, and the steps in a row on which its condition held."""
+    """Whether the phase is over, and on how many steps in a row its condition has held."""
     steps = progress.step - progress.since
     if isinstance(until, str):
         held = count_streak(read_condition(until), progress.streak, metrics)

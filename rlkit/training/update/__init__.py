@@ -8,12 +8,12 @@ Each file imports only from the files above it:
     optimizers      critic and optimizers, and how many steps they skipped
     sampled         rollouts as a Batch
     scored          log-probs without gradient: Scored
-    claims          whether the engine samples with the versions that it claims
+    claims          whether the engine samples with the versions claimed by it
     signal          whether an update has a gradient
     weighted        advantages, corrections, filters: Weighted
     drift           how far the policy moves
     loss            the losses of policy and critic on a Minibatch
-    streams         training signals besides the reward
+    streams         training signals other than the reward
     minibatch       one update of policy and critic
     step            the whole RL step: sampled → scored → weighted → updated
     probe           the largest micro-batch of a run, tried before its first step

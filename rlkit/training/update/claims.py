@@ -1,23 +1,24 @@
 """Whether an engine samples with the versions of the weights that it claims (`Step.versions`).
 
 `Cached` and `Transformers` read the trainer's own tensors and have nothing to claim. Any other
-engine is given copies. In every step the trainer's own forward reads one rollout in 128 again, at
-least one: with the weights of its version, and with those of the versions before and after it.
+engine is given copies. In every step the trainer's own forward reads one rollout in 128 again (at
+least one) with the weights of its version, and with the previous and the next version.
 
     noise     mean over a row's tokens of min(|engine - claimed|, |engine - other|)
     telling   tokens with |other - claimed| > 16 noise
     digits    after each row: max(0, digits) + log10(4) · there - log10(7/4) · here
 
-engine, claimed and other are log-probs; `there` and `here` count the telling tokens that lie nearer
-to `other` and to `claimed`. If the engine is honest and its rounding is symmetric, the mean
-rounding is at most twice the noise. So a telling token lies nearer to `other` with a probability of
-at most 1/8: by Markov's inequality 1/4 that its rounding is large enough, half of it in that
-direction. 4 and 4/7 are then the likelihood ratios of 1/2 against 1/8, and n rows of an honest
-engine reach 6 digits with a probability of at most n · 1e-6. They need 10 telling tokens of another
-version, or 34 of which half are. The same sum with `here` and `there` exchanged proves the claimed
+engine, claimed and other are log-probs; `there` and `here` count the telling tokens nearer to
+`other` and to `claimed`. If the engine is honest and its rounding is symmetric, the mean rounding
+is at most twice the noise. So a telling token lies nearer to `other` with a probability of at most
+1/8: Markov's inequality bounds the probability of a rounding this large by 1/4, and half of these
+roundings go towards `other`. 4 and 4/7 are then the likelihood ratios of 1/2 against 1/8, and n
+rows of an honest engine reach 6 digits with a probability of at most n · 1e-6. An engine with
+another version reaches 6 digits after 10 telling tokens if all of them lie nearer to that version,
+or after 34 if half of them do. The same sum with `here` and `there` exchanged proves the claimed
 version. If neither is proved, two versions differ by less than the engine rounds.
 
-Source: Page 1954, "Continuous inspection schemes", of likelihood ratios.
+Source: Page 1954, "Continuous inspection schemes", applied to likelihood ratios.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from rlkit.training.update.record import Update
 from rlkit.training.update.scored import compute_batch_logprobs
 from rlkit.types import Batch
 
-EVERY = 128  # of so many rollouts one is read again
+EVERY = 128  # one of this many rollouts is read again
 TELLING = 16  # times the noise
-LARGEST = 1 << 30  # bytes of the trained weights of one version that are kept
+LARGEST = 1 << 30  # versions are kept if the trained weights of one have at most this many bytes
 
 
 def count_telling(engine: Tensor, claimed: Tensor, other: Tensor) -> tuple[int, int]:
-    """Count the telling tokens nearer to the claimed version, and those nearer to the other.
+    """Count the telling tokens nearer to the claimed version, and the telling tokens nearer to the
+    other.
 
     Args:
       engine, claimed, other: [M] log-probs of the same tokens in nats.
@@ -64,22 +66,23 @@ def has_copies(engine: Any) -> bool:
 
 
 def keeps_versions(model: nn.Module) -> bool:
-    """Whether the weights of earlier versions are kept: those in training are few, and whole."""
+    """Whether the weights of earlier versions are kept. They are if the trained weights take at
+    most LARGEST bytes and are not sharded."""
     return sum(p.nbytes for p in list_trained(model)) <= LARGEST and not find_sharded_modules(model)
 
 
 def unchecked_line(engine: Any, model: nn.Module, *, shards: bool) -> str:
-    """A line on an engine of whose versions only the newest is checked; empty for all others."""
+    """A line for an engine if only its newest version is checked; else empty."""
     if not has_copies(engine) or (keeps_versions(model) and not shards):
         return ""
     return (
-        "versions: only the newest one of the engine is checked, by mismatch/logp_abs_mean, since"
-        " the weights of earlier ones are not kept"
+        "versions: only the engine's newest version is checked (by mismatch/logp_abs_mean), because"
+        " the weights of earlier versions are not kept"
     )
 
 
 class Claims:
-    """The trained weights of the last versions, and what is proved of the engine so far."""
+    """The trained weights of the last versions, and the proofs about the engine so far."""
 
     def __init__(self) -> None:
         self.kept: dict[int, list[Tensor]] = {}  # version → weights, on the CPU
@@ -87,8 +90,8 @@ class Claims:
         self.wrong = NAN
 
     def check(self, u: Update) -> dict[str, float]:
-        """Keep the weights before the updates of a step, and compare a few of its rollouts with
-        the kept ones; figures for its row, none of an engine that is not checked."""
+        """Keep the weights before the updates of a step, and compare a few of its rollouts with the
+        kept weights. Return figures for the step's row; empty for an engine that is not checked."""
         x = u.x
         if not has_copies(x.generation.engine) or not keeps_versions(u.model):
             return {}

@@ -2,19 +2,19 @@
 any weights.
 
 A KL from an earlier policy to the present one needs only the earlier policy's log-probs of its own
-tokens. So the log-probs of a few rollouts are kept, and a forward pass for each figure scores these
-rollouts again after the last update. They are a sixteenth of a step's rollouts, but at least four.
-The earlier log-probs come from the trainer's pass before its updates or, with one update per step,
-from this update itself. If neither exists (see `algorithm.old`), an additional pass reads the same
+tokens. So the log-probs of a few rollouts are kept (a sixteenth of a step's rollouts, but at least
+four), and a forward pass for each figure scores these rollouts again after the last update. The
+earlier log-probs come from the trainer's pass before its updates, or from the update itself if a
+step has only one. If neither exists (see `algorithm.old`), an additional pass reads the same
 rollouts.
 
     figure     mean of k3, in nats per token     on
     kl/step    KL(before the step‖now)           rollouts of the step with a trained token
     kl/start   KL(the start of the run‖now)      the same rollouts of the first step, in every step
 
-kl/start is nan if kl/ref already measures the distance from the start, because the KL is active and
-its reference is frozen at the start. Neither figure exists if the episodes were not sampled by the
-policy (algorithm=sft).
+kl/start is nan if kl/ref already measures the distance from the start: with an active KL and a
+reference frozen at the start. Neither figure exists if the episodes were not sampled by the policy
+(algorithm=sft).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TENSORS = [f.name for f in fields(Batch) if f.default is f.default_factory is MI
 
 
 class Few(NamedTuple):
-    """A few rollouts, and an earlier policy's log-probs of their tokens [B, T]; None
-    until they are found."""
+    """A few rollouts, and an earlier policy's log-probs of their tokens [B, T]; None while these
+    are unknown."""
 
     batch: Batch
     logprobs: Tensor | None
@@ -69,8 +69,8 @@ def add_pass(u: Update, own: Few | None) -> Few | None:
 
 
 def add_terms(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | None:
-    """Add the log-probs from the only update of a step. `terms`: per-token terms by name, each
-    rollout's tokens in order."""
+    """Add the log-probs from the only update of a step. `terms`: name → per-token terms; the tokens
+    of each rollout are in order."""
     if own is None or own.logprobs is not None:
         return own
     batch = own.batch
@@ -90,7 +90,7 @@ def prepare_drift(
 
     Args:
       start: rollouts of the first step; None in the first step, or if no figure needs them.
-      rollouts: all of the step.
+      rollouts: all rollouts of the step.
     Returns: both with the log-probs from before the updates. If the step has a single update,
       that update gives the log-probs of the step's rollouts later (`add_terms`).
     """
@@ -120,7 +120,7 @@ def measure_drift(u: Update, own: Few | None, start: Few | None) -> dict[str, fl
 
 
 def pack_few(own: Few | None) -> dict[str, Any] | None:
-    """For a checkpoint, as plain types and tensors."""
+    """The rollouts and log-probs for a checkpoint, as plain types and tensors."""
     if own is None or own.logprobs is None:
         return None
     batch = {name: getattr(own.batch, name).cpu() for name in TENSORS}

@@ -24,8 +24,8 @@ from rlkit.types import Minibatch, TokenLogprobs, Weighted, plain
 
 
 def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
-    """The batch with each token's share of the loss; its metrics are only those of the aggregation.
-    Call it once per optimiser step, on all of the step's rows."""
+    """The batch with each token's share of the loss, and with only the metrics of the aggregation.
+    Call it once per optimiser step, on all rows of the step."""
     with torch.no_grad():
         weights, metrics = call_part("aggregation", algorithm.aggregation, batch.quantities)
         return Minibatch(**vars(batch) | {"metrics": metrics}, weights=weights)
@@ -37,7 +37,7 @@ def surrogate(
     """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef ·
     KL - entropy_coef · entropy).
 
-    Sums over rows, never means.
+    It sums over rows and never takes a mean.
 
     Args:
       batch: with advantages, weights, old log-probs and, if the KL is in the loss, reference
@@ -117,8 +117,8 @@ def value_surrogate(
 def find_clipped_tokens(
     loss: Callable[..., Any], quantities: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """clip_held and clip_capped [B, T] bool, by the rule declared by a policy loss
-    (`policy_losses.Clip`); nothing without one."""
+    """clip_held and clip_capped [B, T] bool, by the rule that a policy loss declares
+    (`policy_losses.Clip`); empty without a rule."""
     clip = getattr(plain(loss), "clip", None)
     if clip is None:
         return {}

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class OutOfMemory(RLKitError, MemoryError):
-    """Memory ran out, and a smaller micro-batch does not help; the message names the key to
+    """Memory ran out, and a smaller micro-batch does not help. The message names the key to
     lower."""
 
 
@@ -31,16 +31,16 @@ class MicroBatches:
     def __init__(self, tokens: int):
         self.tokens = tokens
         self.halvings = 0
-        self.minibatch: Minibatch | None = None  # its update is under way, or failed
+        self.minibatch: Minibatch | None = None  # the minibatch whose update is running or failed
 
     @property
     def limit(self) -> int:
-        """Tokens of a micro-batch, at most."""
+        """The most tokens of a micro-batch."""
         return max(1, self.tokens >> self.halvings)
 
     def of(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
         """The micro-batches of this rank as row numbers, and whether each counts. Every rank has
-        the same number; some may be padding, which does not count."""
+        the same number of micro-batches; some may be padding and do not count."""
         if ranks.size() == 1:
             return ((rows, True) for rows in split_into_micro_batches(batch, self.limit))
         lengths = batch.attention_mask.sum(1)
@@ -54,12 +54,12 @@ class MicroBatches:
     def retry_halved(
         self, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None
     ) -> T:
-        """Return the value of `work`. If memory runs out, repeat it with half as many tokens a
+        """Return the value of `work`. If memory runs out, repeat it with half as many tokens per
         micro-batch, as long as this splits `batch`.
 
         Micro-batches stay small, also in the checkpoint; this changes only the last bits of
         gradients. `work` must start from scratch each time; additions of a failed try to `terms`
-        are removed. Several ranks do not retry: they would no longer do the same work.
+        are removed. Several ranks do not retry, because they would no longer do the same work.
         Raises: OutOfMemory.
         """
         while True:
@@ -74,14 +74,14 @@ class MicroBatches:
             self.halve(batch, message)
 
     def retry_update(self, minibatch: Minibatch, work: Callable[[], T], terms: UpdateTerms) -> T:
-        """`retried` for the update of a minibatch, which is noted for the debug bundle."""
+        """`retried` for the update of a minibatch; notes the minibatch for the debug bundle."""
         self.minibatch = minibatch
         done = self.retry_halved(minibatch, work, terms)
         self.minibatch = None
         return done
 
     def halve(self, batch: Batch, message: str) -> None:
-        """Halve the tokens of a micro-batch. Raises: OutOfMemory if that would not split the
+        """Halve the tokens of a micro-batch. Raises: OutOfMemory if this does not split the
         batch."""
         splits = any(
             len(set(batch.rollout_ids[rows].tolist())) > 1
@@ -89,7 +89,7 @@ class MicroBatches:
         )
         if ranks.size() > 1 or not splits:
             one = (
-                "each is one rollout already: lower generation.max_new_tokens, set"
+                "each is one rollout already: lower generation.max_new_tokens, or set"
                 " model.gradient_checkpointing=true or model.lora.rank=16"
             )
             remedy = "lower trainer.micro_batch_tokens" if splits else one
@@ -102,7 +102,7 @@ class MicroBatches:
             torch.cuda.empty_cache()
         print(
             f"warning: out of memory: micro-batches are halved to {self.limit} tokens, and the work"
-            f" is done again; trainer.micro_batch_tokens={self.limit} would begin with that",
+            f" is done again; set trainer.micro_batch_tokens={self.limit} to start with this size",
             flush=True,
         )
 

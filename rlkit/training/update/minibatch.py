@@ -1,4 +1,5 @@
-"""The updates of a step, one minibatch each. A micro-batch only adds its sum to the minibatch's."""
+"""The updates of a step, one minibatch each. A micro-batch only adds its sum to the sum of its
+minibatch."""
 
 from __future__ import annotations
 
@@ -79,10 +80,10 @@ def sum_gradients(
     *,
     learns: bool,
 ) -> tuple[float, float, float]:
-    """Adds the gradients of all passes of an update.
+    """Add up the gradients of all passes of an update.
 
-    Returns: over all ranks, the summed KL(old‖now) of the tokens that algorithm.target_kl looks at,
-      in nats; their number; and the loss.
+    Returns: over all ranks: the summed KL(old‖now) in nats of the tokens used by
+      algorithm.target_kl, their number, and the loss.
     """
     a = u.x.algorithm
     moved = tokens = loss = 0.0
@@ -117,7 +118,7 @@ def sum_gradients(
 
 
 def compute_trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
-    """What an update learns from: log-probs and values that carry their gradients."""
+    """Log-probs and values of an update's tokens, with gradient."""
     with u.clock.part("model"):
         return u.host.forward(
             u.model,

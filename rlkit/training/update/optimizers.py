@@ -27,7 +27,7 @@ CRITIC = 1
 
 class Optimizers:
     """The optimizers of the policy and, if there is one, of the critic, in this order. Counts how
-    many steps in a row each has skipped because a number was not finite."""
+    many steps in a row each optimizer has skipped because a number was not finite."""
 
     def __init__(self, made: Sequence[torch.optim.Optimizer]):
         self.made = list(made)
@@ -49,7 +49,7 @@ class Optimizers:
         """Clip the gradients and step one optimizer at the present learning rate. Return the norm
         of its gradient and the rate.
 
-        If the loss or the norm is not finite, it takes no step, and the norm is nan.
+        If the loss or the norm is not finite, there is no step, and the returned norm is nan.
         Raises: NonFinite, after trainer.max_nonfinite such steps in a row.
         """
         optimizer = self.made[index]
@@ -83,7 +83,8 @@ def make_first_critic(x: Experiment, model: torch.nn.Module) -> torch.nn.Module 
     active = find_first_critic(x)
     if active is None:
         return None
-    with torch.random.fork_rng(devices=[]):  # must not move the generators of other draws
+    # these draws must not move the generators of other draws
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(x.seed)
         return make_critic(model, model=active.model, trunk_gradient=active.trunk_gradient)
 
@@ -129,8 +130,8 @@ def adamw_8bit(
     betas: Sequence[float] = (0.9, 0.99),
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """AdamW with moments of 8 bits in blocks: 2 bytes a parameter instead of 8. Tensors below 4,096
-    entries keep float32.
+    """AdamW with 8-bit moments in blocks: 2 bytes per parameter instead of 8. Tensors below 4,096
+    entries keep float32 moments.
 
     Raises: ConfigError if the package bitsandbytes is missing, or if the weights are sharded.
     Source: Dettmers et al. 2022, arXiv:2110.02861.

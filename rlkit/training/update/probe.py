@@ -19,8 +19,8 @@ def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
     """Run a forward and backward pass on a micro-batch of the longest possible rollouts, with room
     for the optimizer's moments.
 
-    This happens before the first step on a GPU, so that memory runs out in the first minute and not
-    in the first hour.
+    It runs before the first step on a GPU, so memory runs out in the first minute and not in the
+    first hour.
     Raises: OutOfMemory.
     """
     batch = build_longest_rollouts(u, tasks)
@@ -48,7 +48,7 @@ def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
 
 def build_longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
     """As many rollouts as fill a micro-batch, each as long as the first tasks, the environment and
-    the model let one become."""
+    the model allow."""
     x = u.x
     prompt, width = longest_lengths(x, u.policy, tasks)
     embedding: Any = u.model.get_input_embeddings()  # type: ignore[operator]

@@ -36,9 +36,9 @@ class Update(NamedTuple):
     models, and `micro` may halve its micro-batches.
     """
 
-    x: Experiment  # of the step: its phase, and scheduled numbers as they are now
+    x: Experiment  # of the step: with its phase, and with the present values of scheduled numbers
     policy: Policy
-    critic: nn.Module | None  # None in a phase without one
+    critic: nn.Module | None  # None in a phase without a critic
     kept: ReferenceStates  # the reference and the teachers
     micro: MicroBatches
     host: Host

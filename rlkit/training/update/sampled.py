@@ -1,4 +1,4 @@
-"""Rollouts as the batch of a step: the ones trained on, and the observed tokens."""
+"""Rollouts as the batch of a step: the trained rollouts, and the observed tokens."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def make_sampled_batch(u: Update) -> Batch:
 def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
     """The batch with the rollouts to train on, and the rewards for the advantage.
 
-    The group filter reads the raw rewards. Then the overlong rule may change rewards (and with them
-    the token rewards, at the last sampled token) and take rollouts out. A rollout taken out is no
-    longer in `response_mask` but stays in `sampled_mask`; its reward still counts in baselines.
+    The group filter reads the raw rewards. Then the overlong rule may change rewards (and the token
+    reward at the last sampled token) and leave rollouts out. A rollout left out is no longer in
+    `response_mask` but stays in `sampled_mask`; its reward still counts in baselines.
     """
     with torch.no_grad():
         given = batch.quantities
@@ -57,7 +57,7 @@ def mark_last_tokens(batch: Batch) -> Tensor:
 
 
 def select_reward_rows(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
-    """The batch with only the rollouts from parts that the reward's stream trains on."""
+    """The batch with only the rollouts from the parts of the reward's stream."""
     return batch if stream is None else select_parts(batch, rollouts, stream)
 
 
@@ -76,8 +76,8 @@ def select_rows(batch: Rows, rows: Sequence[bool]) -> Rows:
 
 
 def mark_observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Batch:
-    """The batch with `observed_mask`: the tokens of tools' answers, without the template
-    around them, each in the row that read it first."""
+    """The batch with `observed_mask`: the tokens of tools' answers, without the template around
+    them. Each is marked only in the first row with it."""
     mask = torch.zeros_like(batch.response_mask)
     row = 0
     for rollout in rollouts:

@@ -1,4 +1,4 @@
-"""Passes over a batch in micro-batches, without gradient: the models' figures of its tokens before
+"""Passes over a batch in micro-batches, without gradient: the models' figures for its tokens before
 the updates."""
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def score(u: Update, batch: Batch) -> Scored:
 
     They are computed in the minibatches and micro-batches of the first epoch. So a policy equal to
     the reference gives the same bits in its update, and the gradient of the KL is exactly 0.
-    Otherwise it would be rounding noise, which an optimizer enlarges to full steps. With one epoch
-    of one minibatch the old policy is the current one, so its log-probs are the detached current
-    ones and cost nothing. If algorithm.old needs no pass of the trainer, there is a pass only if
-    something else needs one.
+    Otherwise it would be rounding noise, and an optimizer enlarges noise to full steps. With one
+    epoch of one minibatch the old policy is the current one, so its log-probs are the detached
+    current ones and cost nothing. If algorithm.old needs no pass of the trainer, there is a pass
+    only if something else needs one.
     """
     splits = split_into_minibatches(batch, u.x.algorithm, u.seed)[0]
     share = compute_old_share(batch, u.x.algorithm, step=u.step)
@@ -48,14 +48,14 @@ def score(u: Update, batch: Batch) -> Scored:
 
 
 def compute_old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None:
-    """The place of the ratio's old policy between the sampler (0) and the policy (1) [B, T], if it
-    needs no pass before the update (`algorithm.old`).
+    """Where the ratio's old policy lies between the sampling policy (0) and the current policy (1),
+    [B, T]. None if the trainer has to compute it in a pass before the update (`algorithm.old`).
 
     trainer      None: a pass of the trainer gives the policy before the update
     sampler      share 0: the sampling policy, by the sampler's log-probs. The ratio is π / μ, so a
                  clip depends on the age of a sample
-    loglinear    share (d - 1) / d: between both (`rlkit.functional.interpolated_old`), for a token
-                 sampled d versions before the version in training, step + 1
+    loglinear    share (d - 1) / d: between both (`rlkit.functional.interpolated_old`). The token
+                 was sampled d versions before the version in training, step + 1
 
     Args:
       step: RL steps done.
@@ -95,7 +95,7 @@ def with_reference(u: Update, batch: Known, splits: Sequence[Tensor]) -> Known:
 
 def read_batch(u: Update, batch: Rows) -> Rows:
     """The batch with all tokens whose log-probs are needed. A KL in the baseline and a teacher also
-    need those of untrained rollouts."""
+    need the tokens of untrained rollouts."""
     every = u.x.kl.in_baseline or "teacher" in u.x.algorithm.active_streams
     return batch.whole() if every else batch
 

@@ -1,4 +1,4 @@
-"""Whether an update has a gradient: one known to have none is skipped."""
+"""Whether an update has a gradient. An update known to have no gradient is skipped."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ def has_signal(u: Update, batch: Weighted) -> bool:
 
     This holds for a batch without a trained token, or if no term has a gradient:
 
-    policy loss     every advantage is 0, and the loss declares by `@vanishes` that this is enough
+    policy loss     every advantage is 0, and the loss declares by `@vanishes` that it then has no
+                    gradient
     KL in the loss  the reference is the policy (`references.is_policy`), and the estimator declares
-                    the same
+                    by `@vanishes` that it then has no gradient
     entropy bonus   its coefficient is 0
     value loss      it has no gradient into the policy's trunk
 
-    A skipped update steps no optimizer. So weights, moments and their count of steps stay as they
-    are. A step with a gradient of 0 would decay the weights and repeat old momentum. A skipped
-    update is not measured for algorithm.target_kl. The batch, and so the answer, is the same on
-    all ranks.
+    A skipped update steps no optimizer. So weights, moments and the optimizer's count of steps stay
+    as they are. A step with a gradient of 0 would decay the weights and repeat old momentum. A
+    skipped update is not measured for algorithm.target_kl. The batch, and so the answer, is the
+    same on all ranks.
     """
     a = u.x.algorithm
     if not batch.response_mask.any():
@@ -41,12 +42,12 @@ def has_signal(u: Update, batch: Weighted) -> bool:
 
 
 def _declared(part: Any, when: str) -> bool:
-    """Whether a part declares by `@vanishes` to have no gradient then."""
+    """Whether a part declares by `@vanishes` to have no gradient in the case `when`."""
     return when in (declarations(part, "vanishes") or ())
 
 
 def updates_once(u: Update, batch: Weighted) -> bool:
-    """Whether a single update reads the whole batch before any weight moves, so that its log-probs
-    are those of the old policy."""
+    """Whether a single update reads the whole batch before any weight moves. Its log-probs are then
+    the log-probs of the old policy."""
     a = u.x.algorithm
     return a.epochs * a.minibatches == 1 and not u.warming_up and has_signal(u, batch)

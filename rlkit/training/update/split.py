@@ -14,7 +14,7 @@ from rlkit.types import Batch
 
 Rows = TypeVar("Rows", bound=Batch)
 
-# Quantities of the N rollouts, left whole by a selection of rows; all others have a row
+# Quantities of the N rollouts: a selection of rows leaves them whole. All others have a row
 # dimension.
 PER_ROLLOUT = (
     "rewards",
@@ -62,14 +62,13 @@ def split_into_minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> lis
 
 
 def split_into_micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
-    """Row numbers, as many at a time as fit into `max_tokens` tokens, the rollouts of a group side
-    by side.
+    """Yield row numbers, as many at a time as fit into `max_tokens` tokens. Rollouts of a group are
+    neighbours.
 
-    Rows of one rollout stay together, since a ratio or a mean over a sequence needs all its tokens.
-    So a micro-batch has at least one rollout, even if its rows alone exceed `max_tokens`. A row
-    counts up to its last trained token; tokens that it shares with other rows
-    (`rlkit.models.packing`) count each time. Rows without a trained token are left out: they add
-    nothing to any sum.
+    Rows of one rollout stay together, because a ratio or a mean over a sequence needs all its
+    tokens. So a micro-batch has at least one rollout, even if its rows alone exceed `max_tokens`. A
+    row counts up to its last trained token; tokens shared with other rows (`rlkit.models.packing`)
+    count in each row. Rows without a trained token are left out: they add nothing to any sum.
     """
     lengths = (
         (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device))

@@ -37,10 +37,11 @@ class Updated(NamedTuple):
 def update_models(
     u: Update, optimizers: Optimizers, rollouts: Sequence[Rollout], start: drift.Few | None
 ) -> Updated:
-    """Policy and critic learn from the trained rollouts of `u`.
+    """Train policy and critic on the trained rollouts of `u`.
 
     Args:
-      rollouts: all of the step. start: as an earlier step gave it; None in the first one.
+      rollouts: all rollouts of the step. start: `Updated.start` of the previous step; None in the
+        first step.
     """
     batch = weigh_batch(u)
     own, start = drift.prepare_drift(u, batch, start, rollouts)
@@ -56,7 +57,7 @@ def update_models(
 
 
 def weigh_batch(u: Update) -> Weighted:
-    """The batch of the step, with everything that its loss needs; later code does not change it."""
+    """The batch of the step, with everything needed by its loss; later code does not change it."""
     batch = make_sampled_batch(u)
     scored = u.micro.retry_halved(batch, partial(score, u, batch))
     return set_known_old(u, weigh(scored, u.x.algorithm, u.x.kl))
@@ -72,7 +73,7 @@ def step_metrics(
     """The metrics of a step.
 
     Args:
-      rollouts: all of the step. updates: version → steps of the policy's optimizer until then.
+      rollouts: all rollouts of the step. updates: version → steps of the policy's optimizer so far.
       tokens: of the run so far.
     """
     batch, terms, x = done.batch, done.terms, u.x

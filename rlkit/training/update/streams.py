@@ -1,9 +1,9 @@
-"""Streams: training signals besides the reward. Each adds coef · Σ weights · loss per token to an
-update, in a pass of its own over its own tokens.
+"""Streams: training signals other than the reward. Each adds coef · Σ weights · loss per token to
+an update, in a pass of its own over its own tokens.
 
-loss = reward + Σ_c coef_c Σ_t w_ct l_ct, where the weights w_c sum to 1 over the stream's mask,
-before the batch is split. So a stream does not change the gradients of the others, and a stream
-without tokens, or with coefficient 0, computes nothing.
+loss = reward + Σ_c coef_c Σ_t w_ct l_ct. The weights w_c sum to 1 over the stream's mask, before
+the batch is split. So a stream does not change the gradients of other streams, and a stream without
+tokens, or with coefficient 0, computes nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rlkit.training.update.sampled import select_parts, select_rows
 from rlkit.training.update.split import select
 from rlkit.types import Batch, Minibatch, TokenScorer, plain
 
-# rollout → (tokens of its own first prompt, the teacher's)
+# rollout → (number of tokens of its own first prompt, ids of the teacher's prompt)
 Prompts = dict[int, tuple[int, list[int]]]
 
 
 class Imitation(NamedTuple):
-    """Tokens that a stream imitates in an update: those in the response_mask of `batch`."""
+    """Tokens imitated by a stream in an update, marked by the response_mask of `batch`."""
 
     name: str
     stream: Stream
@@ -44,12 +44,12 @@ class Imitation(NamedTuple):
 
 
 class Taught(NamedTuple):
-    """Tokens on which the policy follows a teacher in an update: those in the response_mask of
+    """Tokens on which the policy follows a teacher in an update, marked by the response_mask of
     `batch`."""
 
     name: str
     stream: Stream
-    batch: Minibatch  # its own weights are the reward's
+    batch: Minibatch  # the field `weights` of the batch is for the reward's loss
     weights: Tensor  # [B, T] share of each token; over all teachers they sum to 1
     factor: Tensor | None  # [B, T] off-policy correction of the sampled tokens; None is 1
     teacher: str  # key of the teacher's model
@@ -57,7 +57,7 @@ class Taught(NamedTuple):
 
 
 def list_stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taught]:
-    """Every pass of an update, with weights fixed before it is split; streams without a
+    """Yield every pass of an update, with weights fixed before the pass is split. Streams without a
     token are left out.
 
     Raises: DataError if a part of the mixture has no teacher.
@@ -94,7 +94,8 @@ def _list_taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Ta
     rows = batch.rollout_ids.tolist()
     if teacher.show is not None:
         shown = build_shown_prompts(u.policy, u.trained, teacher.show, u.x.environment)
-        # a row with a rewritten context does not begin with a first prompt to put the hint in
+        # a row with a rewritten context does not begin with the first prompt, so it cannot show the
+        # hint
         first = (batch.step_ids[:, 0] == 0).tolist()
         batch = select_rows(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
     if not batch.response_mask.any():
@@ -103,8 +104,8 @@ def _list_taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Ta
     unknown = {part for part in parts if stream.of(part)} - set(teacher.models)
     if "" not in teacher.models and unknown:
         raise DataError(
-            f"teacher={teacher.name}: there is no teacher for the part {min(unknown)!r}; there are:"
-            f" {', '.join(teacher.models)}"
+            f"teacher={teacher.name}: the part {min(unknown)!r} has no teacher; these parts have"
+            f" one: {', '.join(teacher.models)}"
         )
     weights = _weights(stream, batch)
     for key in teacher.models:
@@ -122,7 +123,7 @@ def _weights(stream: Stream, batch: Batch) -> Tensor:
 
 
 def _correction(u: Update, batch: Minibatch) -> Tensor | None:
-    """The off-policy correction of the sampled tokens of a teacher's pass; None if it is 1."""
+    """The off-policy correction of the sampled tokens of a teacher's pass; None means 1."""
     function = u.x.algorithm.correction
     nothing = plain(function) is no_correction
     if nothing or batch.logprobs_old is None or batch.old_share is not None:
@@ -161,12 +162,12 @@ def compute_nll(u: Update, packed: Packed) -> Tensor:
 
 def compute_divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) -> Tensor:
     """The divergence at each token of some rows of a pass [M]. The teacher reads the same reply,
-    after its own prompt if it has one."""
+    after its own prompt if there is one."""
     batch = select(given.batch, rows)
     mask = batch.response_mask
     factor = None if given.factor is None else given.factor[rows][:, : mask.shape[1]]
     teacher = compute_teacher_states(u, given, batch, packed)
-    # without old log-probs of the trainer there is no correction, and the ratio is π / μ
+    # without the trainer's old log-probs there is no correction, and the ratio is π / μ
     before = batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler
     return u.host.forward(
         u.model,
@@ -235,8 +236,8 @@ def compute_token_divergences(
 
 
 def show_to_teacher(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
-    """The rows as the teacher reads them, ids and mask [B, T']: its own prompt, then what follows
-    the policy's, token by token."""
+    """The rows as the teacher reads them, ids and mask [B, T']: the teacher's prompt, then the same
+    tokens as after the policy's prompt."""
     ids = []
     masks = []
     for row, rollout in enumerate(batch.rollout_ids.tolist()):

@@ -21,11 +21,12 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
     """The batch with advantages [B, T], returns if there is a critic, and the factor on each
     token's policy loss; zero outside the response mask.
 
-    advantage → normalisation → minus the KL from this token on, if the KL is in the reward. For an
-    advantage that asks for `token_rewards` the KL is deducted from these instead. With
-    `kl.in_baseline` it is deducted from the rewards of every advantage, and of all rollouts, since
-    untrained ones count in the baseline too. The factor is off-policy correction × token filter;
-    both may ask for advantages. Computed once over the whole update batch, without gradient.
+    advantage → normalisation → minus the KL from this token on, if the KL is in the reward. If the
+    advantage asks for `token_rewards`, the KL is deducted from these instead. With `kl.in_baseline`
+    the KL is deducted from the rewards before the advantage is estimated, whatever the advantage
+    is, and for all rollouts, because untrained rollouts count in the baseline too. The factor is
+    off-policy correction × token filter; both may ask for advantages. Computed once over the whole
+    update batch, without gradient.
     Raises: PartError if the advantage has neither shape [N] nor [B, T], or a critic gets no
     returns.
     """
@@ -75,7 +76,7 @@ def _estimate(
     if algorithm.critic.active and returns is None:
         who = f"algorithm.advantage ({name_function(algorithm.advantage)})"
         raise PartError(
-            f"{who}: gave no returns, and the critic needs them; give"
+            f"{who}: gave no returns, and the critic needs them; return"
             " rlkit.types.Estimate(advantages, returns)"
         )
     if advantages.dim() == 1:
@@ -140,10 +141,11 @@ def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
 
 
 def set_known_old(u: Update, batch: Weighted) -> Weighted:
-    """The batch with the reference's log-probs as those of the old policy, if no update will
-    compute them.
+    """The batch. If all updates will be skipped, no update computes the old policy's log-probs, and
+    the reference's log-probs take their place.
 
-    With the KL in the loss, an update is skipped only while the reference is the policy.
+    They are equal: with the KL in the loss, an update is skipped only while the reference is the
+    policy.
     """
     open_ = u.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
     if not open_ or u.x.algorithm.active_streams or has_signal(u, batch):

@@ -67,7 +67,7 @@ def place(tmp_path, monkeypatch):
     checkpoint."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "rlkit.commands.evaluate.restored_policy",
+        "rlkit.commands.evaluate.restore_policy",
         lambda policy, checkpoint, engine: (checkpoint, 0),
     )
     return tmp_path

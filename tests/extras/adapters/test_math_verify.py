@@ -432,6 +432,7 @@ UNREADABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", cases(UNREADABLE, 1))
 def test_a_truth_that_cannot_be_read_is_refused_at_the_start_with_its_row(real, truth):
     """It scored None, which dropped its rollouts without a word; and only 32 rows were tried."""

@@ -12,7 +12,7 @@ import pytest
 from rlkit.errors import ConfigError
 from rlkit.extras.adapters import reasoning_gym
 from rlkit.extras.adapters import reasoning_gym_reward as score
-from rlkit.extras.adapters._reasoning_gym import Entries, _generated
+from rlkit.extras.adapters._reasoning_gym import Entries, _generate_entries
 from rlkit.types import Rollout, Step
 
 
@@ -48,9 +48,9 @@ class Evaluated(Doubles):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    _generated.cache_clear()
+    _generate_entries.cache_clear()
     yield
-    _generated.cache_clear()
+    _generate_entries.cache_clear()
 
 
 @pytest.fixture

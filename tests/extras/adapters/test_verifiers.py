@@ -16,7 +16,7 @@ from rlkit.config.problems.rows import check_reward, check_verifier
 from rlkit.episodes.record import make_row, read_row
 from rlkit.errors import ConfigError, DataError
 from rlkit.extras.adapters import verifiers, verifiers_reward
-from rlkit.extras.adapters._verifiers import task_of, trace_of
+from rlkit.extras.adapters._verifiers import make_task, record_trace
 from rlkit.rewards import Reward, Term, by_task, score
 from rlkit.types import SPLITS, Rollout, Step, Task, ToolCall, ToolResult
 
@@ -117,8 +117,8 @@ def test_replies_are_scored_as_the_package_scores_them():
     assert [r.reward for r in score(episodes, REWARD)] == [1.25, 0.25, 1.5, 0.5]
     again = [read_row(make_row(r)) for r in episodes]
     assert [r.reward for r in score(again, REWARD)] == [1.25, 0.25, 1.5, 0.5]
-    own = task_of(task.metadata["verifiers"])
-    trace = trace_of(own, episodes[2])
+    own = make_task(task.metadata["verifiers"])
+    trace = record_trace(own, episodes[2])
     asyncio.run(own.score(trace))
     assert {name: r.value for name, r in trace.rewards.items()} == {"right": 1.0, "turns": 0.5}
 
@@ -135,8 +135,8 @@ def test_a_trace_holds_the_whole_conversation():
         ),
         Step((), (1,), (2,), (-1.0,), "stop"),
     )
-    trace = trace_of(
-        task_of(task.metadata["verifiers"]), Rollout(task, steps, "truncated", "steps")
+    trace = record_trace(
+        make_task(task.metadata["verifiers"]), Rollout(task, steps, "truncated", "steps")
     )
     assert [m.role for m in trace.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert (

@@ -22,7 +22,7 @@ from rlkit.config.schema import build
 from rlkit.extras.bench import matrix as bench
 from rlkit.extras.bench.fresh import Opinions, fresh_policy, random_reply
 from rlkit.extras.bench.lists import listed, paid, priced
-from rlkit.extras.bench.tasks import LETTERS, Chain, Lake, Value, ice, mean_value
+from rlkit.extras.bench.tasks import LETTERS, Chain, Lake, Value, average_value, draw_holes
 from rlkit.models import LoRA
 from rlkit.models.chat import encode_prompt
 from rlkit.runs.python import train
@@ -57,8 +57,8 @@ def test_the_value_of_a_task_is_what_enumeration_says(name):
     forms = ["".join(own) for own in itertools.product(*config["model"]["replies"])]
     scores = np.array([[listed(reply(task, text)) for text in forms] for task in distinct])
     assert (
-        mean_value(distinct) == pytest.approx((scores.mean(), scores.max(1).mean()))
-        and mean_value(distinct).best == 1.0
+        average_value(distinct) == pytest.approx((scores.mean(), scores.max(1).mean()))
+        and average_value(distinct).best == 1.0
     )
     counts = [
         sum(own.messages == task.messages for own in tasks[: config["evaluation"]["n"]])
@@ -85,8 +85,8 @@ def test_the_chains_value_is_that_of_its_policies():
     _, tasks = rows("chain")
     game, rng = Chain(), random.Random(0)
     drawn = [played(game, i % 8, lambda g: rng.choice(LETTERS[: g.choices])) for i in range(4000)]
-    assert mean_value(tasks).random == pytest.approx(np.mean(drawn), abs=0.02)
-    assert {played(game, i, lambda g: g.right) for i in range(8)} == {mean_value(tasks).best}
+    assert average_value(tasks).random == pytest.approx(np.mean(drawn), abs=0.02)
+    assert {played(game, i, lambda g: g.right) for i in range(8)} == {average_value(tasks).best}
 
 
 @pytest.mark.slow
@@ -115,11 +115,11 @@ def test_the_value_of_lengthy_is_that_of_random_replies():
         for task in tasks
         for _ in range(5)
     ]
-    assert mean_value(tasks).random == pytest.approx(
+    assert average_value(tasks).random == pytest.approx(
         np.mean(drawn), abs=0.01
     )  # 20,480 draws: standard error 0.0035
     assert {max(priced(reply(task, letter)) for letter in "abcdefgh") for task in tasks} == {
-        mean_value(tasks).best
+        average_value(tasks).best
     }
     assert (
         priced(reply(tasks[0], "abcdefgh")) == pytest.approx(1 - 7 * 0.05)
@@ -151,7 +151,7 @@ def test_the_values_of_the_lake_are_those_of_its_walks(walks):
     by_map = {task.metadata["seed"]: task.metadata["value"] for task in tasks}
     game, rng = Lake(), random.Random(0)
     drawn = [walked(game, i % 8, rng.choices("udlr", k=10)) for i in range(walks)]
-    assert mean_value(tasks).random == pytest.approx(
+    assert average_value(tasks).random == pytest.approx(
         np.mean(drawn), abs=4 * np.std(drawn) / walks**0.5
     )  # four standard errors
     for number, (_, best) in by_map.items():
@@ -164,7 +164,7 @@ def test_the_values_of_the_lake_are_those_of_its_walks(walks):
             <= best
             == 1.0
         )
-    assert len({ice(number, 3) for number in by_map}) == len(by_map) == 8
+    assert len({draw_holes(number, 3) for number in by_map}) == len(by_map) == 8
 
 
 def test_a_walk_over_the_lake_ends_in_a_hole_at_the_goal_and_after_its_turns():
@@ -352,10 +352,10 @@ def table(arms, tasks=("noisy", "needle"), seeds=10, spread=0.02):
 
 def test_the_page_claims_what_differs_and_names_what_does_not():
     """A shared seed effect of 0.1 hides nothing: arms are paired."""
-    found = bench.scores(table({"a": 0.5, "b": 0.4, "c": 0.5}))
-    told = {(p.task, p.first, p.second) for p in bench.pairs(found) if p.q <= 0.05}
+    found = bench.arrange_scores(table({"a": 0.5, "b": 0.4, "c": 0.5}))
+    told = {(p.task, p.first, p.second) for p in bench.compare_arms(found) if p.q <= 0.05}
     assert told == {(task, *pair) for task in found.tasks for pair in (("a", "b"), ("b", "c"))}
-    text = bench.page(table({"a": 0.5, "b": 0.4, "c": 0.5}), {})
+    text = bench.format_page(table({"a": 0.5, "b": 0.4, "c": 0.5}), {})
     assert (
         "noisy: b is better than a by 0." in text
         and "4 of 6 comparisons" in text
@@ -365,11 +365,11 @@ def test_the_page_claims_what_differs_and_names_what_does_not():
 
 def test_a_seed_that_lacks_a_run_is_left_out_for_all():
     whole = table({"a": 0.5, "b": 0.4})
-    found = bench.scores(
+    found = bench.arrange_scores(
         [row for row in whole if (row["seed"], row["arm"], row["task"]) != (3, "b", "needle")]
     )
     assert found.seeds == [0, 1, 2, 4, 5, 6, 7, 8, 9] and found.of["a"].shape == (9, 2)
-    assert "nothing is compared" in bench.page(whole[:4], {})
+    assert "nothing is compared" in bench.format_page(whole[:4], {})
 
 
 def test_comparisons_with_placebos_do_not_help_others_to_pass():
@@ -377,10 +377,14 @@ def test_comparisons_with_placebos_do_not_help_others_to_pass():
     both placebos."""
     coin, form = bench.PLACEBOS
     rows = table({"a": 0.5, "b": 0.488, "c": 0.5, "d": 0.9, coin: 0.9, form: 1.0})
-    alone = bench.pairs(bench.scores([row for row in rows if row["arm"] not in bench.PLACEBOS]))
-    beside = {(p.task, p.first, p.second): p.q for p in bench.pairs(bench.scores(rows))}
+    alone = bench.compare_arms(
+        bench.arrange_scores([row for row in rows if row["arm"] not in bench.PLACEBOS])
+    )
+    beside = {
+        (p.task, p.first, p.second): p.q for p in bench.compare_arms(bench.arrange_scores(rows))
+    }
     assert [p.q for p in alone] == [beside[p.task, p.first, p.second] for p in alone]
-    text = bench.page(rows, {})
+    text = bench.format_page(rows, {})
     assert (
         "of 12 comparisons" in text
         and "- noisy: all but d\n- needle: all but d" in text
@@ -392,16 +396,18 @@ def test_an_arm_that_a_task_refuses_is_left_out_there_and_no_seed_for_it():
     """max_rl refuses the rewards below 0 of lengthy: its missing runs left not one seed for the
     whole matrix."""
     whole = table({"a": 0.5, "b": 0.4, "c": 0.3})
-    found = bench.scores([row for row in whole if (row["arm"], row["task"]) != ("b", "needle")])
-    assert found.seeds == list(range(10)) and list(found.everywhere()) == ["a", "c"]
-    assert [(p.task, p.first, p.second) for p in bench.pairs(found)] == [
+    found = bench.arrange_scores(
+        [row for row in whole if (row["arm"], row["task"]) != ("b", "needle")]
+    )
+    assert found.seeds == list(range(10)) and list(found.select_complete()) == ["a", "c"]
+    assert [(p.task, p.first, p.second) for p in bench.compare_arms(found)] == [
         ("noisy", "a", "b"),
         ("noisy", "a", "c"),
         ("noisy", "b", "c"),
         ("needle", "a", "c"),
     ]
     refused = {Path(f"folder/needle/b/{seed}"): "rewards below 0" for seed in range(3)}
-    text = bench.page(
+    text = bench.format_page(
         [row for row in whole if (row["arm"], row["task"]) != ("b", "needle")], refused
     )
     assert "- folder/needle/b, seeds 0, 1, 2: rewards below 0\n" in text
@@ -419,12 +425,13 @@ def test_unequal_budgets_are_named_with_their_factor():
         row | {"samples": 5 if (row["arm"], row["task"]) == ("b", "needle") else 2}
         for row in table({"a": 0.5, "b": 0.4})
     ]
-    assert "Not equal: samples, by a factor of up to 2.5 (needle: b beside a).\n" in bench.page(
-        rows, {}
+    assert (
+        "Not equal: samples, by a factor of up to 2.5 (needle: b beside a).\n"
+        in bench.format_page(rows, {})
     )
-    assert "Not equal" not in bench.page(table({"a": 0.5, "b": 0.4}), {})
+    assert "Not equal" not in bench.format_page(table({"a": 0.5, "b": 0.4}), {})
     coin = next(iter(bench.PLACEBOS))  # it may have nothing to update from
-    assert "Not equal" not in bench.page(
+    assert "Not equal" not in bench.format_page(
         [row | {"updates": row["arm"] != coin} for row in table({"a": 0.5, "b": 0.4, coin: 1.0})],
         {},
     )
@@ -437,7 +444,7 @@ def test_false_claims_are_rare_over_many_pages():
         found = bench.Scores(
             ["s", "t"], list(range(10)), {arm: rng.normal(size=(10, 2)) for arm in "abcd"}
         )
-        claims += any(p.q <= 0.05 for p in bench.pairs(found))
+        claims += any(p.q <= 0.05 for p in bench.compare_arms(found))
     assert claims / 200 <= 0.09
 
 
@@ -447,7 +454,7 @@ def test_differences_of_a_coarse_score_that_are_equal_are_not_certain():
     found = bench.Scores(
         ["t"], list(range(10)), {"a": np.full((10, 1), 0.99), "b": np.full((10, 1), 0.995)}
     )
-    (pair,) = bench.pairs(found)
+    (pair,) = bench.compare_arms(found)
     assert found.step(0) == pytest.approx(0.005) and pair.high - pair.low == pytest.approx(
         2 * 2.262157 * 0.005 / 120**0.5
     )
@@ -456,7 +463,7 @@ def test_differences_of_a_coarse_score_that_are_equal_are_not_certain():
 def test_fewer_than_ten_seeds_claim_nothing():
     """At the default of three seeds, 49 % of the pages of equal arms near an accuracy of 0.995 made
     a claim."""
-    text = bench.page(table({"a": 0.9, "b": 0.1}, seeds=9), {})
+    text = bench.format_page(table({"a": 0.9, "b": 0.1}, seeds=9), {})
     assert (
         "Nothing: 9 seeds, and fewer than 10 claim nothing (`seeds=10`). comparisons.csv has each"
         " difference" in text
@@ -468,18 +475,19 @@ def test_a_page_whose_arms_share_one_rate_says_so_in_its_title():
     rows = [
         row | {"overrides": f"algorithm={row['arm']} seed=0"} for row in table({"a": 0.5, "b": 0.4})
     ]
-    assert bench.page(rows, {}).startswith("# rlkit bench, every arm at one shared rate\n")
+    assert bench.format_page(rows, {}).startswith("# rlkit bench, every arm at one shared rate\n")
     own = [
         row | {"overrides": row["overrides"] + f" optimizer.lr=1e-{2 + (row['arm'] == 'a')}"}
         for row in rows
     ]
-    assert bench.page(own, {}).startswith("# rlkit bench\n")
+    assert bench.format_page(own, {}).startswith("# rlkit bench\n")
 
 
 def test_regret_is_1_at_random_and_0_at_best():
     assert [Value(0.25, 0.75).regret(r) for r in (0.25, 0.5, 0.75)] == [1.0, 0.5, 0.0]
 
 
+@pytest.mark.slow
 @each(
     "words, expected",
     [

@@ -16,7 +16,7 @@ from many_runs import (
     disturbances,
     undisturbed_rows,
 )
-from rlkit.commands.arguments import drop, option
+from rlkit.commands.arguments import drop, find_option
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
 from rlkit.extras.bench import matrix as bench
@@ -77,7 +77,7 @@ class Jobs:
         self.failing: set[str] = set()
 
     def __call__(self, words, log, environment) -> Ended:
-        folder = Path(option(words, "hydra.run.dir").strip("'"))
+        folder = Path(find_option(words, "hydra.run.dir").strip("'"))
         arm = folder.parent.name
         self.started.append(arm)
         overrides = drop(words[1:], "hydra.run.dir")

@@ -37,13 +37,15 @@ def is_along(figures, scale):
 
 def test_the_routes_are_all_episodes():
     """Their chances sum to 1, and those with a right answer to the expected reward."""
-    with bench.in_float64():
+    with bench.use_float64():
         logits = torch.tensor(bench.OLD[0])
         chances = bench.score_routes(logits).logprobs.sum(1).exp()
         p = logits.softmax(-1)
         by_hand = p[0, 0] + p[0, 2] * (p[1, 0] + p[1, 2] * p[2, 0])
         assert float(chances.sum()) == pytest.approx(1, abs=EXACT)
-        assert float(bench.expected_reward(logits)) == pytest.approx(float(by_hand), abs=EXACT)
+        assert float(bench.compute_expected_reward(logits)) == pytest.approx(
+            float(by_hand), abs=EXACT
+        )
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -55,7 +57,7 @@ def test_multisets_are_all_groups():
         math.prod(chances[i] for i in rows) * sum(rows) ** 2
         for rows in itertools.product(range(4), repeat=3)
     )
-    found = math.fsum(chance * sum(rows) ** 2 for rows, chance in bench.multisets(chances, 3))
+    found = math.fsum(chance * sum(rows) ** 2 for rows, chance in bench.list_multisets(chances, 3))
     assert found == pytest.approx(by_order, abs=1e-12)
 
 

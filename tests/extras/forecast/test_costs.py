@@ -20,7 +20,7 @@ from rlkit.extras.forecast.costs import (
     scale_passes,
     size_room,
 )
-from rlkit.extras.forecast.timing import lengthened
+from rlkit.extras.forecast.timing import lengthen_rollouts
 from rlkit.types import Rollout, Step, Task
 
 STEP = Counts(groups=4, size=8, prompt=100, later=10, drawn=50)
@@ -128,14 +128,15 @@ def test_evaluations_are_counted_as_a_run_makes_them(steps, every, validation):
 def test_longer_replies_of_two_samples_differ():
     """Equal ones would be packed into one, and an update would look cheap."""
     own = [rollout(0, sample, step(9, 3), truncation="length") for sample in range(2)]
-    first, second = lengthened(own, 8, vocabulary=50)
+    first, second = lengthen_rollouts(own, 8, vocabulary=50)
     assert first.steps[-1].response_ids == (0, 1, 2, 0, 1, 2, 0, 1)
     assert second.steps[-1].response_ids == (0, 1, 2, 1, 2, 3, 1, 2)
     assert len(second.steps[-1].logprobs) == 8
-    (ended,) = lengthened([rollout(0, 0, step(9, 3))], 8, vocabulary=50)
+    (ended,) = lengthen_rollouts([rollout(0, 0, step(9, 3))], 8, vocabulary=50)
     assert len(ended.steps[-1].response_ids) == 3
 
 
+@pytest.mark.slow
 def test_check_says_what_the_run_costs(capsys):
     words = [
         "task.max_samples=60",

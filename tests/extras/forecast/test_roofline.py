@@ -9,11 +9,11 @@ from rlkit.extras.forecast import (
     CARDS,
     KNOWN,
     Load,
-    changes,
+    compute_memory,
     decode_limit,
     decode_step,
     forecast,
-    memory_of,
+    propose_changes,
     settle_checkpointing,
     shape_of,
 )
@@ -72,7 +72,7 @@ def test_the_noise_of_a_row_of_an_h200_by_hand():
 def test_memory_of_trained_weights_by_hand():
     """AdamW in float32: weights, gradients and two moments are 16 bytes a number, the frozen
     reference 4, the copy in bfloat16 2."""
-    found, _ = memory_of(H200, KNOWN["Qwen/Qwen3-4B"], STEP._replace(rank=0, copies=1))
+    found, _ = compute_memory(H200, KNOWN["Qwen/Qwen3-4B"], STEP._replace(rank=0, copies=1))
     held = sum(
         found[name]
         for name in ("weights", "copy in bfloat16", "gradients", "optimizer", "reference")
@@ -82,7 +82,7 @@ def test_memory_of_trained_weights_by_hand():
 
 def test_adapters_of_8b_fit_24_gb_with_a_dozen_long_replies():
     """16.4 GB of base; half of the rest holds 12 to 16 replies of 1.3k tokens at 144 KiB each."""
-    found, slots = memory_of(
+    found, slots = compute_memory(
         CARDS["4090"], KNOWN["Qwen/Qwen3-8B"], STEP._replace(prompt=150, reply=1150, longest=1150)
     )
     assert 12 <= slots <= 16 and found["weights"] == pytest.approx(16.4e9, rel=0.02)
@@ -105,7 +105,7 @@ def test_advice_makes_a_run_fit_and_names_each_key_once():
     big = KNOWN["Qwen/Qwen3-8B"]
     load = STEP._replace(rank=0, copies=1, checkpointing=False)
     assert not forecast(CARDS["4090"], big, load).fits
-    found = changes(CARDS["4090"], big, load)
+    found = propose_changes(CARDS["4090"], big, load)
     keys = [words.partition("=")[0] for words, _ in found]
     assert found[-1][1].fits and "model.lora.rank" in keys and 1 <= len(keys) == len(set(keys)) <= 3
 
@@ -126,5 +126,5 @@ def test_auto_halves_micro_batches_before_it_recomputes():
 
 def test_advice_on_a_run_that_fits_pays():
     now = forecast(H200, SMALL, STEP)
-    (words, then), *_ = changes(H200, SMALL, STEP)
+    (words, then), *_ = propose_changes(H200, SMALL, STEP)
     assert words == "batch.prompts=32" and then.fits and then.total / 2 < 0.95 * now.total

@@ -428,6 +428,7 @@ def weights(given: RLTrainer) -> list[torch.Tensor]:
     return [p.detach().clone() for net in (given.model, given.value_head) for p in net.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iterations", cases([2, 10], [2]))
 def test_iterations_give_curves(iterations, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

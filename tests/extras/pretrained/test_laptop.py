@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from parametrise import each
 from rlkit.extras.pretrained import larger
 from rlkit.rewards import numeric
@@ -49,6 +51,7 @@ def asked(task: Task) -> str:
     return question
 
 
+@pytest.mark.slow
 @each("skill", SKILLS)
 def test_problems_follow_from_the_seed_and_splits_share_none(skill):
     splits = [skill(split=split, seed=3, max_samples=300) for split in SPLITS]

@@ -43,6 +43,7 @@ def ask_once(task, client):
 # ------------------------------------------------------------------------------------------- answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer, code, text",
     [
@@ -262,8 +263,8 @@ def test_a_refusal_keeps_its_sentence(tiny):
     assert rollout.metadata["refused"] == 3 and rollout.metrics["program/refused"] == 3.0
     assert rollout.metadata["refusal"] == "n=2 is not supported: ask once for each reply"
     assert count_refusals([rollout]) == (
-        "requests were refused in 1 of 1 episodes; the first: n=2 is not supported: ask once for"
-        " each reply"
+        "requests were refused in 1 of 1 episodes; the first refusal: n=2 is not supported: ask"
+        " once for each reply"
     )
     assert summarize([rollout])["program/refused"] == 3.0
 

@@ -16,12 +16,12 @@ from rlkit.config.problems.rows import check_truths
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, DataError
 from rlkit.extras.programs import _processes, program
-from rlkit.extras.programs._commands import find_script, folder_of_code
-from rlkit.extras.programs._processes import LANDLOCK, landlock_version
+from rlkit.extras.programs._commands import find_script, list_code_folders
+from rlkit.extras.programs._processes import LANDLOCK, find_landlock_version
 from rlkit.rewards import Reward
 from rlkit.types import Task
 
-confines = pytest.mark.skipif(landlock_version() < LANDLOCK, reason="needs Linux 6.12")
+confines = pytest.mark.skipif(find_landlock_version() < LANDLOCK, reason="needs Linux 6.12")
 TASK = Task("t", ASKED)
 
 
@@ -104,7 +104,7 @@ def test_the_folder_of_code_is_open_without_hidden_files_records_and_the_verifie
         (tmp_path / name).write_text("")
     (tmp_path / "link").symlink_to("/etc")
     code = str(tmp_path / "agent.py")
-    opened = folder_of_code(code, [str(tmp_path / "tests" / "hidden.py")])
+    opened = list_code_folders(code, [str(tmp_path / "tests" / "hidden.py")])
     names = {os.path.relpath(path, tmp_path) for path in opened}
     assert names == {"agent.py", "data.txt", "lib"}
 
@@ -115,8 +115,8 @@ def test_the_home_folder_is_never_open(above, tmp_path, monkeypatch):
     (home / "code").mkdir(parents=True, exist_ok=True)
     (home / "code" / "agent.py").write_text("")
     monkeypatch.setenv("HOME", str(home))
-    assert folder_of_code(str((home / above / "agent.py").resolve()), []) == []
-    assert folder_of_code(str(home / "code" / "agent.py"), []) != []
+    assert list_code_folders(str((home / above / "agent.py").resolve()), []) == []
+    assert list_code_folders(str(home / "code" / "agent.py"), []) != []
 
 
 @confines
@@ -180,7 +180,7 @@ def test_a_program_that_confinement_stops_is_told_the_keys(code, tiny, tmp_path)
 
 
 def test_a_machine_that_cannot_confine_says_so_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(_processes, "landlock_version", lambda: 0)
+    monkeypatch.setattr(_processes, "find_landlock_version", lambda: 0)
     _processes.say_unconfined.cache_clear()
     for confined in (False, "auto", "auto"):
         program(command=["true"], confined=confined)

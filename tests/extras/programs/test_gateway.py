@@ -30,9 +30,9 @@ from rlkit.episodes import collect
 from rlkit.episodes._assemble import split_into_rows
 from rlkit.errors import ConfigError, DataError, EnvironmentFailed
 from rlkit.extras.programs import Client, program, reply_message
-from rlkit.extras.programs._processes import LANDLOCK, landlock_version
-from rlkit.extras.programs.server import MAX_BODY, Endpoint, opened_door
-from rlkit.extras.programs.serving import serving
+from rlkit.extras.programs._processes import LANDLOCK, find_landlock_version
+from rlkit.extras.programs.server import MAX_BODY, Endpoint, open_door
+from rlkit.extras.programs.serving import serve_endpoint
 from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply
 from rlkit.models.chat import encode_scaffold, make_renderer
 from rlkit.tasks import arithmetic
@@ -647,7 +647,7 @@ def test_an_answer_that_is_not_read_is_cut_off_and_leaves_nothing(monkeypatch, s
     async def main():
         before = open_sockets()
         over.append(asyncio.Event())
-        async with opened_door(answer) as (door, address):
+        async with open_door(answer) as (door, address):
             slow, line = await asked(door, address, "long")
             quick, beside = await asked(door, address, "short")
             assert b"200 OK" in await quick.readline()
@@ -683,7 +683,7 @@ def test_an_episode_at_its_limit_of_replies_is_truncated(tiny):
     ],
 )
 def test_settings_out_of_range_are_refused(settings, monkeypatch):
-    monkeypatch.setattr("rlkit.extras.programs._processes.landlock_version", lambda: 0)
+    monkeypatch.setattr("rlkit.extras.programs._processes.find_landlock_version", lambda: 0)
     with pytest.raises(ConfigError, match="environment"):
         program(**settings)
 
@@ -696,7 +696,7 @@ def test_rlkit_serve_answers_one_conversation_after_another(tiny):
     )
 
     async def serve():
-        async with serving(tiny, x) as variables:
+        async with serve_endpoint(tiny, x) as variables:
             client = Client(variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"])
             first = await asyncio.to_thread(client.chat, ASKED)
             return first, await asyncio.to_thread(
@@ -837,7 +837,7 @@ sys.exit(f"{through} {said}")
 """
 
 
-@pytest.mark.skipif(landlock_version() < LANDLOCK, reason="needs Linux 6.12")
+@pytest.mark.skipif(find_landlock_version() < LANDLOCK, reason="needs Linux 6.12")
 @each("confined", ["auto", False])
 def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path, confined):
     (tmp_path / "secret").write_text("s")
@@ -886,7 +886,7 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(landlock_version() < LANDLOCK, reason="needs Linux 6.12")
+@pytest.mark.skipif(find_landlock_version() < LANDLOCK, reason="needs Linux 6.12")
 def test_programs_of_a_sampling_process_are_confined_and_limited_too(tmp_path, monkeypatch, forked):
     """asynchrony=overlap starts them from a second process. A program that could write outside
     would fail, and the run with it."""

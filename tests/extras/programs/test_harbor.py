@@ -20,15 +20,15 @@ from rlkit.episodes import collect
 from rlkit.errors import DataError
 from rlkit.extras.programs import harbor, program
 from rlkit.extras.programs import hidden_tests as hidden
-from rlkit.extras.programs._commands import confined_limits
-from rlkit.extras.programs._processes import LANDLOCK, Limits, landlock_version
+from rlkit.extras.programs._commands import confine_limits
+from rlkit.extras.programs._processes import LANDLOCK, Limits, find_landlock_version
 from rlkit.extras.programs._verifier import Verifier
 from rlkit.types import Environment
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "harbor"
 TASKS = {file.parent.name: file.parent for file in sorted(EXAMPLES.glob("*/*/task.toml"))}
 confining = pytest.mark.skipif(
-    landlock_version() < LANDLOCK or bool(hidden.tree_problem()),
+    find_landlock_version() < LANDLOCK or bool(hidden.explain_no_tree()),
     reason="needs Linux 6.12 with user namespaces",
 )
 # 1 for the right word in answer.txt
@@ -70,8 +70,8 @@ def reward_of(rollout):
 def reward_by(task: Path, left_in: Path) -> float | str:
     """The reward of a folder by the tests of a task."""
     (row,) = read(task)
-    verifier = Verifier([], confined_limits(Limits(1 << 20), ["bash"]), 60.0, 0.0, 1.0, {})
-    return asyncio.run(hidden.run_tests(verifier, hidden.hidden_tests(row), str(left_in)))
+    verifier = Verifier([], confine_limits(Limits(1 << 20), ["bash"]), 60.0, 0.0, 1.0, {})
+    return asyncio.run(hidden.run_tests(verifier, hidden.find_hidden_tests(row), str(left_in)))
 
 
 # --------------------------------------------------------------------------------------- the format
@@ -371,7 +371,7 @@ def test_tests_that_would_not_stay_hidden_are_refused(settings, said, tmp_path, 
 
 @confining
 def test_a_machine_without_namespaces_refuses_the_task(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(hidden, "tree_problem", lambda: "unshare failed")
+    monkeypatch.setattr(hidden, "explain_no_tree", lambda: "unshare failed")
     with pytest.raises(DataError, match=r"/tests and /logs .*unshare failed"):
         played(tiny, tmp_path, "")
 
@@ -383,7 +383,7 @@ def test_the_guard_says_why_it_gives_no_file_tree(tmp_path, monkeypatch):
     python.write_text(f"#!/bin/bash\nexec unshare -Ur bash -c '{inner}' - \"$@\"\n")
     python.chmod(0o755)
     monkeypatch.setattr(hidden, "sys", SimpleNamespace(executable=str(python)))
-    assert "unshare failed" in hidden.tree_problem.__wrapped__()
+    assert "unshare failed" in hidden.explain_no_tree.__wrapped__()
 
 
 @confining

@@ -24,7 +24,7 @@ from rlkit.episodes._collect import collect_groups
 from rlkit.episodes.episode import play, read_opening
 from rlkit.errors import ConfigError
 from rlkit.extras.programs import mcp
-from rlkit.extras.programs._mcp import plain_schema, signature_of
+from rlkit.extras.programs._mcp import make_signature, simplify_schema
 from rlkit.extras.programs.tool_servers import read_server
 from rlkit.models.chat import encode_prompt, encode_scaffold
 from rlkit.rewards import Reward, Term, numeric, score
@@ -311,10 +311,10 @@ def test_a_schema_loses_what_says_nothing_and_a_tool_called_title_stays():
         "title": "calculatorArguments",
         "type": "object",
     }
-    assert json.dumps(plain_schema(dressed)) == json.dumps(
+    assert json.dumps(simplify_schema(dressed)) == json.dumps(
         own
     )  # in this order, as the prompt has it
-    assert plain_schema({"properties": {"title": {"type": "string", "title": "Title"}}}) == {
+    assert simplify_schema({"properties": {"title": {"type": "string", "title": "Title"}}}) == {
         "properties": {"title": {"type": "string"}}
     }
 
@@ -322,7 +322,7 @@ def test_a_schema_loses_what_says_nothing_and_a_tool_called_title_stays():
 @each("name", ["a-b", "class"])
 def test_a_parameter_that_python_cannot_name_leaves_the_check_to_the_server(name):
     assert (
-        str(signature_of({"properties": {name: {"type": "string"}}, "required": [name]}))
+        str(make_signature({"properties": {name: {"type": "string"}}, "required": [name]}))
         == "(**arguments)"
     )
 

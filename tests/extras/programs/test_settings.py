@@ -11,7 +11,7 @@ import pytest
 
 from extras.programs.test_gateway import ASKED, CALL, answered, played, post, row_steps, status_of
 from parametrise import each
-from rlkit.extras.programs.server import Door, addresses
+from rlkit.extras.programs.server import Door, list_addresses
 from rlkit.extras.programs.settings import CHAT, MESSAGES, RESPONSES, SETTINGS, write_table
 from rlkit.extras.programs.stopping import end_at
 from rlkit.extras.programs.wire import read_request
@@ -132,7 +132,7 @@ def test_tokens_are_counted_as_the_request_would_count_them(tiny):
 
 
 def test_aiders_variable_is_the_endpoint():
-    variables = addresses(Door(lambda: None), "http://127.0.0.1:1")
+    variables = list_addresses(Door(lambda: None), "http://127.0.0.1:1")
     assert variables["OPENAI_API_BASE"] == variables["OPENAI_BASE_URL"] == "http://127.0.0.1:1/v1"
 
 

@@ -16,8 +16,8 @@ from rlkit.config.schema import build
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError
 from rlkit.extras.programs import program
-from rlkit.extras.programs._processes import LANDLOCK, landlock_version
-from rlkit.extras.programs._verifier import file_states, keep_plain_files, read_number
+from rlkit.extras.programs._processes import LANDLOCK, find_landlock_version
+from rlkit.extras.programs._verifier import keep_plain_files, read_file_states, read_number
 from rlkit.types import Task
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
@@ -184,11 +184,12 @@ CONFINED = pytest.param(
     True,
     marks=[
         pytest.mark.slow,
-        pytest.mark.skipif(landlock_version() < LANDLOCK, reason="needs Linux 6.12"),
+        pytest.mark.skipif(find_landlock_version() < LANDLOCK, reason="needs Linux 6.12"),
     ],
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confined", [False, CONFINED])
 @pytest.mark.parametrize("attempt", cases(ATTEMPTS, ["conftest.py", "a pipe"]))
 def test_no_attempt_of_a_program_raises_its_reward(attempt, confined, tiny, tmp_path):
@@ -294,12 +295,12 @@ def test_a_file_in_a_folder_that_the_command_names_counts(tmp_path):
     hidden = tmp_path / "tests" / "hidden.txt"
     hidden.write_text("1")
     command = [sys.executable, str(tmp_path / "tests")]
-    before = file_states(command)
-    assert file_states(command) == before
+    before = read_file_states(command)
+    assert read_file_states(command) == before
     times = hidden.stat().st_mtime_ns, hidden.stat().st_mtime_ns
     hidden.write_text("2")
     os.utime(hidden, ns=times)  # a time of change cannot be set
-    assert file_states(command) != before
+    assert read_file_states(command) != before
 
 
 def test_the_range_holds_its_ends():

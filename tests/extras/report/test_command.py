@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from rlkit.commands.cli import full_help
-from rlkit.commands.train import closing_lines, draw_page
+from rlkit.commands.cli import format_full_help
+from rlkit.commands.train import draw_page, format_closing_lines
 from rlkit.extras.report import charts
 
 
@@ -16,13 +16,13 @@ from rlkit.extras.report import charts
 def few(monkeypatch):
     """Two charts: this is no question of their number."""
     monkeypatch.setattr(charts, "STATIC", charts.STATIC[:2])
-    monkeypatch.setattr(charts, "dynamic", lambda found: ())
+    monkeypatch.setattr(charts, "chart_dynamic", lambda found: ())
 
 
 def test_the_help_and_the_end_of_a_run_name_it(make_run):
     ended = {"ended": "finished", "steps": 0, "wall_seconds": 1.0, "tokens": 1}
-    assert "\n  rlkit report " in full_help()
-    assert "rlkit report " in closing_lines(ended, make_run("a"))
+    assert "\n  rlkit report " in format_full_help()
+    assert "rlkit report " in format_closing_lines(ended, make_run("a"))
 
 
 def test_a_sweep_has_a_page_of_its_runs_or_a_sentence(make_run, capsys):

@@ -9,7 +9,13 @@ import json
 import pytest
 
 from rlkit.extras.report import conversations
-from rlkit.extras.report.conversations import TEXT, Turn, best_worst_random, collect, trimmed
+from rlkit.extras.report.conversations import (
+    TEXT,
+    Turn,
+    collect,
+    select_best_worst_random,
+    trim_text,
+)
 from rlkit.runs.reading import read_run
 from rlkit.system import shards
 from rlkit.types import Rollout, Task
@@ -86,9 +92,9 @@ def test_the_best_and_the_worst_come_first():
         Rollout(Task(f"row/{i}", ()), (), group=i, reward=[0.5, 0.1, 0.9, None, 0.5, 0.5][i])
         for i in range(6)
     ]
-    two = best_worst_random(rollouts, 2, seed=0)
+    two = select_best_worst_random(rollouts, 2, seed=0)
     assert [*two] == [2, 3], "what cannot be scored is worst"
-    assert {2, 3} < best_worst_random(rollouts, 3, seed=0).keys()
+    assert {2, 3} < select_best_worst_random(rollouts, 3, seed=0).keys()
     assert all(rollout is rollouts[place] for place, rollout in two.items())
 
 
@@ -101,5 +107,5 @@ def test_a_damaged_file_is_said_and_left_out(make_run):
 
 
 def test_a_long_text_is_cut_and_says_so():
-    assert trimmed("x" * TEXT) == "x" * TEXT
-    assert trimmed("x" * (TEXT + 1234)).endswith("1,234 more characters are in the run's files")
+    assert trim_text("x" * TEXT) == "x" * TEXT
+    assert trim_text("x" * (TEXT + 1234)).endswith("1,234 more characters are in the run's files")

@@ -17,7 +17,7 @@ from parametrise import cases
 from rlkit.commands.cli import main
 from rlkit.errors import install
 from rlkit.extras.report import charts, drawing, write_report
-from rlkit.extras.report.conversations import compressed
+from rlkit.extras.report.conversations import compress_data
 from run_folders import damage_run
 
 HOSTILE = (
@@ -31,7 +31,7 @@ def few():
     """Two charts: what the page does with them is not a question of their number."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(charts, "STATIC", charts.STATIC[:2])
-        patch.setattr(charts, "dynamic", lambda found: ())
+        patch.setattr(charts, "chart_dynamic", lambda found: ())
         yield
 
 
@@ -95,7 +95,7 @@ def test_a_runs_name_is_no_markup(page):
 
 
 def test_json_that_html_cannot_end():
-    text = compressed({"a": HOSTILE, "b": float("nan")})
+    text = compress_data({"a": HOSTILE, "b": float("nan")})
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", text)
     assert json.loads(gzip.decompress(base64.b64decode(text))) == {"a": HOSTILE, "b": None}
 

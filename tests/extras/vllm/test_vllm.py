@@ -25,7 +25,7 @@ from rlkit.errors import ConfigError, EngineError
 from rlkit.extras.vllm import VLLM
 from rlkit.extras.vllm import engine as vllm_engine
 from rlkit.extras.vllm import pool as vllm_pool
-from rlkit.extras.vllm.weights import all_weights
+from rlkit.extras.vllm.weights import list_weights
 from rlkit.models import LoRA, load_policy
 from rlkit.types import Environment, SamplingParams, Task
 
@@ -199,7 +199,7 @@ def test_a_merged_adapter_is_the_model_that_trains(policy):
                 weight.normal_(std=0.05)
         ids = torch.tensor([[5, 80, 90]])
         before = policy.model(ids).logits.clone()
-        policy.model.load_state_dict(dict(all_weights(adapted.model, merge=True)))
+        policy.model.load_state_dict(dict(list_weights(adapted.model, merge=True)))
         torch.testing.assert_close(
             policy.model(ids).logits, adapted.model(ids).logits, rtol=1e-4, atol=1e-4
         )

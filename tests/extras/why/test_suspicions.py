@@ -13,7 +13,7 @@ from extras.why.test_why import FLAT, RISING, ROW, SETTINGS
 from parametrise import each
 from rlkit.commands.cli import main
 from rlkit.commands.compare import list_suspicions
-from rlkit.commands.train import closing_lines, draw_page
+from rlkit.commands.train import draw_page, format_closing_lines
 from rlkit.system import extras
 
 ENDED = {"ended": "finished", "steps": 12, "wall_seconds": 1.0, "tokens": 1}
@@ -41,7 +41,7 @@ def write_run(tmp_path):
 
 def test_the_end_of_a_run_names_the_likeliest_cause_and_how_to_prove_it(write_run):
     folder = write_run("kl")
-    said = closing_lines(ENDED, folder).splitlines()
+    said = format_closing_lines(ENDED, folder).splitlines()
     [at] = [i for i, line in enumerate(said) if line.startswith("suspicion: ")]
     assert said[at].startswith("suspicion: The KL penalty is too strong. With kl.coef=10 ")
     # five forks of 8 × 2 s and 256 replies of 1/32 s: 2 minutes, and half as much again
@@ -92,4 +92,4 @@ def test_without_the_extra_nothing_is_said(write_run, monkeypatch):
     folder = write_run("kl")
     monkeypatch.setattr(extras, "FOLDER", folder)
     assert list_suspicions([folder]) == []
-    assert "suspicion" not in closing_lines(ENDED, folder)
+    assert "suspicion" not in format_closing_lines(ENDED, folder)

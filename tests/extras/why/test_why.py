@@ -19,13 +19,13 @@ from rlkit import Reward, Term
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.cli import main
 from rlkit.extras.why import attacks, data, findings, settings
-from rlkit.extras.why.attacks import answered, attack, unsafe_reason
+from rlkit.extras.why.attacks import attack, explain_unsafe, make_episode
 from rlkit.extras.why.commands.why import compose_run
 from rlkit.extras.why.effects import list_effects, say_effect, sum_up
 from rlkit.extras.why.evidence import Evidence, read_evidence, share_of_copies
 from rlkit.extras.why.findings import list_findings, say_findings
 from rlkit.extras.why.forks import Fork, Place, choose_place, read_forks, run_fork, write_fork
-from rlkit.extras.why.remedies import changed, list_remedies
+from rlkit.extras.why.remedies import apply_remedy, list_remedies
 from rlkit.extras.why.tokens import read_step
 from rlkit.rewards import batched, numeric
 from rlkit.runs.reading import ReadRun, read_run
@@ -72,7 +72,7 @@ def tasks_of(count, prompt="What is {i} + 100?"):
 
 
 def said(task, text, reward, group=0):
-    return answered(task, text)._replace(reward=reward, group=group)
+    return make_episode(task, text)._replace(reward=reward, group=group)
 
 
 def evidence(settings=None, row=None, rewards=FLAT, rollouts=()):
@@ -342,7 +342,7 @@ def test_the_weight_of_a_reversed_reward_is_turned():
 
 @each(("fn", "why"), [(of_all, "batch"), (asking, "async"), (served, "server"), (numeric, "")])
 def test_rewards_that_may_cost_something_are_not_called_unasked(fn, why):
-    reason = unsafe_reason(Reward("mine", {"mine": Term(1.0, fn)}), tasks_of(2))
+    reason = explain_unsafe(Reward("mine", {"mine": Term(1.0, fn)}), tasks_of(2))
     assert why in reason and bool(why) == bool(reason)
 
 
@@ -351,9 +351,9 @@ def test_rewards_that_may_cost_something_are_not_called_unasked(fn, why):
 
 def test_a_remedy_takes_the_place_of_what_its_option_was_set_to():
     saved = ["algorithm=ppo", "algorithm.critic.optimizer.lr=0", "kl=k3", "kl.coef=10"]
-    assert changed(saved, ["kl=none"]) == [*saved[:2], "kl=none"]
-    assert changed(saved, ["algorithm=grpo"]) == [*saved[2:], "algorithm=grpo"]
-    assert changed(["algorithm/normalization=group"], ["algorithm/normalization=none"]) == [
+    assert apply_remedy(saved, ["kl=none"]) == [*saved[:2], "kl=none"]
+    assert apply_remedy(saved, ["algorithm=grpo"]) == [*saved[2:], "algorithm=grpo"]
+    assert apply_remedy(["algorithm/normalization=group"], ["algorithm/normalization=none"]) == [
         "algorithm/normalization=none"
     ]
 
@@ -402,6 +402,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_fork_without_a_remedy_is_the_run(run, monkeypatch):
     """From the checkpoint of step 2, two steps give the weights of step 4, bit for bit."""
     from rlkit.config.problems.rows import load_tasks

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rlkit.commands.arguments import Answer, Arguments, drop, option
+from rlkit.commands.arguments import Answer, Arguments, drop, find_option
 from rlkit.config.problems.names import part_problem
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs.sweeps.runner import sum_up
@@ -49,18 +49,18 @@ def command(arguments: Arguments) -> Answer:
     """
     from rlkit.extras.bench import matrix as bench
 
-    given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
+    given = {key: find_option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
     common = drop(arguments.overrides, *SETTINGS)
     for key in ("seeds", "jobs"):
         if given[key] and not (given[key].isdigit() and int(given[key])):
             raise ConfigError(f"{key}={given[key]}: give a whole number, 1 or more")
-    arms = arms_of(given) | (bench.PLACEBOS if given["placebo"] == "true" else {})
+    arms = read_arms(given) | (bench.PLACEBOS if given["placebo"] == "true" else {})
     folder = Path(given["folder"])
-    tasks = tasks_of(given["tasks"], arguments.config_dir)
+    tasks = read_tasks(given["tasks"], arguments.config_dir)
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
     compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
     began = time.time()
-    with owner.own_folder(folder, takeover=option(common, "takeover") == "true"):
+    with owner.own_folder(folder, takeover=find_option(common, "takeover") == "true"):
         done, received = bench.run_all(
             cells,
             folder,
@@ -99,25 +99,25 @@ def write_page(
     from rlkit.extras.bench import matrix as bench
 
     bench.write_rows(folder / "results.csv", rows)
-    found = bench.scores(rows)
+    found = bench.arrange_scores(rows)
     compared = [
         {k: round(v, 5) if isinstance(v, float) else v for k, v in p._asdict().items()}
-        for p in (bench.pairs(found) if len(found.seeds) > 1 else [])
+        for p in (bench.compare_arms(found) if len(found.seeds) > 1 else [])
     ]
     if compared:
         bench.write_rows(folder / "comparisons.csv", compared)
     else:
         (folder / "comparisons.csv").unlink(missing_ok=True)  # of an earlier, larger matrix
-    text = bench.page(rows, failed)
+    text = bench.format_page(rows, failed)
     write_atomic(folder / "README.md", text.encode())
     places = f"rows             {folder / 'results.csv'}\npage             {folder / 'README.md'}"
     return compared, f"\n{text}\n{places}"
 
 
-def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
+def read_arms(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
     """Name → overrides: options of `algorithm`, and the entries of a file of names and lists of
     overrides."""
-    from rlkit.extras.bench.matrix import PLACEBOS, folder_of
+    from rlkit.extras.bench.matrix import PLACEBOS, name_folder
 
     arms: dict[str, tuple[str, ...]] = {
         name: (f"algorithm={name}",) for name in given["algorithms"].split(",") if name
@@ -142,17 +142,18 @@ def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
             )
     named: dict[str, str] = {}
     for name in (*arms, *PLACEBOS):
-        other = named.setdefault(folder_of(name), name)
+        other = named.setdefault(name_folder(name), name)
         if other != name:
             raise ConfigError(
-                f"arms '{other}' and '{name}' would have one folder, {folder_of(name)}; rename one"
+                f"arms '{other}' and '{name}' would have one folder, {name_folder(name)}; rename"
+                " one"
             )
     if not arms:
         raise ConfigError("rlkit bench needs algorithms=grpo,dapo,… or arms=FILE.yaml")
     return arms
 
 
-def tasks_of(text: str, config_dir: str | None) -> list[str]:
+def read_tasks(text: str, config_dir: str | None) -> list[str]:
     """The named tasks, or all of them. Raises: ConfigError for an unknown one."""
     from rlkit.config.compose import conf_dir
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlkit.algorithm import PARTS
-from rlkit.commands.arguments import Arguments, drop, option
+from rlkit.commands.arguments import Arguments, drop, find_option
 
 if TYPE_CHECKING:
     from rlkit.extras.bench.prove import Figures
@@ -33,8 +33,8 @@ def command(arguments: Arguments) -> int:
     """
     from rlkit.runs.sweeps import expand
 
-    own = {key: path for key, path in OWN.items() if option(arguments.overrides, key)}
-    parts = {path: str(option(arguments.overrides, key)) for key, path in own.items()}
+    own = {key: path for key, path in OWN.items() if find_option(arguments.overrides, key)}
+    parts = {path: str(find_option(arguments.overrides, key)) for key, path in own.items()}
     words = drop(arguments.overrides, *own)
     print("each cell: angle, scale, bias, noise; by turn: scale, groups of 3, fresh\n")
     print(HEAD)
@@ -64,12 +64,14 @@ def row(
 
     given = {path: resolve(name) for path, name in (parts or {}).items()}
     usual = {"generation.max_new_tokens": "1"} | (AROUND if parts else {})
-    words = [f"{key}={value}" for key, value in usual.items() if not option(words, key)] + [*words]
+    words = [f"{key}={value}" for key, value in usual.items() if not find_option(words, key)] + [
+        *words
+    ]
     keywords: dict[str, Any] = {path.replace(".", "__"): part for path, part in given.items()}
     x = experiment(*words, config_dir=config_dir, **keywords)
     x = next(iter(build_first_steps(x).values()))
     figures = [prove(x, size, staleness) for staleness in STALENESS for size in SIZES]
-    turns = [" ".join(map(in_hundredths, own)) for own in figures[1].turns]
+    turns = [" ".join(map(format_hundredths, own)) for own in figures[1].turns]
     return f"| `{label}` | {' | '.join([*map(cell, figures), *turns])} |"
 
 
@@ -77,11 +79,11 @@ def cell(figures: Figures) -> str:
     """Angle, scale, bias and noise."""
     if math.isnan(figures.angle):
         return "no update"
-    numbers = " ".join(map(in_hundredths, (figures.scale, figures.bias)))
+    numbers = " ".join(map(format_hundredths, (figures.scale, figures.bias)))
     return f"{round(figures.angle, 6):.1f}° {numbers} {round(figures.noise, 6):.0f}"
 
 
-def in_hundredths(number: float) -> str:
+def format_hundredths(number: float) -> str:
     """Write a figure with two digits, rounded first to six: float64 may leave a tie or a 0 beside
     itself."""
     return f"{round(number, 6) + 0.0:.2f}"

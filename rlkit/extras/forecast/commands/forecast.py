@@ -13,7 +13,7 @@ from rlkit.commands import check
 from rlkit.commands.arguments import Answer, Arguments
 from rlkit.errors import ConfigError, suggest_name
 from rlkit.extras.forecast.load import load_of, shape_of_run
-from rlkit.extras.forecast.roofline import CARDS, changes, forecast, settle_checkpointing
+from rlkit.extras.forecast.roofline import CARDS, forecast, propose_changes, settle_checkpointing
 from rlkit.training.experiment import Experiment
 from rlkit.types import Splits
 
@@ -39,7 +39,7 @@ def command(arguments: Arguments) -> Answer:
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.schedules import build_first_steps
 
-    given, overrides = asked(arguments.overrides)
+    given, overrides = split_settings(arguments.overrides)
     if "device" not in given:
         x, tasks, phases, doubts = check.prepare(arguments._replace(overrides=overrides))
         report, cost = measure_here(x, tasks, given)
@@ -51,7 +51,7 @@ def command(arguments: Arguments) -> Answer:
     )
     first = next(iter(build_first_steps(experiment(composed)).values()))
     data = forecast_card(first, composed.config, given)
-    return Answer(data, in_lines(data))
+    return Answer(data, format_forecast(data))
 
 
 def measure_here(
@@ -123,7 +123,7 @@ def say_time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
-def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def split_settings(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Split off the settings check.NAME from the other overrides. Raises: ConfigError for an
     unknown name or card, or a wrong number."""
     given: dict[str, Any] = {
@@ -170,11 +170,11 @@ def forecast_card(
         "lengths": lengths,
         "load": load,
         "forecast": forecast(card, shape, load),
-        "changes": dict(changes(card, shape, load)),
+        "changes": dict(propose_changes(card, shape, load)),
     }
 
 
-def in_lines(data: Mapping[str, Any]) -> str:
+def format_forecast(data: Mapping[str, Any]) -> str:
     """Write the forecast: lengths, memory, seconds by part, decoding, and proposed changes."""
     card = data["device"]
     load = data["load"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from rlkit.commands.agent import composed
+from rlkit.commands.agent import compose_command
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.trust import with_limits
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.errors import refuse_problems
-from rlkit.extras.programs.serving import serving
+from rlkit.extras.programs.serving import serve_endpoint
 
 
 def command(arguments: Arguments) -> int:
@@ -25,18 +25,18 @@ def command(arguments: Arguments) -> int:
     """
     from rlkit.config.schema import build
 
-    config, checkpoint = composed(arguments, "serve")
+    config, checkpoint = compose_command(arguments, "serve")
     x = with_limits(build(config), arguments)
     refuse_problems(sampling_problems(x.generation))
-    from rlkit.commands.evaluate import restored_policy
+    from rlkit.commands.evaluate import restore_policy
     from rlkit.system.device import autocast, load_on_device
 
     policy, device = load_on_device(x)
     if checkpoint is not None:
-        restored_policy(policy, checkpoint)
+        restore_policy(policy, checkpoint)
 
     async def serve() -> None:
-        async with serving(policy, x) as variables:
+        async with serve_endpoint(policy, x) as variables:
             print(
                 "\n".join(
                     f"export {name}={value}"

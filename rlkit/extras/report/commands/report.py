@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlkit.commands.arguments import Arguments, option
+from rlkit.commands.arguments import Arguments, find_option
 from rlkit.errors import ConfigError
 from rlkit.extras.report import write_report
 
@@ -23,7 +23,7 @@ def command(arguments: Arguments) -> int:
     given = {
         key: value
         for key in ("out", "smooth", "limit")
-        if (value := option(arguments.overrides, key)) is not None
+        if (value := find_option(arguments.overrides, key)) is not None
     }
     unknown = [text for text in arguments.overrides if text.partition("=")[0] not in given]
     if unknown:

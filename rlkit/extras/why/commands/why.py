@@ -106,7 +106,7 @@ def diagnose(
     e: Evidence, named: str, arguments: Arguments, *, attack: bool
 ) -> tuple[list[Finding], list[str]]:
     """The findings of a run, and notes on unexamined parts."""
-    from rlkit.extras.why.attacks import unsafe_reason
+    from rlkit.extras.why.attacks import explain_unsafe
     from rlkit.extras.why.findings import list_findings
 
     notes = []
@@ -119,7 +119,7 @@ def diagnose(
     else:
         try:
             reward = compose_run(e.run.folder, named, arguments, ()).x.reward
-            why = unsafe_reason(reward, e.tasks)
+            why = explain_unsafe(reward, e.tasks)
         except Refusal as error:
             why = str(error)
         if why and not (attack and reward is not None):
@@ -135,17 +135,17 @@ def compose_run(
 
     Raises: ConfigError, also if the run's parts are Python objects, because no folder keeps them.
     """
-    from rlkit.commands.trust import asker
+    from rlkit.commands.trust import make_asker
     from rlkit.config.compose import compose, experiment
     from rlkit.extras.why.forks import Setting
-    from rlkit.extras.why.remedies import Remedy, changed
+    from rlkit.extras.why.remedies import Remedy, apply_remedy
 
     if not (folder / ".hydra" / "overrides.yaml").is_file():
         raise ConfigError("parts of this run are Python objects, which its folder does not keep")
     mine = list(overrides)
-    ask = asker(f"rlkit why {named}", folder, mine, arguments, entry="train")
+    ask = make_asker(f"rlkit why {named}", folder, mine, arguments, entry="train")
     composed = compose(
-        changed(runs.read_overrides(folder), mine),
+        apply_remedy(runs.read_overrides(folder), mine),
         config_dir=arguments.config_dir,
         before_import=ask,
     )
