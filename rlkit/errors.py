@@ -8,6 +8,7 @@ and the data.
 
 import contextlib
 import difflib
+import functools
 import inspect
 import os
 import re
@@ -19,8 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
-
-from rlkit.types import plain
 
 TRACEBACK = "RLKIT_TRACEBACK"  # set in the environment: errors are printed with their traceback
 
@@ -114,7 +113,9 @@ def describe_raise(error: BaseException) -> str:
 
 def name_function(function: Callable[..., Any]) -> str:
     """The name of a function in the form of a config, for example my_package.loss."""
-    function = inspect.unwrap(plain(function))  # of rlkit.NAME, which checks its arguments
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)  # of rlkit.NAME, which checks its arguments
     # a package exports the functions of its private files
     module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
@@ -148,7 +149,8 @@ def list_parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 def describe_definition(function: Any) -> str:
     """The name of a function, method or class and where it is defined: "my_tools.Shelf.put
     (/home/me/my_tools.py:7)"."""
-    function = plain(function)
+    while isinstance(function, functools.partial):
+        function = function.func
     try:
         inner = inspect.unwrap(function)
         if not isinstance(inner, type) and not any(

@@ -107,7 +107,7 @@ def count_independent(weights: Sequence[float]) -> float:
     300 rows of 42 distinct problems, each as often as the others, are 42.
     Source: Kish 1965, Survey Sampling, 11.7.
 
-    >>> independent([7] * 42), independent([41, 1])
+    >>> count_independent([7] * 42), count_independent([41, 1])
     (42.0, 1.0487514863258025)
     """
     return math.fsum(weights) ** 2 / math.fsum(w * w for w in weights)

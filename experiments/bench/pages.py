@@ -34,7 +34,7 @@ def write_again(folder: Path) -> None:
         )
     (folder / "README.md").write_text(text)
     compared = []
-    for pair in bench.compare_pairs(bench.arrange_scores(rows)):
+    for pair in bench.compare_arms(bench.arrange_scores(rows)):
         compared.append(
             {
                 key: round(value, 5) if isinstance(value, float) else value

@@ -194,13 +194,13 @@ def main() -> None:
     )
     given = parser.parse_args()
     for package, python in (("trl", given.python), ("vllm", given.vllm_python)):
-        if package not in given.lose:
+        if package not in given.without:
             peers.need_peers(python or "(no interpreter named)", package)
-    earlier, table, left_out = before(given.out / "table.csv"), [], " ".join(given.lose)
-    if "trl" not in given.lose:
+    earlier, table, left_out = before(given.out / "table.csv"), [], " ".join(given.without)
+    if "trl" not in given.without:
         table, rows = steps_and_memory(given)
         bench.write(given.out, "peers", rows)
-    if "vllm" not in given.lose:
+    if "vllm" not in given.without:
         table += decoding(given)
     last = {"rounds": given.rounds, "left_out": left_out} | bench.provenance(given.threads)
     bench.write(

@@ -290,7 +290,7 @@ def bench_nulls(setting: Setting, pages: int, rng: np.random.Generator) -> Count
     drawn = figures(setting, pages, 6, rng)
     return Count(
         sum(
-            any(p.q <= ALPHA for p in bench.compare_pairs(matrix(page, [0.0] * 6, "abcdef")))
+            any(p.q <= ALPHA for p in bench.compare_arms(matrix(page, [0.0] * 6, "abcdef")))
             for page in drawn
         ),
         pages,
@@ -317,7 +317,7 @@ def mixed(
     shifts = [0.0, 0.0, 0.0, spread, 2 * spread, 3 * spread]
     for page in figures(setting, pages, 6, rng):
         yield (
-            bench.compare_pairs(matrix(page, shifts, names)),
+            bench.compare_arms(matrix(page, shifts, names)),
             dict(zip(names, shifts, strict=True)),
         )
 
@@ -347,8 +347,8 @@ def bench_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count 
     for page, other in zip(
         figures(setting, pages, 4, rng), figures(setting, pages, 4, rng), strict=True
     ):
-        sees = bench.compare_pairs(matrix(page, [0.0] * 4, "abcd"))[0].sees
-        hits += bench.compare_pairs(matrix(other, [0.0, sees, 0.0, 0.0], "abcd"))[0].q <= ALPHA
+        sees = bench.compare_arms(matrix(page, [0.0] * 4, "abcd"))[0].sees
+        hits += bench.compare_arms(matrix(other, [0.0, sees, 0.0, 0.0], "abcd"))[0].q <= ALPHA
     return Count(hits, pages)
 
 

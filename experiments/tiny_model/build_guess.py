@@ -5,8 +5,7 @@ player.
 
 The player halves the bounds, but most of its turns it is stubborn and says its last number again.
 So the form is right, and there is much to gain. Only the guesses are trained on, in the very token
-stream of the environment. Everything
-follows from the seed.
+stream of the environment. Everything follows from the seed.
 """
 
 from __future__ import annotations

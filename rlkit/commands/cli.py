@@ -131,13 +131,14 @@ def run_command(argv: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(format_full_help())
         return 0
-    held: dict[str, None] = {}
+    held = set[str]()
     show = warnings.showwarning
     warnings.showwarning = partial(hold_unawaited, held, show)
     status = _answer(words)
     warnings.showwarning = show
-    for warning in held if status == 0 else ():
-        warn(warning)
+    if status == 0:
+        for warning in sorted(held):
+            warn(warning)
     return status
 
 

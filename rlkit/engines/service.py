@@ -3,8 +3,8 @@ samples them all together.
 
     episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, … ──▶ replies ──▶ episodes
                                           ▲
-             an episode that waited for an outside answer decodes again a fixed number of rounds
-             after its last reply
+             an episode that waited for an outside answer resumes decoding a fixed number of
+             rounds after its last reply
 
 The decoder is plain and synchronous and knows nothing of episodes. The service is one asyncio task.
 It advances the decoder, hands out the replies, and then gives every episode one turn of the event
@@ -156,9 +156,9 @@ class Service:
         return await request.reply
 
     def release(self, key: int) -> None:
-        """Mark the episode as over. If the decoder will wait for it in a later round, it forgets
-        the episode in that round, else immediately. So the duration of an outside answer never
-        changes which completions decode together."""
+        """Mark the episode as over. It is forgotten at once or, if the decoder is to wait for this
+        episode in a later round, in that round. So the duration of an outside answer never changes
+        which completions decode together."""
         if key in self.due and key not in self.waiting and self.due[key] < math.inf:
             self.over.add(key)
         else:

@@ -7,8 +7,9 @@ log-probs are those of the sampled distribution: after temperature, top-k and to
 the defaults of the model's generation_config.
 
 If a reply has used up its thinking budget, the engine writes the closing tag and the reply goes on
-after it. The written tokens are marked as forced, even if the policy would have closed the block
-there by itself: training on the forced choice only where the policy agrees would bias the gradient.
+after it. The written tokens are marked as forced and are not trained, even if the policy would have
+closed the block there by itself. Training only on the closings that the policy agrees with would
+bias the gradient.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def complete(
         completion.
       seeds: one 63-bit integer per prompt.
       params: thinking tokens are counted over all thinking blocks together. A tag that is one token
-        of the vocabulary does not count. If a tag is written with several tokens, all tokens of a
-        closing tag except the last count.
+        of the vocabulary is not counted. If tags are written with several tokens, all tokens of a
+        closing tag but its last one are counted.
       use_cache, max_rows: see `Transformers`.
     Returns: in the order of the prompts; a completion ends with an end-of-sequence id ("stop") or
       is cut ("length").

@@ -77,8 +77,8 @@ def assemble(
 
     Args:
       rollouts: with their rewards. None becomes nan ("cannot be scored"). An episode's reward is
-        the verifier's reward plus the rewards of the steps. In `token_rewards` each reward stands
-        at the token where it was earned.
+        the verifier's reward plus the rewards of the steps. `token_rewards` has each reward at
+        the token where it was earned.
       pad_token_id: fills the right side of short rows. It may equal an end-of-sequence id, because
         only `attention_mask` marks padding.
       device: of the tensors.

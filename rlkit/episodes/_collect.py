@@ -179,8 +179,8 @@ async def collect_groups(
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
 
-    `collect` is the plain function, also for use inside a running event loop; `await collected(…)`
-    is the same as a coroutine.
+    `collect` is the plain function, also for use inside a running event loop;
+    `await collect_groups(…)` does the same as a coroutine.
 
     Args:
       policy: the model to sample, with its current weights.

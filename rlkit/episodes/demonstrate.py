@@ -36,9 +36,9 @@ def demonstrations(
     """Return the conversation of each task as a scored episode, with its replies as sampled tokens
     and reward 1. Takes the place of `collect`.
 
-    A reply's tokens, end of turn included, are the tokens to be sampled by the policy in this
-    context. Each context is the previous one + the reply + the template's text between replies. No
-    text becomes a control token.
+    A reply's tokens, end of turn included, are the tokens that the policy would sample to give this
+    reply in this context. Each context is the previous one + the reply + the template's text
+    between replies. No text becomes a control token.
 
     Args:
       tasks: with the whole conversation in `metadata["messages"]` (rlkit.tasks.conversations).

@@ -221,7 +221,7 @@ async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages
     rollout, said = answer
     if said is not None and rollout.status == "truncated":
         raise TypeError(
-            "a session's answer truncates the rollout and goes on; with a truncation, return None"
-            " as the messages"
+            "a session's answer truncates the rollout but also has next messages; return None as"
+            " the messages when you truncate"
         )
     return rollout, None if said is None else _messages(said)

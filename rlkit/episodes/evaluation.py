@@ -46,11 +46,10 @@ def greedy_accuracy(
 
     Args:
       reward: the verifier; `is_correct` decides which scores are right.
-      temperature: ≥ 0. 0 is greedy; a random policy may then do nothing but repeat itself.
+      temperature: ≥ 0. 0 is greedy. At 0 an untrained policy may only repeat itself.
       collecting: engine, version and max_new_tokens, as for `collect`.
     Returns: the figures of `summarise_accuracy`, for a mixture also those of each part under
-    `parts`; and the
-      rollouts.
+      `parts`; and the rollouts.
     """
 
     if not tasks:

@@ -4,8 +4,8 @@ A row is a rollout, and all rows have one shape. Free-form values (metadata, rew
 arguments of calls, further keys of messages) are JSON text. So `datasets` opens a file as it is,
 and can turn it into Parquet:
 
-    load_dataset("json", data_files="rollouts.jsonl.gz",
-    split="train").to_parquet("rollouts.parquet")
+    data = load_dataset("json", data_files="rollouts.jsonl.gz", split="train")
+    data.to_parquet("rollouts.parquet")
 
 `datasets` guesses the types from the start of the first file. If the start has no value in a column
 (no tool call at all, no reward), pass `features=Features.from_arrow_schema(rollout_schema())`.
@@ -182,7 +182,7 @@ def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
         for line in lines:
             number += 1
             yield from _json_row(f"{part}:{number}", line)
-        if damage is not None:  # the damage takes the place of the line cut by it
+        if damage is not None:  # reported in place of the line that it cut off
             number += 1
             rest = b""
             yield (

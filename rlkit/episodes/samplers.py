@@ -32,8 +32,9 @@ State = Mapping[str, Any]
 class TaskSampler(NamedTuple):
     """A rule for the next problem, among the n problems of its part not yet drawn in the step.
 
-    P(i) = (1 - explore) · w_i / Σ w + explore / n. With greedy, 1 for the largest w takes the place
-    of w_i / Σ w; among equal w, the problem drawn longest ago.
+    P(i) = (1 - explore) · w_i / Σ w + explore / n. With greedy, w_i / Σ w is replaced by 1 for the
+    problem with the largest w and 0 for the others. Among equal w, the problem drawn longest ago
+    gets the 1.
 
     weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs,
               whatever their scores
@@ -107,7 +108,8 @@ def variance_sampler(
 
     Args: explore: share of uniform draws, > 0, so every problem is visited. prior: > 0.
     memory: 0 … 1.
-    Source: arXiv:2601.02648 takes the variance p(1-p) as the priority; its expectation is derived.
+    Source: arXiv:2601.02648 takes the variance p(1-p) as the priority. Its expectation under the
+      Beta distribution is rlkit's own derivation.
     """
     return TaskSampler(
         "variance", partial(by_variance, prior=prior), explore=explore, memory=memory

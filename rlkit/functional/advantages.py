@@ -467,9 +467,8 @@ def turn_gae(
     """Generalised advantage estimation; one action is one turn, everything the policy samples in
     one step of the episode.
 
-    δ_k = r_k + γ V_{k+1} - V_k,  Â_k = δ_k + γ λ Â_{k+1},  return_k = Â_k + V_k;  r_k sums the
-    turn's token rewards, V_k is the
-    value at its first sampled token
+    δ_k = r_k + γ V_{k+1} - V_k,  Â_k = δ_k + γ λ Â_{k+1},  return_k = Â_k + V_k;
+    r_k sums the turn's token rewards, V_k is the value at its first sampled token
 
     γ and λ apply once per turn and not per token, so credit reaches the first turn even if turns
     are long.

@@ -106,8 +106,8 @@ def token_correction(
     """Each token's own importance weight, bounded.
 
     ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20)); w_t = min(max(ρ_t, floor), cap), or with
-    mode=mask ρ_t if
-    floor ≤ ρ_t ≤ cap, else 0: with a floor this is IcePop; with mode=keep 1 there, else 0
+    mode=mask ρ_t if floor ≤ ρ_t ≤ cap, else 0: with a floor this is IcePop; with mode=keep
+    1 there, else 0
     normalise: w_t / mean of w over the trained tokens of the batch
 
     Args:
@@ -219,8 +219,8 @@ def geometric_mask(
 
     The mean of l independent log-ratios of standard deviation σ has the standard deviation σ / √l.
     So low and high are multiples of σ, and the share of rollouts taken out by chance alone does
-    not depend on their length. A fixed band is made for one length: with
-    σ = 0.02 and ±0.001 it keeps 18 % of the rollouts of 20 tokens, and 89 % of those of 1,000.
+    not depend on their length. A fixed band is made for one length: with σ = 0.02 and ±0.001 it
+    keeps 18 % of the rollouts of 20 tokens, and 89 % of those of 1,000.
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine

@@ -124,8 +124,7 @@ def pairwise(
     the old policy.
 
     A_i = N/P · β (Σ_{(i,j)} σ(-β (s_i - s_j)) - Σ_{(j,i)} σ(-β (s_j - s_i))), s as in
-    `pairwise_loss`; over |y_i| where
-    s is a mean
+    `pairwise_loss`; over |y_i| where s is a mean
 
     The gradients are exactly equal with policy_loss `reinforce` and aggregation `sequence_sum` with
     constant 1, whose weights are 1/N.
@@ -141,8 +140,7 @@ def pairwise(
         nan there.
     Returns: [B, T], equal at all tokens of a rollout, of the dtype of `logprobs_old`; sums to 0
       over the rollouts of a group unless length_normalise. 0 for rollouts in no pair, so all 0 if
-      there
-      is none.
+      there is none.
     Raises: ValueError naming beta.
     Source: the gradient of the loss of DPO, Rafailov et al. 2023, section 4, arXiv:2305.18290,
       without a reference.

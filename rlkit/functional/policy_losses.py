@@ -217,7 +217,7 @@ def gmpo(
     """Surrogate loss of the geometric mean of a rollout's clipped ratios: the ratio of one token
     changes it little.
 
-    loss_t = -s_j A_t, s_j = exp(clamp(mean over the trained tokens of rollout j of Δ'_t, -20, 20)),
+    loss_t = -s_j A_t, s_j = exp(clamp(mean over the trained tokens of rollout j of Δ'_t, -20, 20))
     Δ_t = log π_t - log π_old_t
     Δ'_t = min(Δ_t, clip_log_high) where A_t > 0, max(Δ_t, -clip_log_low) elsewhere
 

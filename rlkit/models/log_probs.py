@@ -49,8 +49,7 @@ def forward_logprobs(
       entropy_gradient: lets the entropy carry the gradient.
       critic: of `rlkit.models.critic`; gives `values`.
       reference: `compute_states` of the reference on the same rows [K, H], taken without gradient,
-      and its
-        head; gives `full_kl`.
+        and its head; gives `full_kl`.
     Returns: everything [B, T] in nats, or in units of reward for values; 0 outside the mask.
     """
     trunk, head = split_model(model)

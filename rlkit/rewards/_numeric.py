@@ -1,8 +1,8 @@
 r"""Compare the number that a reply gives as its answer with the true number. The comparison is
 exact, and its cost is bounded on any text.
 
-One grammar reads truths and replies: a number with an optional unit (`parse_number`). A longer
-expression is never read in part: 3\sqrt{2} is neither 3 nor 2.
+One grammar reads truths and replies: a number with an optional unit (`parse_number`). An
+expression that is more than one number is never read in part: 3\sqrt{2} is neither 3 nor 2.
 """
 
 from __future__ import annotations

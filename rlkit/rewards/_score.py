@@ -95,7 +95,7 @@ def _score_column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> lis
     cells = [check_value(value, rollout, term, f"reward/{name}") for rollout, value in known]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
     if len(failed) > limit * count:
-        first = failed[allowed]  # the first failure above the limit
+        first = failed[allowed]  # the first failure beyond the allowed number
         rate = f" ({len(failed)} of {count} rollouts failed, more than max_error_rate={limit:g})"
         raise reward_error(f"term {name!r}", rollouts[first], cells[first], rate if limit else "")
     return cells

@@ -16,8 +16,9 @@ Unit = Literal["words", "tokens"]
 
 @no_gold
 def environment(rollout: Rollout) -> float | None:
-    """The sum that the environment paid at the steps. It is logged as this component, but counts
-    only at the steps. None (cannot be scored) if the environment failed.
+    """The sum that the environment paid at the steps. The sum is only logged, as this component:
+    the payments are already in the rewards of the steps, so they are not added again. None (cannot
+    be scored) if the environment failed.
 
     >>> from rlkit.types import Task
     >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None

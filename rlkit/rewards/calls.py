@@ -49,8 +49,9 @@ class Unawaited(Exception):
 def call_term(term: Term, rollouts: Sequence[Rollout], allowed: int) -> list[Any]:
     """The result of the term's function for each rollout: a value or an exception.
 
-    Async calls are awaited together, after the plain calls. The list ends at the first timeout
-    above `allowed`: the step has failed then, and each further call could take as long.
+    Async calls are awaited together, after the plain calls. The list ends at the timeout that
+    makes more than `allowed` of them: the step has then failed, and each further call could take as
+    long.
     """
     values: list[Any] = []
     timeouts = 0

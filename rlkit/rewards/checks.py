@@ -29,7 +29,7 @@ class Checked(NamedTuple):
     """The value of a term, or of the aggregator, for one rollout.
 
     score      a finite number; None: the rollout cannot be scored
-    component  the logged value: the score, or the sum paid to an episode at its steps (`Paid`)
+    component  the logged value: the score; for `Paid`, the sum that was paid at the steps
     steps      rewards of the steps, if the term is per step
     metrics    other figures of the function, by their names in the step's row
     failure    why there is no score, if the function is to blame

@@ -70,7 +70,7 @@ def compare_pairs(
     differences = [b - a for a, b in zip(first, second, strict=True)]
     n = len(differences)
     if not n:
-        raise ValueError("paired: no pairs")
+        raise ValueError("compare_pairs: no pairs")
     mean = math.fsum(differences) / n
     if n < 2:
         return Difference(mean, math.nan, math.nan, math.nan, math.nan, n)

@@ -223,7 +223,7 @@ def rank_setting(key: str) -> tuple[int, int]:
 def shorten_setting(key: str, value: Any) -> str:
     """A setting in a few characters; an option's code is shortened to its name.
 
-    >>> said("optimizer.lr", 1e-4), said("task._target_", "rlkit.tasks.gsm8k")
+    >>> shorten_setting("optimizer.lr", 1e-4), shorten_setting("task._target_", "rlkit.tasks.gsm8k")
     ('optimizer.lr=0.0001', 'task=gsm8k')
     """
     text = f"{value:g}" if isinstance(value, float) else str(value)

@@ -105,7 +105,7 @@ def are_equal(value: Any, expected: Any) -> bool:
     2.0 is 2, as numbers are one kind.
 
     NaN equals nothing, as in Python. Dict order does not count.
-    >>> same([1, (2.0, "a")], [1, (2, "a")]), same(True, 1), same((1,), [1])
+    >>> are_equal([1, (2.0, "a")], [1, (2, "a")]), are_equal(True, 1), are_equal((1,), [1])
     (True, False, False)
     """
     if _is_number(value) and _is_number(expected):

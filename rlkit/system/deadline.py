@@ -50,9 +50,12 @@ def contain_block(*passing: type[BaseException]) -> Iterator[None]:
         with raise_exits():
             yield
     except BaseException as error:
-        if isinstance(error, (Exception, Interrupted, *passing)) or (
-            isinstance(error, KeyboardInterrupt) and _may_be_typed()
-        ):
+        typed = (  # Ctrl-C: in the main thread, and by Python's own handler
+            isinstance(error, KeyboardInterrupt)
+            and threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if typed or isinstance(error, (Exception, Interrupted, *passing)):
             raise
         raise ProcessEndAsked(describe_raise(error)) from error
 
@@ -62,13 +65,6 @@ def contain_call(call: Callable[[], T]) -> T:
     (`contain_block`)."""
     with contain_block():
         return call()
-
-
-def _may_be_typed() -> bool:
-    """Whether a KeyboardInterrupt in this thread may come from Ctrl-C: only in the main thread, and
-    only from Python's own handler."""
-    main = threading.current_thread() is threading.main_thread()
-    return main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 class _Work(Generic[T]):

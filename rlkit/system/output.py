@@ -70,13 +70,13 @@ def guard_output() -> None:
             )
 
 
-def hold_unawaited(held: dict[str, None], show: Any, message: Any, *place: Any) -> None:
+def hold_unawaited(held: set[str], show: Any, message: Any, *place: Any) -> None:
     """Show a warning of Python, or keep it in `held` if a coroutine was never awaited.
 
     A command that refuses such a coroutine says so in its own sentence.
     """
     if "was never awaited" in str(message):
-        held[str(message)] = None
+        held.add(str(message))
     else:
         show(message, *place)
 

@@ -46,7 +46,7 @@ LIBRARIES = 1 << 30
 LOGITS = 6 * 4
 # On a GPU, memory is counted for at most this many tokens of a micro-batch. The memory probe halves
 # larger micro-batches until they fit, which costs less than recomputing activations; assumed.
-FEWEST = 4096
+MOST_COUNTED = 4096
 MEASURED = 128  # tokens of the longest measured row
 
 
@@ -114,8 +114,8 @@ def fit_activations(model: nn.Module) -> tuple[float, float, float]:
     """Coefficients of a + b·L + c·L², the bytes kept by a trunk for the backward pass of a row
     of L tokens.
 
-    The trunk reads one row of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 is for the weights cast by
-    autocast; c is 0 unless attention writes out its scores.
+    The trunk reads three rows, of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 is for the weights cast
+    by autocast; c is 0 unless attention writes out its scores.
     """
     context = read_model_shape(base_model(model).config).context or MEASURED
     n = max(2, min(MEASURED, context) // 4)
@@ -146,7 +146,7 @@ def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any)
 
 
 class Lengths(NamedTuple):
-    """How many tokens the shortest prompt among the first tasks has, and the longest context."""
+    """Tokens of the shortest prompt among the first tasks, and of the longest context."""
 
     prompt: int
     width: int
@@ -170,8 +170,9 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
     """Measure the needs of the run's updates on a device, and decide.
 
     The micro-batch has trainer.micro_batch_tokens tokens, or all rollouts of an update at their
-    longest if this is less. On one GPU it has FEWEST tokens at most, because the memory probe
-    halves larger ones before the first step. Scheduled numbers count with their first value.
+    longest if this is less. On one GPU at most MOST_COUNTED tokens are counted, because the memory
+    probe halves larger micro-batches before the first step. Scheduled numbers count with
+    their first value.
     """
     with rng.keep_generators(), autocast(x, device, updates=True):
         width = max(
@@ -191,10 +192,10 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
 
 
 def _rows(x: Experiment, width: int, device: torch.device) -> int:
-    """How many rollouts of `width` tokens are in the micro-batch to fit into memory."""
+    """How many rollouts of `width` tokens the micro-batch has that must fit into memory."""
     tokens = x.trainer.micro_batch_tokens
     if device.type == "cuda" and ranks.size() == 1:
-        tokens = min(tokens, FEWEST)
+        tokens = min(tokens, MOST_COUNTED)
     rollouts = -(-x.batch.prompts * x.batch.group_size // x.algorithm.minibatches)
     return max(1, min(tokens // width, -(-rollouts // ranks.size())))
 

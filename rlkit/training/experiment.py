@@ -251,7 +251,7 @@ class RolloutRun(NamedTuple):
     max_steps: int | None = None  # replies of an episode; None leaves the environment's own limit
     split: Split = "test"
     format: Literal["jsonl.gz", "jsonl"] = "jsonl.gz"  # of the file of rollouts
-    sandbox: Sandbox = Sandbox()  # named by parts with code to run
+    sandbox: Sandbox = Sandbox()  # parts that run code refer to it (`${sandbox}`)
 
 
 @reaches(tools="import")
@@ -349,7 +349,7 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
     There is no correction if sampler and old policy are the same: the check before the first step
     found `exact` log-probs, in float32, and every step samples with the weights it then trains.
-    There is also none if the loss takes its ratio to the sampler itself. Otherwise the
+    There is also none if the loss's own ratio is already relative to the sampler. Otherwise the
     correction is the token factor truncated at 2.
     """
 

@@ -214,7 +214,8 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def _require_package(package: str) -> None:
-    """Raise ConfigError if an optional package is missing. It has the name of its logger."""
+    """Raise ConfigError if the package of a logger is missing. Package and logger have the same
+    name."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"logger={package}: the package {package} is not installed; {install(package)}, or"
@@ -249,8 +250,8 @@ def make_tolerant(logger: Any) -> Any:
 
 
 def _report_thread_failure(before: Callable[..., Any], args: Any) -> None:
-    """Print no traceback if a thread of a logger failed on writing; the logger's next call reports
-    the failure."""
+    """Print no traceback if a logger's thread failed because it could not write; the logger's next
+    call reports the failure."""
     if args.exc_value is None or explain_write_error(args.exc_value) is None:
         before(args)
 

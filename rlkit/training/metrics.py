@@ -305,15 +305,24 @@ def _ratios(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     return out
 
 
-DIVERGENCES = """
-kl/ref kl/ref_k3 kl/old mismatch/kl mismatch/logp_abs_mean
-mismatch/logp_abs_max mismatch/ratio_max mismatch/out_of_bounds_frac mismatch/ess
-mismatch/chi2 mismatch/ess_sequence mismatch/chi2_sequence mismatch/pearson kl/nonzero_frac
-"""
-
-
 def _divergences(batch: Weighted, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
-    out = dict.fromkeys(DIVERGENCES.split(), NAN)
+    names = (
+        "kl/ref",
+        "kl/ref_k3",
+        "kl/old",
+        "mismatch/kl",
+        "mismatch/logp_abs_mean",
+        "mismatch/logp_abs_max",
+        "mismatch/ratio_max",
+        "mismatch/out_of_bounds_frac",
+        "mismatch/ess",
+        "mismatch/chi2",
+        "mismatch/ess_sequence",
+        "mismatch/chi2_sequence",
+        "mismatch/pearson",
+        "kl/nonzero_frac",
+    )
+    out = dict.fromkeys(names, NAN)
     out["kl/coef"] = require_number(experiment.kl.coef)
     out["kl/estimate"] = terms.mean("kl")
     estimates = terms.get("kl")
@@ -373,9 +382,6 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
     return {f"mismatch/{name}": float(value) for name, value in values.items()}
 
 
-STALENESS = "steps_mean steps_max updates_mean kl ess_seq chi2_token chi2_seq out_of_bounds_frac"
-
-
 def staleness_metrics(
     batch: Weighted, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
 ) -> dict[str, float]:
@@ -396,7 +402,16 @@ def staleness_metrics(
     Args:
       step: RL steps done before this one. updates: version → optimiser steps so far.
     """
-    names = STALENESS.split()
+    names = (
+        "steps_mean",
+        "steps_max",
+        "updates_mean",
+        "kl",
+        "ess_seq",
+        "chi2_token",
+        "chi2_seq",
+        "out_of_bounds_frac",
+    )
     out = dict.fromkeys((f"staleness/{name}" for name in names), NAN)
     old, sampler, versions = (
         _before(batch, terms, name) for name in ("logprobs_old", "logprobs_sampler", "versions")

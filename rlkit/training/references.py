@@ -138,10 +138,10 @@ def ema(*, decay: float) -> Reference:
     Under LoRA the factors of the adapter are averaged, each by itself. The effective weights W +
     s·BA are then not the average of the policy's: with averaging weights w, B̄ Ā = Σ w B A - Σ w (B
     - B̄)(A - Ā), and the difference is the covariance of the factors over the average's memory.
-    Measured on the embedded model (rank 2, twenty steps of AdamW), as a share of the norm of the
-    averaged change: 5 % at a learning rate of 0.001 and 13 % at 0.01 with decay 0.9; 54 % at 0.01
-    with decay 0.99 and gradients of pure noise. It vanishes while the policy stands still. The
-    average of the products has a higher rank, so no adapter of this rank can hold it.
+    On the embedded model (rank 2, twenty steps of AdamW) this difference, as a share of the norm of
+    the averaged change, was 5 % at a learning rate of 0.001 and 13 % at 0.01 with decay 0.9, and
+    54 % at 0.01 with decay 0.99 and gradients of pure noise. It vanishes while the policy stands
+    still. The average of the products has a higher rank, so no adapter of this rank can hold it.
 
     Args:
       decay: in [0, 1). 0 is the policy of one step ago; 0.99 looks back about 100 steps.

@@ -61,9 +61,8 @@ def train_in(
       resume: a checkpoint, or a folder with checkpoints (the newest is taken); None starts a new
         run.
       started: time.perf_counter() of the command's start.
-      again: builds the experiment again in a second process (`rlkit.config.compose.make_builder`),
-      for
-        asynchrony=overlap.
+      again: builds the experiment again in a second process, for asynchrony=overlap
+        (`rlkit.config.compose.make_builder`).
     Raises: ConfigError if `again` is needed and None.
     """
     from rlkit.training.ahead.modes import group_source

@@ -34,8 +34,9 @@ from rlkit.types import Environment, Policy, Task, Tool, bound, declarations
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ only by rounding
 # All of these are means of |Δ log-prob| in half precision.
 BF16_LIMIT = 0.5  # more than any rounding
-MARGIN = 1.2  # a warning above this many times the difference between the model's own two paths
-# SmolLM2-135M's difference; on fewer than FEW tokens a difference counts as at least this
+MARGIN = 1.2  # warn above MARGIN · the difference between the model's own two paths
+# The difference of SmolLM2-135M. A difference measured on fewer than FEW tokens is raised to at
+# least this.
 TYPICAL = 0.05
 FEW = 64  # with this many tokens the mean is accurate to about one eighth of its value
 # The unit roundoff of bfloat16. A measured difference between two paths counts as at least this.

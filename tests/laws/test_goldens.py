@@ -24,10 +24,9 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 # Metrics that consist of rounding, with how far another processor may move them: the largest
-# difference of two log-probs that
-# are equal but for their rounding, and the share of tokens whose KL does not round to 0.
-# KL and the spread of the ratio are squares of small differences, so their error is some times
-# larger than that of the log-probs.
+# difference of two log-probs that are equal but for their rounding, and the share of tokens whose
+# KL does not round to 0. KL and the spread of the ratio are squares of small differences, so their
+# error is some times larger than that of the log-probs.
 ROUNDING = {
     "mismatch/logp_abs_max": 2e-5,
     "kl/nonzero_frac": 0.03,

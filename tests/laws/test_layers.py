@@ -56,8 +56,7 @@ ONLY: dict[str, set[str]] = {
     "system": {"types", "errors"},
     "distributed": {"errors", "system"},  # a rank that waits for the others says so
     "statistics": set(),
-    # for what an advantage with a critic gives, and for sentences on wrong arguments
-    "functional": {"types", "errors"},
+    "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"types", "errors", "system"},
     "rewards": {"types", "errors", "system", "sandbox", "distributed"},
     "tasks": {"types", "errors", "environments", "sandbox"},

@@ -76,7 +76,7 @@ SPEAKERS = {
     # the pairs are a run's prompts
     "extras.why.effects.list_effects": ("rlkit compare, claim", "rlkit compare, interval"),
     "commands.train._compare_tests": ("report, marks",),
-    "extras.bench.matrix.compare_pairs": (
+    "extras.bench.matrix.compare_arms": (
         "rlkit bench, claims",
         "rlkit bench, equal arms",
         "rlkit bench, claims' intervals",

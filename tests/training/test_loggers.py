@@ -91,7 +91,7 @@ def test_a_rewards_metric_that_cannot_be_kept_is_refused(given):
     from rlkit.rewards import Reward, RewardError, Term, score
     from rlkit.types import Rollout, Task
 
-    with pytest.raises(RewardError, match=r"rlkit uses itself|finite number"):
+    with pytest.raises(RewardError, match=r"rlkit uses this name itself|finite number"):
         score(
             [Rollout(Task("row/0", ()), ())],
             Reward("r", {"own": Term(1.0, lambda rollout: (1.0, given))}),

@@ -81,9 +81,9 @@ INLINE float sum(vec v) {
     return s[0];
 }
 
-/* e^x for x <= 0 to 1e-7 of it: 2^n e^r, |r| <= ln 2 / 2 (Cephes expf). */
+/* e^x for x <= 0, with a relative error of 1e-7: 2^n e^r, |r| <= ln 2 / 2 (Cephes expf). */
 INLINE vec exponential(vec x) {
-    vec low = (vec){0} - 87.0f, magic = (vec){0} + 12582912.0f; /* adding and taking away 1.5 * 2^23 rounds */
+    vec low = (vec){0} - 87.0f, magic = (vec){0} + 12582912.0f; /* adding, then subtracting 1.5 * 2^23 rounds to a whole number */
     ivec under = x < low;
     x = (vec)(((ivec)low & under) | ((ivec)x & ~under));
     vec n = (x * 1.44269504f + magic) - magic;
@@ -99,7 +99,7 @@ INLINE vec exponential(vec x) {
 
 #ifdef HALF
 INLINE vec load(const number *p) { return (vec)(__builtin_convertvector(*(const svec *)p, ivec) << 16); }
-INLINE number rounded(float x) { /* to the nearest, ties to even; nan stays one */
+INLINE number rounded(float x) { /* to the nearest, ties to even; a nan stays a nan */
     union { float value; uint32_t bits; } u = {x};
     return x != x ? 0x7fc0 : (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16;
 }

@@ -38,9 +38,10 @@ class Cached(Service):
       max_cached_tokens: size of the cache in tokens, > 0. It holds at least one context of full
         length, and at most max_rows of them. None: as many as fit into 0.35 of the memory that the
         weights leave on the card or, on a CPU, in the machine or container. A CPU allocates memory
-        only as it is used. Prompts wait if they do not fit. If drawing rows run out of pages,
-        waiting episodes lose theirs first, then the row with the fewest draws. That row keeps its
-        drawn tokens, and its context is read again later.
+        only as it is used. Prompts wait if they do not fit. If no page is left for
+        the rows that are drawing, episodes that wait for their environment lose their pages first,
+        then the row with the fewest draws. That row keeps its drawn tokens, and its context is read
+        again later.
       check_every: tokens drawn by every slot before the host looks for ended completions, > 0.
         None: 1 on a CPU, 8 elsewhere. It changes no completion: a slot stops drawing when its
         completion ends.
@@ -87,7 +88,7 @@ class Cached(Service):
         self.kernel = kernel
         self.automatic = kernel == "auto"
         self.why_eager = ""  # why `auto` is eager
-        # the kernel of the process sampling for this one
+        # the kernel of the sampling process (asynchrony=overlap)
         self.elsewhere: Literal["eager", "fused"] | None = None
         # threads of a fused step (None: torch's); any number gives the same bits
         self.threads: int | None = None
@@ -170,16 +171,16 @@ class Cached(Service):
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """The kernel in use, or the kernel of the process sampling for this one; None before the
-        first weights."""
+        """The kernel in use, or the kernel of the run's sampling process; None before the first
+        weights."""
         if self.decoder is None:
             return self.elsewhere
         fused = isinstance(self.decoder, Scheduler) and self.decoder.kernel is not None
         return "fused" if fused else "eager"
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
-        """Fix `auto` to this kernel from now on. A sampling process of the run is told the same
-        kernel."""
+        """Fix `auto` to this kernel from now on. The trainer tells the run's sampling process the
+        same kernel."""
         if not self.automatic:
             return
         self.kernel = kernel

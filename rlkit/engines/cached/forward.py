@@ -110,7 +110,8 @@ class Trunk:
 
 def make_logits_function(head: Head, forward: Trunk | None) -> Callable[[Tensor], Tensor]:
     """Return the function from last hidden states [m, H] to logits [m, V]: the head, or its copy in
-    `half` if the trunk computes in `half`. A head that does more than multiply is called."""
+    `half` if the trunk computes in `half`. If the head does more than multiply, the result is the
+    head itself."""
     if forward is None or forward.half is None or head.logits is not head.module:
         return head
     if find_plain_part(head.module, forward.half) is None:

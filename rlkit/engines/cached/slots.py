@@ -82,8 +82,8 @@ class Slots:
         self.start, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
         self.clock = 0
         self.safe = -1
-        self.oldest = 0  # lowest `start` (and `furthest`: highest `most`) at the last `extend`
-        self.furthest = 1
+        self.oldest = 0  # lowest `start` at the last `extend`
+        self.furthest = 1  # highest `most` at the last `extend`
 
     @property
     def reach(self) -> np.ndarray:

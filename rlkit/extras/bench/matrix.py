@@ -297,7 +297,7 @@ class Pair(NamedTuple):
         return (self.second, self.first) if self.mean > 0 else (self.first, self.second)
 
 
-def compare_pairs(found: Scores) -> list[Pair]:
+def compare_arms(found: Scores) -> list[Pair]:
     """Compare every pair of arms on every task, by Student's t within seeds, with the
     false-discovery rate over all of them.
 
@@ -464,7 +464,7 @@ def list_claims(found: Scores) -> str:
             f"Nothing: {n} seeds, and fewer than {TO_CLAIM} claim nothing"
             f" (`seeds={TO_CLAIM}`).{known}"
         )
-    all_pairs = compare_pairs(found)
+    all_pairs = compare_arms(found)
     every = [p for p in all_pairs if not {p.first, p.second} & PLACEBOS.keys()]
     told = sorted((p for p in every if p.q <= ALPHA), key=lambda p: -abs(p.mean))
     lines = []

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rlkit.models.shape import read_model_shape
-from rlkit.training.activations import FEWEST
+from rlkit.training.activations import MOST_COUNTED
 
 # The decode engine: bytes moved by the sampling noise per row and vocabulary entry, at most.
 # Two-level Gumbel-max needs 2 √V numbers a row.
@@ -378,14 +378,14 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
 
 
 def settle_checkpointing(card: Card, shape: Shape, load: Load) -> Load:
-    """Settle model.gradient_checkpointing=auto: as in a run, halve micro-batches down to FEWEST
-    tokens before recomputing activations."""
+    """Settle model.gradient_checkpointing=auto: as in a run, halve micro-batches down to
+    MOST_COUNTED tokens before recomputing activations."""
     tokens = load.micro_batch
     while True:
         tried = load._replace(micro_batch=tokens, checkpointing=False)
         if forecast(card, shape, tried).fits:
             return tried
-        if tokens < 2 * FEWEST:
+        if tokens < 2 * MOST_COUNTED:
             return load._replace(checkpointing=True)
         tokens //= 2
 

@@ -294,7 +294,7 @@ def smooth_values(values: Sequence[float], steps: int) -> list[float]:
 
     m_t = (1 - a) Σ_i a^(t-i) x_i / (1 - a^(t+1)), a = 1 - 1 / steps
 
-    >>> [round(v, 3) for v in smoothed([0.0, 1.0, 1.0], 2)]
+    >>> [round(v, 3) for v in smooth_values([0.0, 1.0, 1.0], 2)]
     [0.0, 0.667, 0.857]
     """
     if steps <= 1:
@@ -399,7 +399,7 @@ def choose_limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
     """The vertical axis for values between `low` and `high`: at least `span`, and LEAST of the
     largest value, so that noise stays small.
 
-    >>> limits(Chart("", "", "", "", span=0.1), 0.98, 0.981)
+    >>> choose_limits(Chart("", "", "", "", span=0.1), 0.98, 0.981)
     (0.9305, 1.0305)
     """
     least = max(chart.span, LEAST * max(abs(low), abs(high)))

@@ -87,7 +87,7 @@ def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: 
 def apply_remedy(saved: Iterable[str], overrides: Sequence[str]) -> list[str]:
     """Add a remedy to a run's overrides. If it replaces an option, the option's own settings go.
 
-    >>> changed(["kl=k3", "kl.coef=10", "seed=1"], ["kl=none"])
+    >>> apply_remedy(["kl=k3", "kl.coef=10", "seed=1"], ["kl=none"])
     ['seed=1', 'kl=none']
     """
     keys = [text.partition("=")[0].lstrip("+~") for text in overrides]

@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
     step: int
     version: int
-    progress: Progress  # at the time of the request: the step's experiment follows from it
+    progress: Progress  # of the run at the time of the request; it determines the experiment
     before: StreamState | None  # None: the prompt stream after the previous request
     settings: str
     weights: str = ""  # fingerprint of the sampling weights, if a journal needs it
@@ -83,8 +83,8 @@ def compute_version(step: int, staleness: int) -> int:
 
 
 def list_due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
-    """The steps, after the last step in flight, with groups to be sampled by the weights of version
-    `now`."""
+    """The steps that come after the last step in flight and have groups that the weights of version
+    `now` should sample."""
     first = flight.ahead[-1].step + 1 if flight.ahead else now
     steps = range(first, max(x.trainer.steps, now + 1))
     return [*takewhile(lambda step: compute_version(step, x.asynchrony.staleness) <= now, steps)]
@@ -141,9 +141,9 @@ def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str,
 def unpack_flight(
     saved: Mapping[str, Any], tasks: Sequence[Task], x: Experiment, progress: Progress, kinds: Any
 ) -> Flight:
-    """The inverse of `pack_flight`. The flight is cut before the first groups that the present
-    config would sample differently, or that are none of the `kinds`. Prints a line on the steps cut
-    off.
+    """The inverse of `pack_flight`. The first groups that the present config would sample
+    differently, or with a type that is not in `kinds`, are dropped, and so is everything after
+    them. A printed line names the dropped steps.
 
     Raises: DataError if the tasks have changed.
     """

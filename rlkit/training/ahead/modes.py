@@ -24,9 +24,8 @@ def group_source(
 
     Args:
       x: the whole run. tasks: its prompts.
-      again: builds the experiment in a second process (`rlkit.config.compose.make_builder`); None
-      if
-        parts of it are Python objects.
+      again: builds the experiment in a second process (`rlkit.config.compose.make_builder`);
+        None if parts of it are Python objects.
       folder: of the run, for the second process's log and journal.
     Raises: ConfigError if a second process cannot be made.
     """

@@ -133,7 +133,8 @@ def serve(
         x = again()
         engine = x.generation.engine
         if isinstance(engine, SharedEngine):
-            engine.lent = lambda: None  # the trainer waits before it uses the servers
+            # nothing to wait for here: the trainer itself waits before it uses the shared servers
+            engine.lent = lambda: None
         policy, device = _load_policy(x)
         loaded = None
         behind = StreamState()  # the prompt stream after the last request

@@ -77,7 +77,8 @@ class WeightSlots:
         os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
 
     def _find_slot(self, version: int) -> int:
-        """The place of a version's weights. Raises EngineError if its slot holds another."""
+        """The position of a version's weights in the file. Raises EngineError if the slot holds
+        another version."""
         found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
         if found != version:
             raise EngineError(

@@ -79,7 +79,7 @@ class MetricsFile(L.Callback):
             log_settings(logger, list_settings(module))
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        if self.line:  # below the line of the step that ended the phase
+        if self.line:  # printed now, so that it is below the line of the step that ended the phase
             trainer.print(self.line)
             self.line = ""
 

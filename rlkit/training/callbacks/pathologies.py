@@ -10,8 +10,8 @@ Row = dict[str, Any]
 INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 
 
-# largest mean difference of sampler and trainer in float32, in nats per token; the same limit as in
-# the check at the start
+# largest allowed mean difference of sampler and trainer in float32, in nats per token; the same
+# limit as in the check at the start
 MISMATCH = 0.001
 PROOF = 6  # digits that prove a version (rlkit.training.update.claims)
 LEAST_BAD = "least_bad"  # the least group/frac_all_bad of the run so far
@@ -148,8 +148,8 @@ def ratio_off(row: Row) -> str | None:
     """The ratio of the first minibatch is not 1, although the minibatch is on-policy."""
     ratio = row["ratio/first_mean"]  # nan is not compared
     return (
-        f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs"
-        " disagree"
+        f"the ratio of the first minibatch is {ratio:.3f}, not 1: the log-probs in the update"
+        " differ from those of the pass before it"
         if abs(ratio - 1) > 0.01
         else None
     )
@@ -169,7 +169,7 @@ def sampler_off(row: Row) -> str | None:
 
 
 def version_wrong(row: Row) -> str | None:
-    """The engine samples with other weights than the version reported by it."""
+    """The engine samples with weights of another version than it reports."""
     digits = row.get("mismatch/version_wrong", 0.0)
     if not digits >= PROOF:
         return None

@@ -39,7 +39,7 @@ def read_condition(text: str) -> Condition:
     steps in a row on which it must hold.
 
     Raises: ValueError with the grammar.
-    >>> condition("reward/mean > 0.8 for 5")
+    >>> read_condition("reward/mean > 0.8 for 5")
     Condition(metric='reward/mean', operator='>', bound=0.8, times=5)
     """
     found = re.fullmatch(

@@ -6,7 +6,7 @@ least one) with the weights of its version, and with the previous and the next v
 
     noise     mean over a row's tokens of min(|engine - claimed|, |engine - other|)
     telling   tokens with |other - claimed| > 16 noise
-    digits    after each row: max(0, digits) + log10(4) · there - log10(7/4) · here
+    digits    after each row: digits ← max(0, digits) + log10(4) · there - log10(7/4) · here
 
 engine, claimed and other are log-probs; `there` and `here` count the telling tokens nearer to
 `other` and to `claimed`. If the engine is honest and its rounding is symmetric, the mean rounding

@@ -74,7 +74,8 @@ class MicroBatches:
             self.halve(batch, message)
 
     def retry_update(self, minibatch: Minibatch, work: Callable[[], T], terms: UpdateTerms) -> T:
-        """`retried` for the update of a minibatch; notes the minibatch for the debug bundle."""
+        """Call `retry_halved` for the update of a minibatch, and note the minibatch for the debug
+        bundle."""
         self.minibatch = minibatch
         done = self.retry_halved(minibatch, work, terms)
         self.minibatch = None

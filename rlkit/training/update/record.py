@@ -44,7 +44,7 @@ class Update(NamedTuple):
     host: Host
     clock: Clock
     step: int  # RL steps done
-    # seed of the order of rollouts and of all other draws in the step, equal on all ranks
+    # seed for the order of rollouts and every other draw of the step; the same on all ranks
     seed: int
     warming_up: bool  # whether the critic learns alone
     trained: Sequence[Rollout]  # the rollouts of the batch's rows

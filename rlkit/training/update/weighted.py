@@ -23,10 +23,10 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
 
     advantage → normalisation → minus the KL from this token on, if the KL is in the reward. If the
     advantage asks for `token_rewards`, the KL is deducted from these instead. With `kl.in_baseline`
-    the KL is deducted from the rewards before the advantage is estimated, whatever the advantage
-    is, and for all rollouts, because untrained rollouts count in the baseline too. The factor is
-    off-policy correction × token filter; both may ask for advantages. Computed once over the whole
-    update batch, without gradient.
+    the KL is deducted from the rewards before the advantage is estimated, for every kind of
+    advantage. This includes untrained rollouts, because they count in the baseline too. The factor
+    is off-policy correction × token filter; both may ask for advantages. Computed once over the
+    whole update batch, without gradient.
     Raises: PartError if the advantage has neither shape [N] nor [B, T], or a critic gets no
     returns.
     """

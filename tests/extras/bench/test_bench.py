@@ -353,7 +353,7 @@ def table(arms, tasks=("noisy", "needle"), seeds=10, spread=0.02):
 def test_the_page_claims_what_differs_and_names_what_does_not():
     """A shared seed effect of 0.1 hides nothing: arms are paired."""
     found = bench.arrange_scores(table({"a": 0.5, "b": 0.4, "c": 0.5}))
-    told = {(p.task, p.first, p.second) for p in bench.compare_pairs(found) if p.q <= 0.05}
+    told = {(p.task, p.first, p.second) for p in bench.compare_arms(found) if p.q <= 0.05}
     assert told == {(task, *pair) for task in found.tasks for pair in (("a", "b"), ("b", "c"))}
     text = bench.format_page(table({"a": 0.5, "b": 0.4, "c": 0.5}), {})
     assert (
@@ -377,11 +377,11 @@ def test_comparisons_with_placebos_do_not_help_others_to_pass():
     both placebos."""
     coin, form = bench.PLACEBOS
     rows = table({"a": 0.5, "b": 0.488, "c": 0.5, "d": 0.9, coin: 0.9, form: 1.0})
-    alone = bench.compare_pairs(
+    alone = bench.compare_arms(
         bench.arrange_scores([row for row in rows if row["arm"] not in bench.PLACEBOS])
     )
     beside = {
-        (p.task, p.first, p.second): p.q for p in bench.compare_pairs(bench.arrange_scores(rows))
+        (p.task, p.first, p.second): p.q for p in bench.compare_arms(bench.arrange_scores(rows))
     }
     assert [p.q for p in alone] == [beside[p.task, p.first, p.second] for p in alone]
     text = bench.format_page(rows, {})
@@ -400,7 +400,7 @@ def test_an_arm_that_a_task_refuses_is_left_out_there_and_no_seed_for_it():
         [row for row in whole if (row["arm"], row["task"]) != ("b", "needle")]
     )
     assert found.seeds == list(range(10)) and list(found.select_complete()) == ["a", "c"]
-    assert [(p.task, p.first, p.second) for p in bench.compare_pairs(found)] == [
+    assert [(p.task, p.first, p.second) for p in bench.compare_arms(found)] == [
         ("noisy", "a", "b"),
         ("noisy", "a", "c"),
         ("noisy", "b", "c"),
@@ -444,7 +444,7 @@ def test_false_claims_are_rare_over_many_pages():
         found = bench.Scores(
             ["s", "t"], list(range(10)), {arm: rng.normal(size=(10, 2)) for arm in "abcd"}
         )
-        claims += any(p.q <= 0.05 for p in bench.compare_pairs(found))
+        claims += any(p.q <= 0.05 for p in bench.compare_arms(found))
     assert claims / 200 <= 0.09
 
 
@@ -454,7 +454,7 @@ def test_differences_of_a_coarse_score_that_are_equal_are_not_certain():
     found = bench.Scores(
         ["t"], list(range(10)), {"a": np.full((10, 1), 0.99), "b": np.full((10, 1), 0.995)}
     )
-    (pair,) = bench.compare_pairs(found)
+    (pair,) = bench.compare_arms(found)
     assert found.step(0) == pytest.approx(0.005) and pair.high - pair.low == pytest.approx(
         2 * 2.262157 * 0.005 / 120**0.5
     )

@@ -19,12 +19,12 @@ def groups(make_run, **changes):
 def test_smoothing_has_no_bias_towards_the_start():
     """A constant stays itself from the first value on; an exponential mean that starts at 0 would
     not."""
-    assert charts.smoothed([3.0] * 5, 4) == pytest.approx([3.0] * 5)
-    assert charts.smoothed([1.0, 2.0], 0) == [1.0, 2.0]
+    assert charts.smooth_values([3.0] * 5, 4) == pytest.approx([3.0] * 5)
+    assert charts.smooth_values([1.0, 2.0], 0) == [1.0, 2.0]
 
 
 def test_a_seed_that_ended_early_does_not_make_the_mean_jump():
-    told = charts.line([{1: 0.0, 2: 0.0, 3: 0.0}, {1: 1.0, 2: 1.0}])
+    told = charts.join_seeds([{1: 0.0, 2: 0.0, 3: 0.0}, {1: 1.0, 2: 1.0}])
     assert told == charts.Line([1, 2], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0])
 
 
@@ -80,14 +80,14 @@ def test_equal_runs_give_equal_bytes(make_run):
 def test_an_axis_does_not_magnify_noise(make_run):
     """Validation accuracies of 0.5 throughout filled the height of their chart, and so did rounding
     errors of a ratio."""
-    svg = drawing.figure_of(charts.STATIC[1], groups(make_run), None)
+    svg = drawing.draw_figure(charts.STATIC[1], groups(make_run), None)
     low, high = svg.axes[0].get_ylim()
     assert high - low >= 0.1
     flat = charts.Chart("", "", "", "", span=0.0)
-    assert charts.limits(flat, 1.0, 1.0 + 1e-7) == pytest.approx((0.95, 1.05)) and charts.limits(
-        flat, 0.0, 2.0
-    ) == (0.0, 2.0)
-    assert charts.limits(charts.Chart("", "", "", "", span=0.1), 0.0, 0.01)[0] == 0.0, (
+    assert charts.choose_limits(flat, 1.0, 1.0 + 1e-7) == pytest.approx(
+        (0.95, 1.05)
+    ) and charts.choose_limits(flat, 0.0, 2.0) == (0.0, 2.0)
+    assert charts.choose_limits(charts.Chart("", "", "", "", span=0.1), 0.0, 0.01)[0] == 0.0, (
         "a share does not look negative"
     )
 
@@ -96,9 +96,9 @@ def test_a_long_line_keeps_its_spikes(monkeypatch):
     monkeypatch.setattr(charts, "POINTS", 20)
     values = [0.0] * 1000
     values[313], values[777] = 5.0, -5.0
-    kept = charts.thinned(values)
+    kept = charts.thin_values(values)
     assert {0, 313, 777, 999} <= set(kept) and len(kept) <= 20
-    assert charts.thinned([1.0] * 20) == list(range(20))
+    assert charts.thin_values([1.0] * 20) == list(range(20))
 
 
 def test_the_page_draws_every_metric_that_varies(make_run):
@@ -110,7 +110,7 @@ def test_the_page_draws_every_metric_that_varies(make_run):
         ]
     )
     told = charts.with_values(both)
-    more = charts.others(both, told)
+    more = charts.chart_others(both, told)
     assert "mine/share" in {chart.metric for chart in more} and "eval/accuracy_low" not in {
         chart.metric for chart in more
     }
@@ -166,8 +166,8 @@ def test_bars_stand_where_not_every_step_was_measured(make_run):
         ("accuracy", every, False),
         ("accuracy", sparse, True),
     ):
-        (curve,) = charts.curves_of(named[name], shown, None)
-        (axes,) = drawing.figure_of(named[name], shown, None).axes
+        (curve,) = charts.draw_curves(named[name], shown, None)
+        (axes,) = drawing.draw_figure(named[name], shown, None).axes
         kinds = {type(own).__name__ for own in axes.collections}
         assert (curve.bars, "LineCollection" in kinds, "FillBetweenPolyCollection" in kinds) == (
             bars,
@@ -176,7 +176,7 @@ def test_bars_stand_where_not_every_step_was_measured(make_run):
         ), name
     assert [
         own.get_linestyle()
-        for own in drawing.figure_of(named["test_accuracy"], every, None).axes[0].lines
+        for own in drawing.draw_figure(named["test_accuracy"], every, None).axes[0].lines
     ] == ["None"]
     assert [
         own["lines"][0]["bars"]

@@ -16,7 +16,7 @@ from rlkit.extras.report import charts
 def few(monkeypatch):
     """Two charts: this is no question of their number."""
     monkeypatch.setattr(charts, "STATIC", charts.STATIC[:2])
-    monkeypatch.setattr(charts, "dynamic", lambda found: ())
+    monkeypatch.setattr(charts, "chart_dynamic", lambda found: ())
 
 
 def test_the_help_and_the_end_of_a_run_name_it(make_run):

@@ -31,7 +31,7 @@ def few():
     """Two charts: what the page does with them is not a question of their number."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(charts, "STATIC", charts.STATIC[:2])
-        patch.setattr(charts, "dynamic", lambda found: ())
+        patch.setattr(charts, "chart_dynamic", lambda found: ())
         yield
 
 

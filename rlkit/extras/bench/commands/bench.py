@@ -102,7 +102,7 @@ def write_page(
     found = bench.arrange_scores(rows)
     compared = [
         {k: round(v, 5) if isinstance(v, float) else v for k, v in p._asdict().items()}
-        for p in (bench.compare_pairs(found) if len(found.seeds) > 1 else [])
+        for p in (bench.compare_arms(found) if len(found.seeds) > 1 else [])
     ]
     if compared:
         bench.write_rows(folder / "comparisons.csv", compared)
