@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rlkit.extras.why.evidence import Finding
 from rlkit.extras.why.forks import Fork
 from rlkit.runs.comparing import (
     ALPHA,
@@ -61,30 +62,63 @@ def say_effect(effect: Effect) -> str:
     if d.n < TO_CLAIM:
         return f"{what}: {d.n} prompts claim nothing; {TO_CLAIM} are needed."
     if not effect.claim:
-        return f"{what}: no effect that could be seen ({d.low:+.3f} to {d.high:+.3f})."
+        return f"{what}: no measurable effect ({d.low:+.3f} to {d.high:+.3f})."
     side = "higher" if d.mean > 0 else "lower"
     low, high = sorted((abs(d.low), abs(d.high)))
     return f"{what}: reward is {side} by {abs(d.mean):.3f} ({low:.3f} to {high:.3f})."
 
 
-def sum_up(control: Fork, forks: Sequence[Fork], effects: Sequence[Effect]) -> list[str]:
-    """List the effects, the largest first, and their basis."""
+def judge_findings(findings: Sequence[Finding], effects: Sequence[Effect]) -> list[str]:
+    """Say which findings their trial confirmed: those whose change raises the reward, with an
+    interval without 0."""
+    tried = {tuple(own.fork.overrides): own for own in effects}
+    lines = []
+    for number, finding in enumerate(findings, 1):
+        effect = tried.get(finding.remedy)
+        verdict = "not tested"
+        if effect is not None:
+            verdict = "confirmed by its trial" if effect.helps else "not confirmed by its trial"
+        lines.append(f"Finding {number} is {verdict}. {finding.title}")
+    return lines
+
+
+def sum_up(
+    control: Fork,
+    forks: Sequence[Fork],
+    effects: Sequence[Effect],
+    findings: Sequence[Finding] = (),
+) -> list[str]:
+    """List the baseline, the effects, the largest first, what they say of the findings, and their
+    basis."""
     ordered = sorted(effects, key=lambda own: (not own.claim, -abs(own.found.mean)))
-    lines = [say_effect(own) for own in ordered]
+    lines = []
+    if control.rewards:
+        base = sum(control.rewards.values()) / len(control.rewards)
+        lines.append(f"The run as it is, the baseline: mean reward {base:.3f}.")
+    same = []
+    for own in ordered:
+        before, after = pair_rewards(control, own.fork)
+        if before == after and own.found.n >= TO_CLAIM:
+            same.append(own)
+    lines += [say_effect(own) for own in ordered if own not in same]
+    if same:
+        names = "; ".join(" ".join(own.fork.overrides) for own in same)
+        lines.append(f"The same reward on every prompt as the baseline: {names}.")
+    lines += judge_findings(findings, effects)
     if not any(own.helps for own in effects):
         lines.append(
-            f"No remedy raises the reward that could be seen in {control.steps} steps. Nothing can"
-            " be told from these forks; more steps see smaller effects (steps="
-            f"{4 * control.steps})."
+            f"In {control.steps} steps no change raised the reward measurably. Nothing can be told"
+            f" from these trials; more steps show smaller effects (steps={4 * control.steps})."
         )
     prompts = max((own.found.n for own in effects), default=0)
     seconds = sum(own.seconds for own in (control, *forks))
-    count = control.steps * (1 + len(forks))
-    tried = "1 remedy" if len(forks) == 1 else f"{len(forks)} remedies"
+    tried = "1 change" if len(forks) == 1 else f"{len(forks)} changes"
     place = f"step {control.start}" if control.start else "the start"
     lines.append(
-        f"({tried} tried from {place}, {count} steps, {seconds / 60:.1f} minutes;"
-        f" reward of {prompts} further prompts of this run, paired, 95 % corrected for the number"
-        " of remedies. It speaks of this run at this place, and not of the algorithm.)"
+        f"(The baseline and {tried} were trained from {place}, {control.steps} steps each, in"
+        f" {seconds / 60:.1f} minutes. Each change was tried alone, so another fault can hide its"
+        f" effect. Rewards are of {prompts} further prompts, paired; intervals have 95 %, corrected"
+        " for the number of changes. They are about this run from here on, and not about the"
+        " algorithm.)"
     )
     return lines

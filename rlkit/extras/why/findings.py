@@ -86,7 +86,7 @@ def say_healthy(e: Evidence) -> str:
     said = f"No known fault was found in these {e.steps} steps."
     if e.progress.rose:
         return said
-    return f"{said} More steps show smaller changes (trainer.steps={4 * e.steps})."
+    return f"{said} More steps show smaller changes: set trainer.steps={4 * e.steps}."
 
 
 def say_progress(e: Evidence) -> str:
@@ -102,5 +102,5 @@ def say_progress(e: Evidence) -> str:
         return f"The reward rises: {went}."
     if first - last <= e.progress.chance:
         return f"The reward is flat: {went}. A change below {e.progress.chance:.2g} may be chance."
-    verb = "collapsed" if last < settings.LOST * first else "falls"
+    verb = "collapsed" if first > 0 and last < settings.LOST * first else "falls"
     return f"The reward {verb}: {went}."

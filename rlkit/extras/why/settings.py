@@ -291,7 +291,7 @@ def useless_critic(e: Evidence) -> Finding | None:
         "The critic predicts nothing.",
         f"In the last third of the steps it explained {fmean(last):.0%} of the returns' variance,"
         f" so its baseline does not help.{f' {means}' if stuck else ''}",
-        f"Raise {rate}={e.number(rate):g}, or take the baseline from groups.",
+        f"Raise {rate} (now {e.setting(rate)}), or take the baseline from groups.",
         ("algorithm=grpo",),
     )
 

@@ -58,6 +58,13 @@ class TokenEffect(NamedTuple):
     group: dict[int, float]  # position in the step → reward as the advantage saw it
 
 
+class Move(NamedTuple):
+    """A token's probability before and after the update of its step."""
+
+    before: float
+    after: float
+
+
 def read_step(folder: Path, step: int) -> list[Rollout]:
     """Read all rollouts of a step. Raises: ConfigError if they are not recorded."""
     parts = index_steps(folder / "rollouts")
@@ -222,7 +229,8 @@ def name_sample(rollout: Rollout) -> tuple[int, int, int | None]:
 def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> Iterator[str]:
     """Describe the origin of a token, the parts of its advantage, and its change by its step."""
     start, _ = find_nearest_checkpoint(e.run.folder, token.version)
-    yield f"(computed again from step {start} in {token.step - start} updates)"
+    again = f"{token.step - start} RL step{'s' if token.step - start > 1 else ''}"
+    yield f"(computed again from step {start}, by {again} on the recorded rollouts)"
     learner = None
     found: dict[int, Tensor] = {}
     for learner in repeat_steps(x, tasks, e, token.version, token.step):
@@ -239,23 +247,67 @@ def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> It
     )
     yield (
         f"step {token.step}, rollout {token.rollout}, token {token.token}, in reply"
-        f" {token.reply}: {quote_token(decode([token.id]))}"
+        f" {token.reply} (all counted from 0 but the step): {quote_token(decode([token.id]))}"
     )
     gap = float(then[token.id]) - token.logprob
     said = "as recorded" if abs(gap) <= EXACT else f"recorded: {token.logprob:.5f}"
     yield (
-        f"The weights after step {token.version} sampled it with log-prob"
+        f"Step {token.step} sampled it with the weights after step {token.version}, with log-prob"
         f" {float(then[token.id]):.5f} ({said}). Their distribution:"
     )
     for i in dict.fromkeys([*then.topk(SHOWN).indices.tolist(), token.id]):
         mark = "  <- sampled" if i == token.id else ""
         yield f"  {math.exp(then[i]):.4f}  {quote_token(decode([i]))}{mark}"
-    yield from say_effect_of_step(read_effect(learner, token), token, grouped=compares_groups(e))
+    made = read_effect(learner, token)
+    yield from say_effect_of_step(made, token, grouped=compares_groups(e))
     ratio = math.exp(float(before[token.id]) - token.logprob)
+    moved = Move(math.exp(before[token.id]), math.exp(after[token.id]))
     yield (
-        f"Before the update its ratio to the sampler was {ratio:.4f}. The step moved its"
-        f" probability from {math.exp(before[token.id]):.4f} to {math.exp(after[token.id]):.4f}."
+        f"Before the update its ratio (probability by the trainer / by the sampler) was"
+        f" {ratio:.4f}. The update moved its probability from {moved.before:.4f} to"
+        f" {moved.after:.4f}."
     )
+    fresh = token.version == token.step - 1
+    yield judge_move(made, moved, say_clip(e, made.advantage, moved) if fresh else "")
+
+
+def judge_move(made: TokenEffect, moved: Move, clip: str) -> str:
+    """Say in a sentence whether the update did what the advantage asked for."""
+    if not made.trained or made.advantage * made.scale == 0:
+        return "Verdict: nothing was asked of this token, and it moved with the others of its step."
+    up = made.advantage > 0
+    sign = "positive" if up else "negative"
+    asked = "raise" if up else "lower"
+    if (moved.after > moved.before) == up and moved.after != moved.before:
+        did = "raised" if up else "lowered"
+        done = f"the update {did} its probability, as its {sign} advantage asked"
+    else:
+        done = (
+            f"the update did not {asked} its probability, as its {sign} advantage asked: the other"
+            " tokens of the step moved it further"
+        )
+    return f"Verdict: {done}{clip}."
+
+
+def say_clip(e: Evidence, advantage: float, moved: Move) -> str:
+    """Say whether PPO's clip stopped the update on a token; "" for any other loss or ratio.
+
+    The first update of a step has ratio 1, so it is never clipped.
+    """
+    parts = (e.setting("algorithm.policy_loss._target_"), e.setting("algorithm.ratio._target_"))
+    if parts != ("rlkit.functional.clipped", "rlkit.functional.token_ratio"):
+        return ""
+    if e.number("algorithm.epochs") * e.number("algorithm.minibatches") == 1:
+        return "; not clipped, because the step has one update"
+    ratio = moved.after / moved.before
+    limit = 1 + e.number("algorithm.policy_loss.clip_high")
+    beyond = ratio > limit
+    if advantage < 0:
+        limit = 1 - e.number("algorithm.policy_loss.clip_low")
+        beyond = ratio < limit
+    if beyond:
+        return f"; clipped, because its ratio went to {ratio:.3g}, beyond {limit:g}"
+    return f"; not clipped, because its ratio went to {ratio:.3g}, within {limit:g}"
 
 
 def say_effect_of_step(made: TokenEffect, token: Token, *, grouped: bool) -> Iterator[str]:

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from extras.why.test_why import evidence
 from parametrise import each
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.cli import main
@@ -16,11 +17,15 @@ from rlkit.extras.why.commands.why import compose_run
 from rlkit.extras.why.evidence import read_evidence
 from rlkit.extras.why.tokens import (
     EXACT,
+    Move,
+    TokenEffect,
     find_token,
+    judge_move,
     measure_gaps,
     read_effect,
     read_step,
     repeat_steps,
+    say_clip,
 )
 
 WORDS = ("batch.prompts=2", "batch.group_size=4", "trainer.threads=1", "evaluation.n=0")
@@ -93,11 +98,15 @@ def test_the_command_tells_all_and_writes_nothing(run, capsys):
     before = sorted(path for path in run.rglob("*"))
     assert main(["why", str(run), "step=3", "rollout=1", "token=4"]) == 0
     out = capsys.readouterr().out
-    assert "(computed again from step 2 in 1 updates)" in out
-    assert "step 3, rollout 1, token 4, in reply 0: " in out
-    assert "The weights after step 2 sampled it with log-prob" in out and "(as recorded)" in out
+    assert "(computed again from step 2, by 1 RL step on the recorded rollouts)" in out
+    assert "step 3, rollout 1, token 4, in reply 0 " in out
+    assert (
+        "Step 3 sampled it with the weights after step 2, with log-prob" in out
+        and "(as recorded)" in out
+    )
     assert "<- sampled" in out and "Its advantage was" in out
-    assert "of its group: " in out and "The step moved its probability from" in out
+    assert "of its group: " in out and "The update moved its probability from" in out
+    assert out.splitlines()[-1].startswith("Verdict: ")
     assert sorted(path for path in run.rglob("*")) == before
 
 
@@ -113,6 +122,34 @@ def test_the_command_tells_all_and_writes_nothing(run, capsys):
 def test_a_token_that_is_not_there(run, capsys, words, said):
     assert main(["why", str(run), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@each(
+    ("advantage", "after", "verdict"),
+    [
+        (0.4, 0.63, "the update raised its probability, as its positive advantage asked; clipped"),
+        (0.4, 0.50, "its positive advantage asked; not clipped, because its ratio went to 1.04"),
+        (
+            -0.4,
+            0.30,
+            "the update lowered its probability, as its negative advantage asked; clipped",
+        ),
+        (-0.4, 0.50, "the update did not lower its probability"),
+        (0.0, 0.50, "nothing was asked of this token"),
+    ],
+)
+def test_a_verdict_compares_the_move_with_the_advantage(advantage, after, verdict):
+    clipped = {
+        "algorithm.policy_loss._target_": "rlkit.functional.clipped",
+        "algorithm.ratio._target_": "rlkit.functional.token_ratio",
+        "algorithm.policy_loss.clip_low": 0.2,
+        "algorithm.policy_loss.clip_high": 0.2,
+        "algorithm.epochs": 2,
+        "algorithm.minibatches": 4,
+    }
+    made = TokenEffect(advantage, 1.0, trained=True, group={})
+    moved = Move(0.48, after)
+    assert verdict in judge_move(made, moved, say_clip(evidence(clipped), advantage, moved))
 
 
 @pytest.mark.slow

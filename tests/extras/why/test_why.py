@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+import rlkit
 from parametrise import each
 from rlkit import Reward, Term
 from rlkit.commands.arguments import Arguments
@@ -22,8 +24,14 @@ from rlkit.extras.why import attacks, data, findings, settings
 from rlkit.extras.why.attacks import attack, explain_unsafe, make_episode
 from rlkit.extras.why.commands.why import compose_run
 from rlkit.extras.why.effects import list_effects, say_effect, sum_up
-from rlkit.extras.why.evidence import Evidence, read_evidence, share_of_copies
-from rlkit.extras.why.findings import list_findings, say_findings
+from rlkit.extras.why.evidence import Evidence, Finding, read_evidence, share_of_copies
+from rlkit.extras.why.findings import (
+    list_findings,
+    say_change,
+    say_findings,
+    say_healthy,
+    say_progress,
+)
 from rlkit.extras.why.forks import Fork, Place, choose_place, read_forks, run_fork, write_fork
 from rlkit.extras.why.remedies import apply_remedy, list_remedies
 from rlkit.extras.why.tokens import read_step
@@ -157,7 +165,7 @@ def test_a_critic_is_useless_if_it_does_not_learn_the_mean_or_is_old():
     0.08 to the mean return of 0.6; one without updates stayed at 0."""
     found = list_findings(of_critic(lambda i: 0.0, lambda i: 0.0))
     assert [own.cause for own in found] == ["critic"]
-    assert "predicts 0.00 on average, where they are 0.40" in found[0].evidence
+    assert "It predicts 0.00 on average, while the returns average 0.40." in found[0].evidence
     assert causes(of_critic(lambda i: -0.05, lambda i: 0.4 * i / 8)) == [], "it is young"
     assert causes(of_critic(lambda i: -0.05, lambda i: 0.4, count=50)) == ["critic"], "it is old"
     unsure = of_critic(lambda i: 0.3 * (-1) ** i, lambda i: 0.4, count=50)
@@ -216,8 +224,12 @@ def test_equal_rewards_of_small_groups_are_explained_by_a_rate_that_destroys():
 
 def test_cut_episodes_are_counted_once_and_by_their_commonest_reason():
     row = {"len/truncated_frac": 0.6, "stop_reason/length": 0.1, "stop_reason/steps": 0.5}
-    [found] = list_findings(evidence({}, row))
-    assert found.evidence == "60% of the episodes were cut, most of them by steps."
+    [found] = list_findings(evidence({"environment.max_turns": 50}, row))
+    assert found.evidence == (
+        "60% of the episodes were cut, most of them by the limit of turns"
+        " (environment.max_turns=50)."
+    )
+    assert "environment.max_turns=100" in found.advice
     lost = row | {"group/frac_all_bad": 1.0, "group/frac_zero_std": 1.0}
     assert causes(evidence({}, lost)) == ["limit", "hard"], "a lost game is cut as well"
 
@@ -381,11 +393,35 @@ def test_an_effect_is_claimed_where_the_pairs_show_it_and_no_effect_is_said_to_b
     effects = list_effects(control, [same, better])
     assert [own.helps for own in effects] == [False, True]
     assert say_effect(effects[1]).startswith("Better (a=b): reward is higher by 0.156 (")
-    assert "no effect that could be seen" in say_effect(effects[0])
-    assert "Better" in sum_up(control, [same, better], effects)[0]
+    assert "no measurable effect" in say_effect(effects[0])
+    assert "Better" in sum_up(control, [same, better], effects)[1]
     few = list_effects(fork("", base[:9], ()), [fork("Few", [1.0] * 9)])
     assert not few[0].claim and "9 prompts claim nothing" in say_effect(few[0])
     assert "Nothing can be told" in " ".join(sum_up(control, [same], list_effects(control, [same])))
+
+
+def test_a_trial_confirms_a_finding_if_its_change_raises_the_reward():
+    base = [i % 4 / 4 for i in range(16)]
+    control = fork("The run as it is", base, ())
+    better = fork("kl=none", [r + 0.25 * (i % 3 > 0) for i, r in enumerate(base)], ("kl=none",))
+    equal = fork("b=1", base, ("b=1",))
+    worse = fork("c=1", [r - 0.25 * (i % 3 > 0) for i, r in enumerate(base)], ("c=1",))
+    named = [
+        Finding("kl", "The KL.", "", "", ("kl=none",)),
+        Finding("equal", "Groups.", "", "", ("b=1",)),
+        Finding("rate", "The rate.", "", "", ("c=1",)),
+        Finding("leak", "Prompts.", "", ""),
+    ]
+    forks = [better, equal, worse]
+    lines = sum_up(control, forks, list_effects(control, forks), named)
+    assert lines[0] == "The run as it is, the baseline: mean reward 0.375."
+    assert "The same reward on every prompt as the baseline: b=1." in lines
+    assert [line for line in lines if line.startswith("Finding")] == [
+        "Finding 1 is confirmed by its trial. The KL.",
+        "Finding 2 is not confirmed by its trial. Groups.",
+        "Finding 3 is not confirmed by its trial. The rate.",
+        "Finding 4 is not tested. Prompts.",
+    ]
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -427,13 +463,15 @@ def test_the_fork_without_a_remedy_is_the_run(run, monkeypatch):
 def test_the_command_names_the_cause_and_proves_it(run, capsys):
     assert main(["why", str(run)]) == 0
     out = capsys.readouterr().out
-    assert "The KL penalty is too strong." in out and "change: kl=none" in out
+    assert "The KL penalty is too strong." in out
+    assert "In your train command, replace kl.coef=10 with: kl=none" in out
     assert f"rlkit why {run} minutes=" in out
     assert main(["why", str(run), "minutes=1", "steps=1"]) == 0
     out = capsys.readouterr().out
     rows = [json.loads(line) for line in (run / "why" / "forks.jsonl").read_text().splitlines()]
     assert rows[0]["overrides"] == [] and rows[1]["overrides"] == ["kl=none"]
-    assert " tried from the start" in out and "It speaks of this run" in out
+    assert "Finding 1 is " in out and "The run as it is, the baseline: mean reward " in out
+    assert " tried alone" in out and " were trained from the start, 1 steps each" in out
     assert main(["why", str(run), "minutes=1", "steps=1"]) == 0
     again = (run / "why" / "forks.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in again][: len(rows)] == rows, "what is done is not repeated"
@@ -486,3 +524,41 @@ def test_words_that_say_nothing_are_refused(run, capsys, words, said):
 def test_lines_of_a_finding():
     lines = say_findings(list_findings(evidence({"kl.coef": 10}, {"kl/coef": 10})))
     assert lines[0].startswith("1. The KL penalty is too strong. With kl.coef=10")
+
+
+def test_a_change_quotes_the_overrides_that_it_replaces():
+    given = ["seed=1", "kl=k3", "kl.coef=10"]
+    told = "In your train command, replace kl=k3 kl.coef=10 with: kl=none"
+    assert say_change(("kl=none",), given) == told
+    assert say_change(("a=1", "b=2"), given) == "Add to your train command: a=1 b=2"
+
+
+@each(
+    ("rewards", "verdict"),
+    [
+        (RISING, "rises: it was 0.423 on average in the first 3 of 9 steps, and 0.703 in the last"),
+        (FLAT, "flat: it was 0.500 on average in the first 3 of 9 steps, and 0.497 in the last 3."),
+        (RISING[::-1], "falls: it was 0.703"),
+        ([0.6, 0.6, 0.6, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0], "collapsed: it was 0.600"),
+        ([-r for r in RISING], "falls: it was -0.423"),
+        (FLAT[:2], "The run has 2 of the 3 steps"),
+    ],
+)
+def test_the_first_line_has_a_verdict_and_the_counts_of_steps(rewards, verdict):
+    assert verdict in say_progress(evidence(rewards=rewards))
+
+
+def test_a_healthy_answer_counts_the_steps():
+    flat = "No known fault was found in these 9 steps. More steps show smaller changes: set"
+    assert say_healthy(evidence()) == f"{flat} trainer.steps=36."
+    assert say_healthy(evidence(rewards=RISING)) == "No known fault was found in these 9 steps."
+
+
+def test_a_critic_without_a_rate_gets_that_of_its_option():
+    e = of_critic(lambda i: 0.0, lambda i: 0.0)
+    rate = "algorithm.critic.optimizer.lr"
+    e.run.settings.update({rate: 0, "algorithm.critic.model": "head"})
+    [found] = list_findings(e)
+    assert f"because {rate}=0." in found.evidence
+    head = Path(rlkit.__file__).parents[1] / "conf" / "algorithm" / "critic" / "head.yaml"
+    assert found.remedy == (f"{rate}={yaml.safe_load(head.read_text())['optimizer']['lr']:g}",)

@@ -16,6 +16,7 @@ from rlkit.runs.reading import find_runs
 if TYPE_CHECKING:
     from rlkit.extras.why.evidence import Evidence, Finding
     from rlkit.extras.why.forks import Fork, Place, Setting
+    from rlkit.extras.why.remedies import Remedy
 
 TAKES_TEXTS = True
 SETTINGS = ("minutes", "steps", "step", "rollout", "token", "attack", "brief")
@@ -41,7 +42,7 @@ def command(arguments: Arguments) -> int | Answer:
         rlkit why outputs/latest minutes=10
     """
     from rlkit.extras.why.evidence import read_evidence
-    from rlkit.extras.why.findings import say_findings, say_progress
+    from rlkit.extras.why.findings import say_findings, say_healthy, say_progress
     from rlkit.extras.why.remedies import STEPS
     from rlkit.extras.why.suspicions import say_suspicions
 
@@ -60,9 +61,7 @@ def command(arguments: Arguments) -> int | Answer:
         return explain(e, given, named, arguments)
     print(say_progress(e))
     findings, notes = diagnose(e, named, arguments, attack=read_flag("attack", given.get("attack")))
-    print(
-        "\n".join(say_findings(findings) or ["Nothing was found that is known to hold a run back."])
-    )
+    print("\n".join(say_findings(findings, e.given) or [say_healthy(e)]))
     for note in notes:
         print(f"note: {note}")
     steps = int(given.get("steps", STEPS))
@@ -162,7 +161,7 @@ def prove(
     steps: int,
     step: int | None,
 ) -> Iterator[str]:
-    """Report the cost of continuing the run, or the outcome."""
+    """Offer to continue the run with each change, or report the outcome."""
     from rlkit.extras.why.effects import list_effects, sum_up
     from rlkit.extras.why.forks import choose_place, read_forks
     from rlkit.extras.why.remedies import budget_minutes, forecast_minutes, list_remedies
@@ -172,13 +171,22 @@ def prove(
     place = choose_place(folder, e, step)
     whole = forecast_minutes(e, remedies, steps)
     where = f"step {place.step}" if place.step else "the start"
-    yield (
-        f"To try {len(remedies)} remedies from {where}, {steps} steps each, takes about"
+    count = "1 change" if len(remedies) == 1 else f"{len(remedies)} changes"
+    trial = (
+        f"This trains the run as it is and each of {count} for {steps} steps from {where}, in about"
         f" {max(whole, 0.1):.1f} minutes by the times of this run."
     )
     if minutes is None:
-        yield f"   rlkit why {shlex.quote(named)} minutes={budget_minutes(whole)}"
+        limit = budget_minutes(whole)
+        yield f"Optional: measure which change helps. {trial} It tries:"
+        yield f"   {'; '.join(' '.join(own.overrides) for own in remedies)}"
+        untried = list_untried(findings, remedies)
+        if untried:
+            yield f"   It does not test {untried}: no setting mends it, or the setting changes the reward."
+        yield f"   rlkit why {shlex.quote(named)} minutes={limit}"
+        yield f"   After {limit} minutes no further change is begun; the forecast is rough."
         return
+    yield trial
     done = read_forks(folder, place, steps)
     settings: list[Setting] = []
     for title, overrides in [("The run as it is", ()), *remedies]:
@@ -190,10 +198,22 @@ def prove(
             yield f"not tried: {' '.join(overrides)} ({str(error).splitlines()[0]})"
     forks = try_all(e, settings, place, done, minutes=minutes, steps=steps)
     control, *others = forks
-    left = len(settings) - len(forks)
+    ran = [fork.overrides for fork in forks]
+    left = [" ".join(own.remedy.overrides) for own in settings if own.remedy.overrides not in ran]
     if left:
-        yield f"{left} remedies are left out by minutes={minutes:g}; the same command goes on."
-    yield from sum_up(control, others, list_effects(control, others))
+        yield (
+            f"Not tried: {'; '.join(left)}. The same command again tries those that minutes="
+            f"{minutes:g} left out, and repeats nothing."
+        )
+    yield from sum_up(control, others, list_effects(control, others), findings)
+
+
+def list_untried(findings: Sequence[Finding], remedies: Sequence[Remedy]) -> str:
+    """The numbers of the findings whose change is not among these."""
+    tried = [own.overrides for own in remedies]
+    numbers = [str(i) for i, own in enumerate(findings, 1) if own.remedy not in tried]
+    name = "finding" if len(numbers) == 1 else "findings"
+    return f"{name} {' and '.join(numbers)}" if numbers else ""
 
 
 def try_all(
