@@ -182,7 +182,10 @@ def prove(
         yield f"   {'; '.join(' '.join(own.overrides) for own in remedies)}"
         untried = list_untried(findings, remedies)
         if untried:
-            yield f"   It does not test {untried}: no setting mends it, or the setting changes the reward."
+            yield (
+                f"   It does not test {untried}: no setting mends it, or the setting changes the"
+                " reward."
+            )
         yield f"   rlkit why {shlex.quote(named)} minutes={limit}"
         yield f"   After {limit} minutes no further change is begun; the forecast is rough."
         return
