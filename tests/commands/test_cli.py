@@ -80,7 +80,7 @@ def long_row(folder):
 def no_template(folder):
     (folder / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     return [f"model.chat_template={folder}/t.jinja", "model.tools=template"], [
-        "chat template",
+        "model.chat_template=",
         "tools",
         "model.tools=prompt",
     ]
