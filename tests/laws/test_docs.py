@@ -69,6 +69,7 @@ CANNOT = {
     "run=": "needs a run; tests/runs/test_runs.py and test_export.py have one",
     "-m": "many processes; tests of sweeps run such",
     "environment.command=": "processes; tests/extras/programs/test_gateway.py plays such",
+    "task.high=100000": "earns nothing on purpose; experiments/why diagnoses it",
     "environment.id=": "earns nothing in two steps; tests/extras/programs plays such",
     "rlkit get": "needs the package index; tests/extras/pretrained has one of its own",
     "experiment=laptop": "needs rlkit get; tests/laws/test_presets.py takes a step of it",
