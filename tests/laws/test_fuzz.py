@@ -156,7 +156,7 @@ SAMPLES = {  # what it is → (the case, its exit status, words that it says)
             ]
         ),
         0,
-        "n=5: the task has 2 rows",
+        "n=5: the task has only 2 rows",
     ),
 }
 

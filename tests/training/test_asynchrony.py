@@ -211,7 +211,7 @@ def test_groups_in_flight_survive_a_checkpoint(tmp_path, same):
     state = torch.load(tmp_path / "state", weights_only=True)
     assert source.restore(state, learner.policy, learner.progress) == flight
     assert len(flight.ahead) == 2
-    with pytest.raises(DataError, match="no longer has"):
+    with pytest.raises(DataError, match="no longer in the task's data"):
         source_of(x, tasks[::-1]).restore(state, learner.policy, learner.progress)
 
 
