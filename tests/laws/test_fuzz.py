@@ -188,8 +188,8 @@ def test_drawn_cases_end_in_a_sentence(runs):
 
 def test_a_case_that_sleeps_for_ever_is_killed(monkeypatch):
     monkeypatch.setattr(fuzzing, "LIMIT", 0)
-    child = subprocess.Popen(["sleep", "infinity"])
-    assert fuzzing.wait(child.pid) == -signal.SIGKILL
+    child = os.posix_spawnp("sleep", ["sleep", "infinity"], os.environ)
+    assert fuzzing.wait(child) == -signal.SIGKILL
 
 
 # ------------------------------------------------------------------------- processes of their own
