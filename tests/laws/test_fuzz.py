@@ -4,6 +4,7 @@ a word. The named cases are those that once did otherwise; `.ci/fuzz` draws thou
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
