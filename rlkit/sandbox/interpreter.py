@@ -39,8 +39,8 @@ STARTER = ThreadPoolExecutor(1, "interpreters")
 
 
 class Interpreter:
-    """One child for many programs, under the limits of `Sandbox`. Time and output are counted anew
-    for each program.
+    """One child for many programs, under the limits of `Sandbox`. Each program has its own limits
+    of time and output.
 
     Its first program starts it. If a program runs out of time, writes too much or ends the
     interpreter, all names are lost, and the next program starts a new child. One program at a time.

@@ -55,7 +55,7 @@ def leave_process(status: int) -> None:
     """End the process with this status, after all has been written. Does not return.
 
     Non-daemon threads and `atexit` handlers have GRACE seconds together, in Python's usual order.
-    Then a line names those that are left, and the process ends all the same. The interpreter does
+    Then a line names the rest, and the process ends all the same. The interpreter does
     not clean up, so no object's finalizer can delay the end.
     """
     ended = threading.Event()

@@ -81,7 +81,7 @@ async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
         if not task.done():
             KEPT.append(task)
         elif not task.cancelled():
-            task.exception()  # otherwise asyncio complains that nobody retrieved it
+            task.exception()  # otherwise asyncio warns of an unread exception
     if any(not task.done() for task in tasks):
         return  # the generators of a task left behind are in use
     with suppress(TimeoutError):
@@ -145,7 +145,7 @@ async def run_together(
                     task.cancel()
             await wind_up(others)
         for task in tasks:
-            get_error(task)  # otherwise asyncio complains that nobody retrieved it
+            get_error(task)  # otherwise asyncio warns of an unread exception
     if first is not None:
         raise first
     return [get_result(task) for task in tasks]

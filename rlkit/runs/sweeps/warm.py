@@ -152,7 +152,7 @@ def serve_jobs() -> None:
     """The server: imports, then one keeper for each request, until the sweep closes its end."""
     end_with_parent()
     link = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody needs a keeper's exit status
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the exit status of a keeper is not needed
     for name in (*IMPORTS, *sys.argv[2:]):
         with contextlib.suppress(ImportError):  # the job reports the missing module
             importlib.import_module(name)
