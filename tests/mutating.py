@@ -58,7 +58,7 @@ class Mutation(NamedTuple):
     """In a function of a file, `before` becomes `after`."""
 
     file: str
-    function: str  # with its class, as in Learner.saved
+    function: str  # with its class, as in Learner.save
     before: str
     after: str
     tests: tuple[str, ...] = ()

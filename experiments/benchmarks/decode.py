@@ -87,10 +87,10 @@ def limit(model: Any, contexts: Contexts, tokens: int) -> float:
     card = bench.card() if next(model.parameters()).is_cuda else None
     if card is None:
         return math.nan
-    from rlkit.extras.forecast import decode_limit, shape_of  # which older checkouts lack
+    from rlkit.extras.forecast import decode_limit, read_shape  # which older checkouts lack
 
     context = statistics.fmean(map(len, contexts)) + tokens / 2
-    return decode_limit(card, shape_of(model.config), len(contexts), context)
+    return decode_limit(card, read_shape(model.config), len(contexts), context)
 
 
 # -------------------------------------------------------------------------------------- the engines

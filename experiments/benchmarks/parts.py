@@ -170,7 +170,7 @@ def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
     from check_forecast import stories
 
     from rlkit.commands.cli import main as run
-    from rlkit.extras.forecast.roofline import shape_of
+    from rlkit.extras.forecast.roofline import read_shape
 
     with tempfile.TemporaryDirectory() as folder:
         tasks = Path(folder) / "tasks.jsonl"
@@ -205,7 +205,7 @@ def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
 
     from rlkit.models import load_policy
 
-    shape = shape_of(load_policy(path=given["model"]).model.config)
+    shape = read_shape(load_policy(path=given["model"]).model.config)
     dtype = torch.float32 if given["precision"] == "float32" else torch.bfloat16
     rows = []
     for part in PARTS:

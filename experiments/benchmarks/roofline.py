@@ -65,12 +65,12 @@ def processor(shape: Any, threads: int, clock: Callable[[], float] = time.proces
     """
     import torch
 
-    from rlkit.extras.forecast.roofline import shape_of
+    from rlkit.extras.forecast.roofline import read_shape
     from rlkit.models.load import load_policy
 
     torch.set_num_threads(threads)
     policy = load_policy(path="tiny")._replace(eos_token_ids=(1,))  # no reply ends
-    tiny = shape_of(policy.model.config)
+    tiny = read_shape(policy.model.config)
     bandwidth = stream_rate(clock)
     own, other = (
         dict(zip(("train", "decode"), product_rates(s, clock), strict=True)) for s in (tiny, shape)
@@ -246,8 +246,8 @@ def expected(given: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         composed = compose(overrides(given, bench.model_folder(given["size"], Path(folder))))
         x = experiment(composed)
-        shape = forecast.shape_of_run(x)
-        load, _ = forecast.load_of(x, composed.config, {"reply_share": "1"})
+        shape = forecast.find_shape(x)
+        load, _ = forecast.measure_load(x, composed.config, {"reply_share": "1"})
     card = processor(shape, 1)
     found = forecast.forecast(card, shape, load)
     return {

@@ -19,7 +19,7 @@ from weights import RANK, SHAPES, Setting, card_of
 
 import rlkit
 from rlkit.config.compose import compose, experiment
-from rlkit.extras.forecast import forecast, load_of
+from rlkit.extras.forecast import forecast, measure_load
 from rlkit.training.selfcheck import check_policy
 from rlkit.training.update.probe import probe_memory
 from rlkit.types import Task
@@ -116,7 +116,7 @@ def steps(setting: Setting, shape: str, prompts: int, report: Report) -> None:
             prompt = take_steps(setting, learner, tasks, watch, partial(report, limited=limited))
     share = mean_reply(longest) / longest if limited else 1.0
     given = {"reply_share": str(share), "prompt_tokens": str(prompt), "turns": "1"}
-    load, _ = load_of(x, composed.config, given)
+    load, _ = measure_load(x, composed.config, given)
     expected = forecast(card_of(setting.device, copy_rate(setting.out)), SHAPES[shape], load)
     report("steps", "roofline", **roofline_row(expected))
 

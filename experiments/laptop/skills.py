@@ -15,7 +15,7 @@ from rlkit.environments import calculator
 from rlkit.environments.tool_parsers import load_json
 from rlkit.rewards import final_answer, no_gold
 from rlkit.tasks import arithmetic
-from rlkit.tasks.splits import check_split, split_of
+from rlkit.tasks.splits import check_split, choose_split
 from rlkit.types import Message, Rollout, Split, Task, gives
 
 NAMES = ("Ann", "Ben", "Cem", "Eva", "Gus", "Ida", "Jim", "Kim", "Leo", "Mia", "Ned", "Pia")
@@ -35,7 +35,7 @@ def draw_problems(
     problems: list[tuple] = []
     while len(problems) < count:
         problem = draw(rng)
-        if split_of(problem, validation=0.1, held_out=0.2) == split:
+        if choose_split(problem, validation=0.1, held_out=0.2) == split:
             problems.append(problem)
     return problems
 

@@ -29,7 +29,7 @@ from rlkit.episodes.evaluation import greedy_accuracy, is_correct, sampled_accur
 from rlkit.models import load_policy
 from rlkit.models.chat import Renderer, continuation, encode_prompt, encode_scaffold, make_renderer
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
-from rlkit.tasks._arithmetic import Problem, arithmetic, compute_value, draw_of, expression
+from rlkit.tasks._arithmetic import Problem, arithmetic, compute_value, draw_from_splits, expression
 from rlkit.types import Message
 
 WARM_UP_SEED = (
@@ -101,7 +101,7 @@ def conversations(
     """`count` warm-up problems with a demonstration each."""
     rng = random.Random(seed)
     for i in range(count):
-        p = draw_of(
+        p = draw_from_splits(
             random.Random(f"arithmetic {WARM_UP_SEED + seed} train {i}"), ("train", "validation")
         )  # never a test problem
         yield p.question, demonstration(p, rng, slips=slips)

@@ -170,7 +170,7 @@ def _values(
         above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next((is_set[path] for path in above if path in is_set), "")
 
-    def origin_of(key: str, changed: bool) -> str:
+    def find_origin(key: str, changed: bool) -> str:
         phase = PHASE.fullmatch(key)
         source = follow_reference(key, raw.get(key), now)
         if setter(key):
@@ -198,7 +198,7 @@ def _values(
             changed = phase[2] not in now or now[phase[2]] != now[key]
         else:
             changed = key not in before or before[key] != now[key]
-        yield Value(key, shown.get(key), origin_of(key, changed), changed)
+        yield Value(key, shown.get(key), find_origin(key, changed), changed)
 
 
 def follow_reference(key: str, written: Any, config: Mapping[str, Any]) -> str:

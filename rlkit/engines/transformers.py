@@ -263,7 +263,7 @@ class ThinkingBudget:
         self.inside[at] = torch.tensor(inside, dtype=torch.bool, device=last.device)
         self.used[at] += before & self.inside[at]
 
-    def saved(self, at: Tensor) -> list[tuple[bool, int, int, str]]:
+    def save(self, at: Tensor) -> list[tuple[bool, int, int, str]]:
         """The state of these replies, for `restore`."""
         inside, used, written = (x[at].tolist() for x in (self.inside, self.used, self.written))
         tails = [self.tails[row] for row in at.tolist()]

@@ -18,7 +18,7 @@ from rlkit.functional import mix
 from rlkit.models import load_policy
 from rlkit.system import rng
 from rlkit.system.copies import copy_value
-from rlkit.system.loops import await_value, make_blocking, run_together, set_substitute, was_left
+from rlkit.system.loops import await_value, is_left, make_blocking, run_together, set_substitute
 from rlkit.system.shared_state import guard_state
 from rlkit.types import (
     Engine,
@@ -225,7 +225,7 @@ async def collect_groups(
         )
 
         async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
-            if was_left():
+            if is_left():
                 raise Hung("the episode is over")
             await at.place.ready()
             said = await speak(rollout, messages, session)
@@ -292,7 +292,7 @@ async def collect_groups(
         rollout = name_limit(who.policy, rollout)
         if how.table is not None and how.table.players:
             rollout = rollout._replace(player=at.player)
-        if not was_left():
+        if not is_left():
             at.done(rollout)
         return rollout
 
@@ -313,7 +313,7 @@ async def collect_groups(
             other = other._replace(turns=Turns(next(KEYS)), place=Start(waits=False).place())
         return (await run_together([episode(own, how, one), episode(rival, how, other)]))[0]
 
-    def group_of(task: Task, i: int) -> list[Played]:
+    def make_group(task: Task, i: int) -> list[Played]:
         how = find_environment(environment, task)
 
         def seat(j: int, table: Any = None, player: int = 0) -> Seat:
@@ -339,7 +339,7 @@ async def collect_groups(
 
     with rng.keep_generators(), guard_state(environment):
         return await run_together(
-            (coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)),
+            (coroutine for i, task in enumerate(tasks, first) for coroutine in make_group(task, i)),
             announced=True,
         )
 

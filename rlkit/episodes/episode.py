@@ -131,7 +131,7 @@ def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
       said: the session's answer. given: the copy of `record` that it received.
     """
 
-    def step_of(own: Step, before: Step, kept: Step) -> Step:
+    def merge_step(own: Step, before: Step, kept: Step) -> Step:
         if own is before:
             return kept
         prompt = kept.prompt if own.prompt is before.prompt else copy_value(own.prompt)
@@ -141,7 +141,9 @@ def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
         return own._replace(prompt=prompt, tool_calls=calls)
 
     known = zip(said.steps, given.steps, record.steps, strict=False)
-    steps = tuple(step_of(*three) for three in known) + copy_value(said.steps[len(record.steps) :])
+    steps = tuple(merge_step(*three) for three in known) + copy_value(
+        said.steps[len(record.steps) :]
+    )
     task = record.task if said.task is given.task else copy_value(said.task)
     metadata = record.metadata if said.metadata is given.metadata else copy_value(said.metadata)
     return said._replace(task=task, steps=steps, metadata=metadata)

@@ -74,7 +74,7 @@ def compare_pairs(
     mean = math.fsum(differences) / n
     if n < 2:
         return Difference(mean, math.nan, math.nan, math.nan, math.nan, n)
-    spread = spread_of(differences, resolution)
+    spread = compute_spread(differences, resolution)
     if n < FEWEST:
         return Difference(mean, math.nan, math.nan, math.nan, spread, n)
     error = spread / math.sqrt(n)
@@ -85,7 +85,7 @@ def compare_pairs(
     return Difference(mean, mean - half, mean + half, 2 * (1 - student_cdf(t, n - 1)), spread, n)
 
 
-def spread_of(values: Sequence[float], resolution: float = 0.0) -> float:
+def compute_spread(values: Sequence[float], resolution: float = 0.0) -> float:
     """Standard deviation of n ≥ 2 values, but at least resolution / √12, the one of rounding to
     `resolution`."""
     mean = math.fsum(values) / len(values)
@@ -135,7 +135,7 @@ def estimate_bounded_mean(
     mean = min(top, max(bottom, math.fsum(values) / n))
     if n < FEWEST or (not resolution and min(values) == max(values)):
         return mean, math.nan, math.nan
-    variance = spread_of(values, resolution) ** 2
+    variance = compute_spread(values, resolution) ** 2
     factor = student_quantile((1 + level) / 2, n - 1) ** 2 / n
     chance = resolution / (top - bottom)
     return mean, *bounded_interval(mean, variance, factor, chance=chance, bounds=bounds)

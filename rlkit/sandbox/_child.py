@@ -195,7 +195,7 @@ def argument(index: int, half: int = 0) -> Instruction:
     return (LOAD, 0, 0, 16 + 8 * index + 4 * half)
 
 
-def one_of(values: list[int]) -> list[Instruction]:
+def allow_values(values: list[int]) -> list[Instruction]:
     """Allow each of these values of the number loaded last."""
     return [x for value in sorted(values) for x in ((EQUAL, 0, 1, value), (GIVE, 0, 0, ALLOW))]
 
@@ -213,7 +213,7 @@ def fcntl_rules() -> list[Instruction]:
     reads the low bits alone. The C library leaves the high ones undefined, so they are not looked
     at.
     """
-    commands = one_of(list(FCNTL.values()))
+    commands = allow_values(list(FCNTL.values()))
     flags = [(EQUAL, 0, 3, F_SETFL), argument(2), (BITS, 1, 0, O_ASYNC), (GIVE, 0, 0, ALLOW)]
     return [
         argument(1, half=1),
@@ -245,7 +245,7 @@ def bpf(machine: str) -> list[Instruction]:
         # the x32 interface has other numbers
         program += [(ABOVE, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
     numbers = (pair[column] for pair in ALLOWED.values())
-    program += one_of([n for n in numbers if n is not None])
+    program += allow_values([n for n in numbers if n is not None])
     program += [
         (EQUAL, 0, 1, 435),
         (GIVE, 0, 0, ENOSYS),

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from rlkit.errors import Hung, Interrupted, describe_raise, warn
 from rlkit.system import waiting
 from rlkit.system.leaving import raise_exits
-from rlkit.system.loops import leave_behind, was_left
+from rlkit.system.loops import is_left, leave_behind
 from rlkit.types import plain
 
 T = TypeVar("T")
@@ -247,7 +247,7 @@ class Countdown:
             async with limit:
                 handle = wait()
                 yield
-            if was_left():
+            if is_left():
                 raise Hung("the episode is over")
         except TimeoutError as error:
             if limit.expired():
@@ -309,5 +309,5 @@ async def call_user(
             if limit.left > 0:
                 raise  # another limit, of a block inside
             raise Hung(
-                f"{what} {waiting.name_of(shown)} did not end within {seconds:g} s"
+                f"{what} {waiting.find_name(shown)} did not end within {seconds:g} s"
             ) from error

@@ -185,7 +185,7 @@ def leave_behind(task: asyncio.Task[Any], error: BaseException) -> None:
         tell(task)
 
 
-def was_left() -> bool:
+def is_left() -> bool:
     """Whether the asking task has been left behind."""
     return asyncio.current_task() in LEFT
 

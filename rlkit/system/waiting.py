@@ -85,7 +85,7 @@ class Wait:
         )
 
     def __str__(self) -> str:
-        return f"{self.what} {name_of(self.function)}"
+        return f"{self.what} {find_name(self.function)}"
 
 
 class Work:
@@ -125,7 +125,7 @@ class Limit:
             now - (self.since if self.whole else max(self.since, WATCHER.moved))
         )
 
-    def reached(self, now: float) -> bool:
+    def is_reached(self, now: float) -> bool:
         """Whether the process has to end."""
         if self.left(now) > 0:
             return False
@@ -165,7 +165,7 @@ class Watcher:
 WATCHER = Watcher()
 
 
-def name_of(function: Any) -> str:
+def find_name(function: Any) -> str:
     """The name of a function and the place of its definition; a text as it is. A function made by
     rlkit may carry another name in `shown`."""
     shown = function if isinstance(function, str) else getattr(function, "shown", None)
@@ -345,7 +345,7 @@ def look_safely(now: float) -> None:
 
 def look(now: float) -> None:
     """Name waits that take too long; end the process at a limit."""
-    reached = [limit for limit in WATCHER.limits if limit.reached(now)]
+    reached = [limit for limit in WATCHER.limits if limit.is_reached(now)]
     groups: dict[str, tuple[int, float]] = {}
     for wait in list(WAITS.values()):
         age = wait.age(now)

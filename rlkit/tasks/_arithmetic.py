@@ -121,10 +121,10 @@ def split_of_expression(text: str) -> Split:
 @functools.lru_cache(maxsize=16384)
 def problem(seed: int, index: int, split: Split) -> Problem:
     """Problem number `index` of a split, from a generator of its own."""
-    return draw_of(random.Random(f"arithmetic {seed} {split} {index}"), (split,))
+    return draw_from_splits(random.Random(f"arithmetic {seed} {split} {index}"), (split,))
 
 
-def draw_of(rng: random.Random, splits: Collection[Split]) -> Problem:
+def draw_from_splits(rng: random.Random, splits: Collection[Split]) -> Problem:
     """Draw from a generator until a problem's expression belongs to one of the splits."""
     while True:
         drawn = _draw(rng)

@@ -54,9 +54,8 @@ def jsonl(
         of path to text, or a folder beside the rows.
       validation_path, test_path: other sources for "validation" and "test".
       validation, held_out: shares of the different prompts for "validation" and "test", at least 0
-        and together below 1. The cut goes by the hash of the prompt (`split_of`), not by the id.
-        Rows with the same prompt share a split, and neither the order nor the number of rows moves
-        a row.
+        and together below 1. `choose_split` hashes the prompt, not the id: rows with
+        the same prompt share a split, and neither the order nor the number of rows moves a row.
       max_samples: number of rows after the shuffle; None for all.
       reward, environment: the names for rows without names of their own.
       system_prompt: put in front of every row's messages.

@@ -67,7 +67,7 @@ def read_split(
       path, name: as in `read_rows`.
       split: train, validation or test.
       content: (place for messages, row) → the content to cut by, for example the prompt (see
-        `split_of`).
+        `choose_split`).
       validation, held_out: shares of the training rows for validation and test, if these have no
         rows of their own.
       validation_path, test_path: sources of their own.

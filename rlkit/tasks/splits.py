@@ -17,7 +17,7 @@ Row = TypeVar("Row")
 ALONE = ("single_turn", "tool_use")
 
 
-def split_of(content: Any, *, validation: float, held_out: float) -> Split:
+def choose_split(content: Any, *, validation: float, held_out: float) -> Split:
     """Choose the split of a problem: "test" for a share `held_out` of all contents, "validation"
     for a share `validation`, else "train".
 
@@ -67,14 +67,14 @@ def cut(
     """Select the rows of a split, in their order.
 
     Args:
-      content: row → the content that makes the problem. Shares as in `split_of`.
+      content: row → the content that makes the problem. Shares as in `choose_split`.
       what: the rows in words, for the message, for example "rows of task.path=rows.jsonl".
     Raises: DataError if the shares leave the split without rows.
     """
     kept = [
         row
         for row in rows
-        if split_of(content(row), validation=validation, held_out=held_out) == split
+        if choose_split(content(row), validation=validation, held_out=held_out) == split
     ]
     if rows and not kept:
         name, share, instead = {

@@ -181,7 +181,7 @@ class Learner:
         """Apply a step's metrics, once: update the controllers, and begin the next phase if it is
         due. Return a line if a phase begins.
 
-        `begin` and `saved` call it. Until then callbacks may add to `metrics`, as
+        `begin` and `save` call it. Until then callbacks may add to `metrics`, as
         evaluations do.
         """
         before = self.progress
@@ -213,7 +213,7 @@ class Learner:
         return {
             "state_dict": select_trained_state(self.nets.state_dict(), self.model),
             "optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers.made],
-            "rlkit": self.saved(),
+            "rlkit": self.save(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -224,7 +224,7 @@ class Learner:
         for own, saved in zip(self.optimizers.made, state["optimizer_states"], strict=True):
             own.load_state_dict(saved)
 
-    def saved(self) -> dict[str, Any]:
+    def save(self) -> dict[str, Any]:
         """The content of a checkpoint except weights and optimizers, as plain types and tensors.
         With shards, all ranks must call it."""
         self.advance()
@@ -236,14 +236,14 @@ class Learner:
             "exact": self.exact,
             "start": drift.pack_few(self.start),
             "moments": list(self.moments),
-            **self.kept.saved(),
+            **self.kept.save(),
             "nonfinite": dict(self.optimizers.nonfinite),
             "halvings": self.micro.halvings,
             **describe_arithmetic(self.experiment, self.model),
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore what `saved` returned. Call it before loading the weights: references that began
+        """Restore what `save` returned. Call it before loading the weights: references that began
         with the run are made from the weights of model.path."""
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1

@@ -78,7 +78,7 @@ class UpdateTerms:
         }
         for name, term in terms.items():
             if term is not None:
-                self.tokens[name].append(counted(term.detach(), batch).float())
+                self.tokens[name].append(pick_counted(term.detach(), batch).float())
 
     def add_stream(self, name: str, tokens: Tensor, loss: Tensor, packed: Packed) -> None:
         """Add the per-token loss [M] of a stream in one micro-batch, and its share of the loss."""
@@ -104,13 +104,13 @@ class UpdateTerms:
         else:
             self.skip("nonfinite")
 
-    def taken(self) -> dict[str, Any]:
-        """Everything added so far, for `back_to`."""
+    def remember(self) -> dict[str, Any]:
+        """Everything added so far, for `go_back`."""
         tokens = {name: list(values) for name, values in self.tokens.items()}
         return vars(self) | {"tokens": defaultdict(list, tokens)}
 
-    def back_to(self, taken: dict[str, Any]) -> None:
-        """Remove everything added since `taken` was called."""
+    def go_back(self, taken: dict[str, Any]) -> None:
+        """Remove everything added since `remember` was called."""
         vars(self).update(taken)
 
     def gather(self) -> None:
@@ -215,7 +215,7 @@ def _join_metrics(row: Mapping[str, Any], others: Mapping[str, float], said: str
     return {**row, **others}
 
 
-def counted(value: Tensor, batch: Batch) -> Tensor:
+def pick_counted(value: Tensor, batch: Batch) -> Tensor:
     """The counted entries of a term or a metric, [M]: of trained tokens, or of rollouts with a
     trained token. A single number counts once for each trained token.
 
@@ -262,7 +262,7 @@ def _measure_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     # these parts see all sampled rollouts, before any is left out
     sampled = ("group_filter", "overlong")
     found = {
-        n: counted(v, batch.whole() if n.startswith(sampled) else batch)
+        n: pick_counted(v, batch.whole() if n.startswith(sampled) else batch)
         for n, v in batch.metrics.items()
     }
     found |= {

@@ -230,7 +230,7 @@ class RLModule(L.LightningModule):
         `generators`: one state per rank, in order."""
         checkpoint["state_dict"] = select_trained_state(checkpoint["state_dict"], self.model)
         own = {"generators": generators, "kept": [pack_rollouts(group) for group in self.kept]}
-        checkpoint["rlkit"] = self.learner.saved() | self.source.state(self.flight) | own
+        checkpoint["rlkit"] = self.learner.save() | self.source.state(self.flight) | own
         checkpoint["run"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ class ReferenceStates:
         """The state, sharded if the policy is."""
         return state if self.lay_out is None else shard_state(state, self.model, self.lay_out)
 
-    def saved(self) -> dict[str, Any]:
+    def save(self) -> dict[str, Any]:
         """All states for a checkpoint, as plain types and tensors. With shards, all ranks must call
         it."""
         return {
@@ -162,7 +162,7 @@ class ReferenceStates:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `saved` returned into the states of the entered phase."""
+        """Restore what `save` returned into the states of the entered phase."""
         self.references = {
             owner: self.find_functions(owner).load(
                 state, self.model, saved["references"].get(owner, {})

@@ -50,22 +50,22 @@ def with_reused(
     groups: dict[int, list[Rollout]] = {}
     for rollout in trained:
         groups.setdefault(rollout.group, []).append(rollout)
-    fresh = [tuple(own) for own in groups.values() if score_of(own) > 0]
+    fresh = [tuple(own) for own in groups.values() if score_group(own) > 0]
     pool = [g for g in kept if compute_age(g, step) <= reuse.staleness]
     ages = list[int]()
     out = list[Rollout]()
     source = random.Random(f"task reuse/{seed}/{step}")
     free = list(pool)
     for number, own in groups.items():
-        fitting = [g for g in free if len(g) == len(own)] if score_of(own) == 0 else []
+        fitting = [g for g in free if len(g) == len(own)] if score_group(own) == 0 else []
         if fitting:
-            chosen = source.choices(fitting, [score_of(g) for g in fitting])[0]
+            chosen = source.choices(fitting, [score_group(g) for g in fitting])[0]
             free = [g for g in free if g is not chosen]
             ages.append(compute_age(chosen, step))
             own = [r._replace(group=number) for r in chosen]
         out += own
     later = [g for g in (*fresh, *pool) if compute_age(g, step + 1) <= reuse.staleness]
-    best = tuple(sorted(later, key=score_of, reverse=True)[: reuse.groups])
+    best = tuple(sorted(later, key=score_group, reverse=True)[: reuse.groups])
     staleness = sum(ages) / len(ages) if ages else float("nan")
     return Reused(
         out,
@@ -74,7 +74,7 @@ def with_reused(
     )
 
 
-def score_of(group: Sequence[Rollout]) -> float:
+def score_group(group: Sequence[Rollout]) -> float:
     """Σ|r - mean| · std of the rewards of a group; 0 if they are all equal, or there are fewer
     than two."""
     rewards = [r.total_reward for r in group if r.total_reward is not None]

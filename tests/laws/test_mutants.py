@@ -56,7 +56,7 @@ def test_a_fault_is_noticed_and_a_row_says_by_which_test(tmp_path):
 def test_a_process_that_sleeps_is_told_from_one_that_computes():
     asleep = subprocess.Popen(["sleep", "infinity"])
     try:
-        # It computes while it starts, with pauses, so only the end of this loop says that it sleeps.
+        # While it starts it computes with pauses, so only the end of this loop shows its sleep.
         while read_progress(asleep.pid) != (False, pytest.approx(0, abs=0.1)):
             pass
         before = read_progress(os.getpid())

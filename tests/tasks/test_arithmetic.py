@@ -15,7 +15,7 @@ from rlkit.environments import calculator
 from rlkit.tasks._arithmetic import (
     arithmetic,
     compute_value,
-    draw_of,
+    draw_from_splits,
     expression,
     problem,
     split_of_expression,
@@ -79,7 +79,7 @@ def test_the_warm_up_of_the_embedded_model_has_seen_no_test_expression(problems)
     """It was made of train and validation expressions alike: the stream of seed WARM_UP as
     experiments/tiny_model/build.py draws it."""
     seen = [
-        draw_of(
+        draw_from_splits(
             random.Random(f"arithmetic {WARM_UP} train {i}"), ("train", "validation")
         ).expression
         for i in range(N)

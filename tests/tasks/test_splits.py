@@ -21,7 +21,7 @@ from rlkit.tasks import (
     mbpp,
     mixture,
 )
-from rlkit.tasks.splits import find_overlaps, split_of
+from rlkit.tasks.splits import choose_split, find_overlaps
 from rlkit.types import SPLITS, Splits, Task
 
 SHARES = {"validation": 0.2, "held_out": 0.2}
@@ -196,7 +196,7 @@ def test_shares_that_leave_nothing_to_train_on_are_refused(tmp_path, shares, nam
 
 def test_the_cut_is_pinned():
     """Results of earlier runs compare only while these stay."""
-    found = [split_of(f"question {i}", validation=0.3, held_out=0.3) for i in range(24)]
+    found = [choose_split(f"question {i}", validation=0.3, held_out=0.3) for i in range(24)]
     assert [i for i, split in enumerate(found) if split == "test"] == [12, 15, 19, 21, 22]
     assert [i for i, split in enumerate(found) if split == "train"] == [3, 4, 7, 9, 11, 16, 20, 23]
 

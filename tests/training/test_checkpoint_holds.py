@@ -78,7 +78,7 @@ def policy(tiny):
     return tiny._replace(model=copy.deepcopy(tiny.model))
 
 
-def state_of(learner: Learner) -> dict:
+def collect_state(learner: Learner) -> dict:
     """What decides the steps to come, by attribute."""
     kept = learner.kept.references[""]
     return {
@@ -121,10 +121,10 @@ def moved(x, policy) -> Learner:
 def test_a_loaded_learner_is_the_saved_one_in_all_that_decides_the_steps_to_come(x, policy, tiny):
     first = moved(x, policy)
     fresh = Learner(x, tiny._replace(model=copy.deepcopy(tiny.model)), exact=False)
-    saved, before = state_of(first), state_of(fresh)
+    saved, before = collect_state(first), collect_state(fresh)
     assert [name for name in saved if same(saved[name], before[name])] == []
     fresh.load_state_dict(first.state_dict())
-    loaded = state_of(fresh)
+    loaded = collect_state(fresh)
     assert [name for name in saved if not same(saved[name], loaded[name])] == []
     assert {name.partition(".")[0] for name in saved} | MADE_ANEW.keys() == vars(first).keys()
 

@@ -263,7 +263,7 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
         EngineError, match="version 0 were requested, but their slot holds version 2"
     ):
         slots.read(0)
-    saved = slots.saved(1)
+    saved = slots.save(1)
     slots.write(3)
     slots.restore(1, saved)
     slots.read(1)

@@ -13,7 +13,7 @@ from rlkit.episodes.samplers import variance_sampler
 from rlkit.errors import ConfigError, DataError
 from rlkit.training.ahead.flight import pack_rollouts
 from rlkit.training.experiment import Reuse
-from rlkit.training.reuse import compute_age, score_of, unpack_kept, with_reused
+from rlkit.training.reuse import compute_age, score_group, unpack_kept, with_reused
 from rlkit.types import Rollout, Step, Task
 
 TASKS = [Task(f"t/{i}", ({"role": "user", "content": "?"},)) for i in range(9)]
@@ -68,8 +68,8 @@ def test_no_group_is_older_than_the_bound_and_none_is_used_twice_in_a_step():
 
 def test_the_best_groups_are_kept_and_a_score_is_the_sum_of_deviations_times_their_spread():
     assert (
-        score_of(group(0, 0.0, 1.0, 1.0, 0.0)) == pytest.approx(2.0 * 0.5)
-        and score_of(group(0, 1.0, None, 1.0)) == 0.0
+        score_group(group(0, 0.0, 1.0, 1.0, 0.0)) == pytest.approx(2.0 * 0.5)
+        and score_group(group(0, 1.0, None, 1.0)) == 0.0
     )
     trained = [*group(0, 0.0, 0.1), *group(1, 0.0, 1.0), *group(2, 0.0, 0.5)]
     assert [

@@ -14,10 +14,10 @@ from rlkit.training.schedules.progress import (
     Progress,
     find_inline_controllers,
     list_phases,
+    list_watched,
     phase_steps,
     resolve_schedules,
     start,
-    watched,
 )
 from rlkit.types import Controller
 
@@ -134,7 +134,7 @@ def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
     return {
         path: metric
         for i in range(len(experiment.schedule.phases) or 1)
-        for path, metric in watched(experiment, Progress(phase=i)).items()
+        for path, metric in list_watched(experiment, Progress(phase=i)).items()
     }
 
 

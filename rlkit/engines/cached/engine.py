@@ -223,7 +223,7 @@ class Cached(Service):
         except BaseException:
             decoder.clear()
             raise
-        decoder.rest()
+        decoder.forget_episodes()
         if decoder.passes.casts:
             decoder.graphs.forget()
         if not self.keep_cache:

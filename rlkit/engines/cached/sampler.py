@@ -37,12 +37,12 @@ class Saved(NamedTuple):
 
 
 class Sampler:
-    """The state of all slots except their keys and values. The host reads it only in `taken`, in
-    `saved`, and in `draw` if a thinking tag is written with several tokens.
+    """The state of all slots except their keys and values. The host reads it only in `take`, in
+    `save`, and in `draw` if a thinking tag is written with several tokens.
 
     last, position      the last token, and its position
     count, limit, seed  tokens drawn so far, most tokens to draw, and the seed of the completion
-    draws, ended        whether a slot draws; whether it has ended since the last call of `taken`
+    draws, ended        whether a slot draws; whether it has ended since the last call of `take`
     tokens, logprobs, forced   the completion; slots without a draw write to a last, ignored column
     """
 
@@ -112,7 +112,7 @@ class Sampler:
         if self.budget is not None:
             self.budget.begin(at, contexts)
 
-    def saved(self, slots: Sequence[int]) -> list[Saved]:
+    def save(self, slots: Sequence[int]) -> list[Saved]:
         """The draws of these slots so far, to be continued in other slots."""
         at = torch.tensor(slots, device=self.device)
         counts = self.count[at].tolist()
@@ -121,7 +121,7 @@ class Sampler:
         forced = self.forced[at].tolist()
         budgets: Sequence[tuple[bool, int, int, str] | None] = [None] * len(slots)
         if self.budget is not None:
-            budgets = self.budget.saved(at)
+            budgets = self.budget.save(at)
         return [
             Saved(tuple(ids[:n]), tuple(scores[:n]), tuple(marks[:n]), budget)
             for n, ids, scores, marks, budget in zip(
@@ -134,16 +134,16 @@ class Sampler:
         these."""
         width = self.tokens.shape[1]
 
-        def filled(parts: Sequence[Sequence[float]], like: Tensor) -> Tensor:
+        def fill(parts: Sequence[Sequence[float]], like: Tensor) -> Tensor:
             rows = [[*part, *[0] * (width - len(part))] for part in parts]
             return torch.tensor(rows, dtype=like.dtype, device=self.device)
 
         counts = [len(own.token_ids) for own in saved]
         self.count[at] = torch.tensor(counts, device=self.device)
         self.position[at] += self.count[at]
-        self.tokens[at] = filled([own.token_ids for own in saved], self.tokens)
-        self.logprobs[at] = filled([own.logprobs for own in saved], self.logprobs)
-        self.forced[at] = filled([own.forced for own in saved], self.forced)
+        self.tokens[at] = fill([own.token_ids for own in saved], self.tokens)
+        self.logprobs[at] = fill([own.logprobs for own in saved], self.logprobs)
+        self.forced[at] = fill([own.forced for own in saved], self.forced)
         if self.budget is not None:
             self.budget.restore(at, [own.budget for own in saved if own.budget is not None])
             last = [own.token_ids[-1] for own in saved]
@@ -175,7 +175,7 @@ class Sampler:
         self.last[at], self.count[at] = token, count
         self.draws[at], self.ended[at] = draws & ~ended, self.ended[at] | ended
 
-    def taken(self, slots: int) -> list[tuple[int, Generation]]:
+    def take(self, slots: int) -> list[tuple[int, Generation]]:
         """Completions in the first `slots` that have ended since the last call, each with its
         slot."""
         if not self.ended.any():

@@ -113,7 +113,7 @@ class Scheduler:
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> None:
         if params != self.params:  # the service asked `accepts`: nothing is being sampled
-            self.rest()
+            self.forget_episodes()
             self.params = params
             self.sampler = self.get_sampler(params)
         prompt = tuple(prompt_ids)
@@ -141,7 +141,7 @@ class Scheduler:
             self.rounds += self.check_every
             self.waited += len(reading) * self.check_every
         out = []
-        for slot, completion in self.sampler.taken(len(self.slots.rows)):
+        for slot, completion in self.sampler.take(len(self.slots.rows)):
             row = self.slots.rows[slot]
             if row is not None:
                 self.slots.finish(row, completion.token_ids)
@@ -150,7 +150,7 @@ class Scheduler:
         return out
 
     @torch.inference_mode()
-    def rest(self) -> None:
+    def forget_episodes(self) -> None:
         """Forget every episode; the memory stays, for the next ones."""
         if self.params is not None and self.slots.rows:
             self.sampler.stop(self.pages.indices)
@@ -216,7 +216,7 @@ class Scheduler:
         cut = self.slots.extend(steps)
         drew = [(row, slot) for row, slot in cut if not row.reads]
         if drew:
-            saved = self.sampler.saved([slot for _, slot in drew])
+            saved = self.sampler.save([slot for _, slot in drew])
             for (row, _), own in zip(drew, saved, strict=True):
                 row.saved = own
                 row.reads = True

@@ -4,7 +4,7 @@ timed passes.
 Files in the order of their imports: costs, roofline, load, timing, commands.
 """
 
-from rlkit.extras.forecast.load import load_of, shape_of_run
+from rlkit.extras.forecast.load import find_shape, measure_load
 from rlkit.extras.forecast.roofline import (
     CARDS,
     KNOWN,
@@ -17,8 +17,8 @@ from rlkit.extras.forecast.roofline import (
     decode_step,
     forecast,
     propose_changes,
+    read_shape,
     settle_checkpointing,
-    shape_of,
 )
 
 __all__ = [
@@ -31,10 +31,10 @@ __all__ = [
     "compute_memory",
     "decode_limit",
     "decode_step",
+    "find_shape",
     "forecast",
-    "load_of",
+    "measure_load",
     "propose_changes",
+    "read_shape",
     "settle_checkpointing",
-    "shape_of",
-    "shape_of_run",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkit.errors import ConfigError, RLKitError
-from rlkit.extras.forecast.roofline import KNOWN, Load, Shape, shape_of
+from rlkit.extras.forecast.roofline import KNOWN, Load, Shape, read_shape
 from rlkit.training.experiment import Experiment
 
 # assumed if neither the rows nor the user give the length of a prompt, or the part of its limit
@@ -16,7 +16,7 @@ PROMPT = 200
 SHARE = 0.5
 
 
-def shape_of_run(x: Experiment) -> Shape:
+def find_shape(x: Experiment) -> Shape:
     """Sizes of the run's model; nothing is fetched for the models of conf/model. Raises:
     ConfigError for a model without a path."""
     from rlkit.models.load import pretrained_config
@@ -24,10 +24,12 @@ def shape_of_run(x: Experiment) -> Shape:
     path = x.model.path
     if path is None:
         raise ConfigError("check.device needs the sizes of the model: name one by model.path")
-    return KNOWN.get(path) or shape_of(pretrained_config(path, **x.model.hub).get_text_config())
+    return KNOWN.get(path) or read_shape(pretrained_config(path, **x.model.hub).get_text_config())
 
 
-def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Load, str]:
+def measure_load(
+    x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Load, str]:
     """The load of a step of the run, and its lengths in words."""
     a = x.algorithm
     limit = x.generation.max_new_tokens

@@ -181,7 +181,7 @@ KNOWN = {
 }
 
 
-def shape_of(config: Any) -> Shape:
+def read_shape(config: Any) -> Shape:
     """Read the sizes in a Hugging Face config of a Llama-like model."""
     own = read_model_shape(config)
     mlp = own.expert_width if own.experts > 1 else None

@@ -60,7 +60,7 @@ def get_algorithm_config(
     return configs[name]._replace(**numbers)
 
 
-def core_of(config: TrainingConfig) -> tuple[Algorithm, KL]:
+def make_core(config: TrainingConfig) -> tuple[Algorithm, KL]:
     """Algorithm and KL of the core. The KL of a sequence is subtracted from its reward, after the
     group's statistics."""
     kl = config.kl or KL("k1", F.k1, "reward_sequence", config.kl_coef)

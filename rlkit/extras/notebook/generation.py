@@ -109,7 +109,7 @@ def _raw(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(m["content"] for m in messages)
 
 
-def policy_of(
+def wrap_policy(
     model: Any, tokenizer: Any, *, use_chat_template: bool, enable_thinking: bool | None = None
 ) -> Policy:
     """Make a policy. It reads a prompt through the chat template, as plain text; or as it is, with
@@ -137,7 +137,7 @@ class Verbatim:
         return [self.encode(text) for text in texts]
 
 
-def engine_of(
+def choose_engine(
     generator: Callable[..., Generation] | None, config: GenerationConfig, engine: Any = None
 ) -> Engine:
     """The sampling engine: the generator's, the given one, else rlkit's fast one."""
@@ -178,7 +178,7 @@ def _sampled(
     return types.Generation(tuple(reply), tuple(found.tolist()), "stop" if ends else "length")
 
 
-def drawn_seed(seed: int | None) -> int:
+def choose_seed(seed: int | None) -> int:
     """The given seed, else one from torch's generator. So two calls differ and torch.manual_seed
     repeats them."""
     return int(torch.randint(1 << 62, ())) if seed is None else seed
@@ -203,14 +203,14 @@ def generate(
     """
     if generator is not None:
         return generator(model, tokenizer, prompt, config, compute_logprobs)
-    policy = policy_of(model, tokenizer, use_chat_template=False)
+    policy = wrap_policy(model, tokenizer, use_chat_template=False)
     episode = played(
         policy,
         [prompt],
         config,
-        engine_of(None, config, engine),
+        choose_engine(None, config, engine),
         single_turn(),
-        seed=drawn_seed(seed),
+        seed=choose_seed(seed),
     )[0]
     step = episode.steps[-1]
     parsed = config.enable_thinking and config.parse_thinking

@@ -14,7 +14,7 @@ import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm
 from rlkit.errors import Refusal
 from rlkit.extras.notebook.algorithms import selected
-from rlkit.extras.notebook.configs import core_of
+from rlkit.extras.notebook.configs import make_core
 from rlkit.extras.notebook.data import Hook, Rollout, TrainingConfig
 from rlkit.extras.notebook.kl import compute_kl, is_estimator
 from rlkit.extras.notebook.views import view
@@ -31,7 +31,7 @@ def with_hooks(
 ) -> tuple[Algorithm, KL]:
     """Algorithm and KL of a config with the hooks. The hooks receive the learner's episodes. A
     kl_fn with a result [B] is subtracted from the rewards."""
-    algorithm, kl = core_of(config)
+    algorithm, kl = make_core(config)
     if kl_fn is not None:
         if not kl.coef:
             raise ValueError(

@@ -13,12 +13,12 @@ from rlkit import types
 from rlkit.environments import execute, single_turn
 from rlkit.environments.session import FunctionSession
 from rlkit.extras.notebook.data import Conversation, GenerationConfig, Hook, Prompt, Rollout
-from rlkit.extras.notebook.generation import drawn_seed, engine_of, played, policy_of, scores
+from rlkit.extras.notebook.generation import choose_engine, choose_seed, played, scores, wrap_policy
 from rlkit.extras.notebook.kl import compute_forward_kl
 from rlkit.extras.notebook.views import (
     Arguments,
     call_as_given,
-    conversation_of,
+    make_conversation,
     view,
     viewed_reward,
 )
@@ -99,12 +99,12 @@ def create_batch_rollouts(
       `rlkit.engines.Cached`. seed: None takes one from torch's generator.
     """
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
-    policy = policy_of(
+    policy = wrap_policy(
         model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking
     )
-    sampler = engine_of(generator, gen_config, engine)
+    sampler = choose_engine(generator, gen_config, engine)
     episodes = played(
-        policy, prompts, gen_config, sampler, environment or single_turn(), seed=drawn_seed(seed)
+        policy, prompts, gen_config, sampler, environment or single_turn(), seed=choose_seed(seed)
     )
     vectors: dict[int, Any] = {}
     if reward_fn is not None:
@@ -157,7 +157,7 @@ class Stopping(FunctionSession):
     async def answer(self, rollout: types.Rollout) -> tuple[types.Rollout, Messages | None]:
         """The environment's answer, unless the conversation is to stop."""
         rollout, said = await super().answer(rollout)
-        return rollout, None if said is None or self.stop(conversation_of(rollout)) else said
+        return rollout, None if said is None or self.stop(make_conversation(rollout)) else said
 
 
 def _parser(tool_parser: Callable[[str], Any]) -> ToolParser:

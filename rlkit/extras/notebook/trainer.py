@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rlkit.functional as F
 from rlkit.extras.notebook.borrowed import experiment
 from rlkit.extras.notebook.chat import TEMPERATURE, LLMGenerator
-from rlkit.extras.notebook.configs import core_of, squared
+from rlkit.extras.notebook.configs import make_core, squared
 from rlkit.extras.notebook.data import Hook, TrainingConfig
 from rlkit.extras.notebook.generation import begun
 from rlkit.extras.notebook.manager import RLStepData, RolloutData, RolloutManager, core_rollout
@@ -199,7 +199,7 @@ class RLTrainer:
     def _experiment(self, epochs: int, minibatches: int) -> Experiment:
         """The experiment of a step of the learner."""
         s = self.settings
-        algorithm, _ = core_of(
+        algorithm, _ = make_core(
             TrainingConfig("ppo", clip_range=s["clip_epsilon"], value_loss_coef=s["vf_coef"])
         )
         critic = algorithm.critic._replace(
@@ -319,7 +319,7 @@ class RLTrainer:
             "config": self.config,
             "calls": self.generator.calls,
         }
-        torch.save({**nets, **rest, "learner": self.learner.saved()}, filepath)
+        torch.save({**nets, **rest, "learner": self.learner.save()}, filepath)
 
     def load_checkpoint(self, filepath: str | Path) -> None:
         """Put a checkpoint back into a trainer of the same model and config. It then goes on bit

@@ -21,7 +21,7 @@ from rlkit.environments import single_turn
 from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.extras.notebook.borrowed import Share, experiment, given
 from rlkit.extras.notebook.checkpoints import save_checkpoint
-from rlkit.extras.notebook.configs import core_of, get_algorithm_config
+from rlkit.extras.notebook.configs import get_algorithm_config, make_core
 from rlkit.extras.notebook.data import (
     GenerationConfig,
     Hook,
@@ -31,11 +31,11 @@ from rlkit.extras.notebook.data import (
     as_task,
 )
 from rlkit.extras.notebook.generation import (
-    drawn_seed,
-    engine_of,
+    choose_engine,
+    choose_seed,
     load_model,
     load_tokenizer,
-    policy_of,
+    wrap_policy,
 )
 from rlkit.extras.notebook.hooks import with_hooks
 from rlkit.extras.notebook.kl import UpdateHook, create_reference_model, update_reference_model
@@ -62,7 +62,7 @@ NAMES = {
 class Run(NamedTuple):
     """State handed from one iteration of an optimizer to the next."""
 
-    learner: Mapping[str, Any]  # Learner.saved
+    learner: Mapping[str, Any]  # Learner.save
     critic: nn.Module | None
     engine: Any
     stream: StreamState
@@ -135,7 +135,7 @@ class IterationLearner(Learner):
             x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock
         )
         metrics = self.step(sampled, trained)
-        RUNS[self.optimizer] = Run(self.saved(), self.own_critic, x.generation.engine, stream)
+        RUNS[self.optimizer] = Run(self.save(), self.own_critic, x.generation.engine, stream)
         row = {short: float(metrics[name]) for short, name in NAMES.items()} | metrics
         unread = {} if x.kl.active else {"kl": 0.0, "kl_coef": 0.0}
         return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row | unread)
@@ -168,8 +168,8 @@ def training_iteration(
       advantage_fn, loss_fn (on a whole minibatch), kl_fn, pair_selector; micro_batch_tokens. A hook
       without effect raises ValueError.
     """
-    _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
-    seed = drawn_seed(seed)
+    _warn(gen_config, make_core(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
+    seed = choose_seed(seed)
     run = RUNS.get(optimizer)
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
     stream = run.stream if run and batch_size else StreamState()
@@ -180,12 +180,12 @@ def training_iteration(
             task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])
         ]
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
-    policy = policy_of(
+    policy = wrap_policy(
         model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking
     )
     params = gen_config.params
     reward = viewed_reward(reward_fn, aggregator)
-    engine = engine_of(generator, gen_config, engine or (run.engine if run else None))
+    engine = choose_engine(generator, gen_config, engine or (run.engine if run else None))
     parts = {
         "seed": seed,
         "batch": BatchSize(batch_size or len(tasks), train_config.group_size),
@@ -266,7 +266,7 @@ def train(
     optimizer = optimizer_fn([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
     ema = dict[str, float]()
     tokens = 0
-    seed = drawn_seed(seed)
+    seed = choose_seed(seed)
     update_fn = hooks.pop("ref_update_fn", None)
     os.makedirs(output_dir, exist_ok=True)
     for step in range(num_steps):

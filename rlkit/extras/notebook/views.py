@@ -61,10 +61,10 @@ def view(
         (m.get("content", "") for m in reversed(episode.task.messages) if m["role"] == "user"), ""
     )
     generation = Generation(episode.final_content, tokens, own, mask, said)
-    return Rollout(prompt, generation, reward, kl_penalty, conversation_of(episode), metadata)
+    return Rollout(prompt, generation, reward, kl_penalty, make_conversation(episode), metadata)
 
 
-def conversation_of(episode: types.Rollout) -> Conversation:
+def make_conversation(episode: types.Rollout) -> Conversation:
     """The messages of an episode, thinking left out."""
     results = {
         r.id: {"id": r.id, "name": r.name, "ok": r.ok}

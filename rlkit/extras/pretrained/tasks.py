@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from rlkit.tasks.splits import check_split, split_of
+from rlkit.tasks.splits import check_split, choose_split
 from rlkit.types import Message, Split, Task, ranges
 
 LOW, HIGH = 10, 999
@@ -39,7 +39,7 @@ def larger(*, split: Split = "train", seed: int = 0, max_samples: int = 1024) ->
     tasks: list[Task] = []
     while len(tasks) < max_samples:
         a, b = rng.sample(range(LOW, HIGH + 1), 2)
-        if split_of(sorted((a, b)), validation=0.1, held_out=0.2) == split:
+        if choose_split(sorted((a, b)), validation=0.1, held_out=0.2) == split:
             name = f"larger/{split}/{seed}/{len(tasks)}"
             tasks.append(Task(name, ask(a, b), str(max(a, b)), "numeric", "single_turn"))
     return tasks

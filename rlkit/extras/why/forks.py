@@ -24,7 +24,7 @@ from rlkit.tasks.splits import identify_problem
 from rlkit.training.ahead.flight import Flight
 from rlkit.training.ahead.modes import group_source
 from rlkit.training.ahead.source import GroupSource, get_next_groups
-from rlkit.training.callbacks.checkpoints import list_checkpoints, read_checkpoint, step_of
+from rlkit.training.callbacks.checkpoints import list_checkpoints, parse_step, read_checkpoint
 from rlkit.training.experiment import BatchSize, Experiment
 from rlkit.training.groups import score_fresh
 from rlkit.training.learner import Learner
@@ -66,7 +66,7 @@ def choose_place(folder: Path, e: Evidence, asked: int | None) -> Place:
 
     Raises: ConfigError if there is no such checkpoint.
     """
-    known = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
+    known = {parse_step(path): path for path in list_checkpoints(folder / "checkpoints")}
     if asked is None:
         limit = LATE * e.number("trainer.steps")
         early = [step for step in known if step <= limit]

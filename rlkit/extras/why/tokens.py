@@ -24,7 +24,7 @@ from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.system.device import autocast
 from rlkit.system.shards import index_steps
-from rlkit.training.callbacks.checkpoints import list_checkpoints, read_checkpoint, step_of
+from rlkit.training.callbacks.checkpoints import list_checkpoints, parse_step, read_checkpoint
 from rlkit.training.experiment import Experiment
 from rlkit.training.groups import accept
 from rlkit.training.learner import Learner
@@ -109,7 +109,7 @@ def find_token(played: Sequence[Rollout], step: int, rollout: int, token: int) -
 
 def find_nearest_checkpoint(folder: Path, version: int) -> tuple[int, Path | None]:
     """The RL steps and the file of the newest checkpoint up to a version; 0 and None: the start."""
-    known = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
+    known = {parse_step(path): path for path in list_checkpoints(folder / "checkpoints")}
     start = max((step for step in known if step <= version), default=0)
     return start, known.get(start)
 

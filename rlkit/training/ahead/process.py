@@ -164,11 +164,11 @@ class SamplingProcess:
     def state(self, flight: Flight) -> dict[str, Any]:
         """The arrived groups, the unanswered requests, and the weights for these requests. Never
         waits, and removes no answer."""
-        flight = flight._replace(ahead=self.arrived(flight.ahead))
+        flight = flight._replace(ahead=self.take_answers(flight.ahead))
         if self.journal and flight.ahead:
             self.journal.checkpoint(flight.ahead[0].step)
         versions = {own.version for own in flight.ahead if isinstance(own, Request)}
-        weights = {own: self.slots.saved(own) for own in versions} if self.slots else {}
+        weights = {own: self.slots.save(own) for own in versions} if self.slots else {}
         return pack_flight(flight, weights)
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
@@ -183,7 +183,7 @@ class SamplingProcess:
             flight = flight._replace(ahead=(*flight.ahead, own))
         return flight
 
-    def arrived(self, ahead: Sequence[InFlight]) -> tuple[InFlight, ...]:
+    def take_answers(self, ahead: Sequence[InFlight]) -> tuple[InFlight, ...]:
         """The groups in flight, with answers in place of their requests."""
         while not self.answers.empty() and not self.failure:
             self._take()

@@ -53,7 +53,7 @@ class WeightSlots:
             at = _copy(_read, self.file, own, at)
             p.data.copy_(own)
 
-    def saved(self, version: int) -> Tensor:
+    def save(self, version: int) -> Tensor:
         """The version's weights as bytes, for a checkpoint. Raises EngineError if the file does not
         have them."""
         out = torch.empty(self.size, dtype=torch.uint8)
@@ -61,7 +61,7 @@ class WeightSlots:
         return out
 
     def restore(self, version: int, saved: Tensor) -> None:
-        """The inverse of `saved`."""
+        """The inverse of `save`."""
         if len(saved) != self.size:
             raise EngineError(
                 f"the checkpoint's weights of version {version} have {len(saved)} bytes, and the"

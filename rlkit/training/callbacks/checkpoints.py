@@ -140,7 +140,7 @@ class RLCheckpoint(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
             # the run may have been killed between a checkpoint and its link
-            self.saved(BEST, self.point)
+            self.try_write(BEST, self.point)
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         if isinstance(exception, Interrupted):
@@ -163,8 +163,8 @@ class RLCheckpoint(L.Callback):
                 best = read_weights(self.folder / BEST, self.run, identity)
                 save_policy(self.run / "model_best", module.policy, state=best)
 
-        self.saved("model/", lambda: ranks.broadcast(write_last), "model/")
-        self.saved("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
+        self.try_write("model/", lambda: ranks.broadcast(write_last), "model/")
+        self.try_write("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
 
     def has_improved(self, module: Any) -> bool:
         """Whether the step's row holds the metric, and no earlier step had a better value."""
@@ -205,7 +205,7 @@ class RLCheckpoint(L.Callback):
                 save_policy(place, module.policy, state=adapters, tokenizer=False)
 
         adapters = gather_policy(module.model) if has_adapters(module.model) else None
-        done = self.saved(f"checkpoint {path.name}", write)
+        done = self.try_write(f"checkpoint {path.name}", write)
         if done and trainer.is_global_zero:
             self.prune()
         return done
@@ -224,7 +224,7 @@ class RLCheckpoint(L.Callback):
         if not is_json(self.folder / "best.json", self.best):
             write_json(self.folder / "best.json", self.best)
 
-    def saved(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
+    def try_write(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
         """Run a write, and return whether it succeeded. A failure is reported, and earlier files
         stay; see `report_write_errors`."""
         with report_write_errors(what, kind):
@@ -280,7 +280,7 @@ def read_weights(path: Path, folder: Path, identity: str) -> dict[str, Any]:
     }
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """The RL step in a checkpoint's name."""
     found = re.fullmatch(rf"{PREFIX}(\d+)\{SUFFIX}", path.name)
     return int(found[1]) if found else -1
@@ -288,8 +288,8 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
-    found = [path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if step_of(path) >= 0]
-    return sorted(found, key=step_of)
+    found = [path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if parse_step(path) >= 0]
+    return sorted(found, key=parse_step)
 
 
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
@@ -312,7 +312,7 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         return path, state
     if named:
         for path in reversed(list_checkpoints(source.parent)):
-            if step_of(path) < step_of(source.resolve()) and not find_damage(path):
+            if parse_step(path) < parse_step(source.resolve()) and not find_damage(path):
                 raise DataError(f"{damaged[0]}; the newest intact checkpoint before it is {path}")
     none = (
         f"{source}: no checkpoint that can be read; start a new run without resume, or name an"
@@ -347,7 +347,7 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
             f" seed={config.get('seed')}), and {folder} is the folder of run {identity}. Put the"
             " right file back, or move this one away to continue from an older checkpoint"
         )
-    named = step_of(path.resolve())
+    named = parse_step(path.resolve())
     step = state["rlkit"]["rl_step"]
     if named not in (-1, step):
         raise DataError(
@@ -384,7 +384,7 @@ def supersede(folder: Path, step: int) -> None:
     kept as evidence.
     """
     for path in list_checkpoints(folder):
-        if step_of(path) <= step:
+        if parse_step(path) <= step:
             continue
         if find_damage(path):
             kept = put_aside(path, DAMAGED).name

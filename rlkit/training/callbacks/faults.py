@@ -64,7 +64,7 @@ class DebugBundle(L.Callback):
                     save_rollouts(folder / "rollouts.jsonl.gz", module.rollouts)
         if not failed or (find_sharded_modules(module.model) and not together):
             return
-        state = state_of(trainer, module)
+        state = collect_state(trainer, module)
         if writes:
             with report_write_errors(str(folder)):
                 batch = vars(move_to_device(module.learner.micro.minibatch, "cpu"))
@@ -73,7 +73,7 @@ class DebugBundle(L.Callback):
                 exception.add_note(f"rlkit replay bundle={folder} repeats the update")
 
 
-def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
+def collect_state(trainer: L.Trainer, module: Any) -> dict[str, Any]:
     """Weights, optimizers and the additions of RLModule to a checkpoint, with this rank's
     generators. With shards, all ranks must call it."""
     strategy = trainer.strategy

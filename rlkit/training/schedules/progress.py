@@ -302,7 +302,7 @@ def measure_schedules(experiment: Any, progress: Progress) -> dict[str, float]:
     return own | ({"schedule/phase": progress.phase} if len(list_phases(experiment)) > 1 else {})
 
 
-def watched(experiment: Any, progress: Progress) -> dict[str, str]:
+def list_watched(experiment: Any, progress: Progress) -> dict[str, str]:
     """Path → the metric followed at this path in the present phase: by a controller, or by the
     condition for the end of the phase."""
     phase, x = _find_current(experiment, progress)
@@ -323,7 +323,7 @@ def find_unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, f
     return [
         f"{path}: waits for '{metric}', but no step measures it.{suggest_name(metric, metrics)}"
         f" Every step measures: {', '.join(sorted(metrics))}"
-        for path, metric in watched(experiment, progress).items()
+        for path, metric in list_watched(experiment, progress).items()
         if metric not in metrics and not metric.startswith("eval/")
     ]
 

@@ -63,14 +63,14 @@ class MicroBatches:
         Raises: OutOfMemory.
         """
         while True:
-            before = terms.taken() if terms else None
+            before = terms.remember() if terms else None
             try:
                 return work()
             except torch.OutOfMemoryError as error:
                 message = str(error).splitlines()[0]
             # not in the handler, because the error's frames keep the tensors alive there
             if terms is not None and before is not None:
-                terms.back_to(before)
+                terms.go_back(before)
             self.halve(batch, message)
 
     def retry_update(self, minibatch: Minibatch, work: Callable[[], T], terms: UpdateTerms) -> T:

@@ -14,8 +14,8 @@ from rlkit.extras.forecast import (
     decode_step,
     forecast,
     propose_changes,
+    read_shape,
     settle_checkpointing,
-    shape_of,
 )
 from rlkit.models.load import pretrained_config
 from rlkit.training.activations import MOST_COUNTED
@@ -40,7 +40,7 @@ def test_sizes_of_published_models(name, parameters, kib):
 
 
 def test_the_sizes_of_a_config_are_those_of_its_weights(tiny):
-    shape = shape_of(pretrained_config("tiny"))
+    shape = read_shape(pretrained_config("tiny"))
     assert shape.parameters == sum(p.numel() for p in tiny.model.parameters())
     # A rank of 2 by hand, in each of 4 layers: q and o 128 + 128, k and v 128 + 64, and three
     # projections of 128 + 384.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.commands import check
 from rlkit.commands.arguments import Answer, Arguments
 from rlkit.errors import ConfigError, suggest_name
-from rlkit.extras.forecast.load import load_of, shape_of_run
+from rlkit.extras.forecast.load import find_shape, measure_load
 from rlkit.extras.forecast.roofline import CARDS, forecast, propose_changes, settle_checkpointing
 from rlkit.training.experiment import Experiment
 from rlkit.types import Splits
@@ -161,8 +161,8 @@ def forecast_card(
 ) -> dict[str, Any]:
     """Forecast the run on a card, and the effect of changing one key."""
     card = CARDS[given["device"]]
-    shape = shape_of_run(x)
-    load, lengths = load_of(x, config, given)
+    shape = find_shape(x)
+    load, lengths = measure_load(x, config, given)
     if x.model.gradient_checkpointing == "auto":
         load = settle_checkpointing(card, shape, load)
     return {
