@@ -1,7 +1,7 @@
-"""Engines: services that sample completions as token ids. All of them implement
+"""Engines sample completions of the policy and return them as token ids. Every engine implements
 `rlkit.types.Engine`.
 
-Files in the order of their imports: service, transformers, cached.
+The files, in the order of their imports: service, transformers, cached.
 """
 
 from rlkit.engines.cached import Cached

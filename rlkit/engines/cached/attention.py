@@ -1,5 +1,8 @@
-"""Attention of the cached engine: it copies no keys for grouped heads, and reads only as many
-positions as a slot has."""
+"""Attention of the cached engine.
+
+It makes no copies of the keys for grouped query heads. For each slot it reads little more than the
+positions the slot holds.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,18 @@ from rlkit.models.packing import ATTENTION as PACKED
 from rlkit.models.shape import find_whole_context
 
 ATTENTION = "rlkit_cached"
-SIDE_BY_SIDE = 8  # neighbouring slots per block; a block is as long as its longest slot
-CALL = 8192  # positions; on a CPU, reading them takes as long as one more attention call
+SIDE_BY_SIDE = 8  # neighbouring slots in a block; a block reads as far as its longest slot
+# On a CPU, reading this many positions takes as long as one more call of attention.
+CALL = 8192
 
 
 def find_longest_context(config: Any) -> float:
-    """The longest context that the cache can serve, in tokens (`find_whole_context`). Up to this
-    length every layer needs the keys and values of all tokens, and nothing else.
+    """Return the longest context, in tokens, that the cache can serve (`find_whole_context`). Up to
+    this length, every layer needs the keys and values of all tokens, and no other state.
 
-    0 for a model with windows unless it uses Hugging Face's "sdpa" attention. Families with
-    attention sinks or capped logits have no "sdpa" form, and most of them have windows.
+    Return 0 for a model with windows in some layers, unless it uses Hugging Face's "sdpa"
+    attention. Families with attention sinks or capped logits have no "sdpa" form, and most of them
+    have windows.
     """
     context = find_whole_context(config)
     as_sdpa = config._attn_implementation in ("sdpa", PACKED)
@@ -35,7 +40,7 @@ def find_longest_context(config: Any) -> float:
 
 @contextmanager
 def use_attention(config: Any, implementation: str) -> Iterator[None]:
-    """Within the block, the model uses this attention implementation."""
+    """Make the model use this attention implementation within the block."""
     before = config._attn_implementation
     config._attn_implementation = implementation
     try:
@@ -45,7 +50,7 @@ def use_attention(config: Any, implementation: str) -> Iterator[None]:
 
 
 def use_grouped_attention(config: Any) -> AbstractContextManager[None]:
-    """Within the block, the model's attention is `attend`."""
+    """Make the model use `attend` as its attention within the block."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
@@ -72,13 +77,17 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Grouped attention without copying keys: the query heads of a group are stacked as queries of
-    their one key head.
+    """Compute grouped attention without copying keys.
+
+    The query heads of a group share one key head. Their queries are stacked, as if they were more
+    queries of a single head.
 
     Args:
-      query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L],
-        True where a query sees a position. A mask of any other shape means causal attention, with m
-        = L.
+      query: [R, Hq, m, D].
+      key, value: [R, Hk, L, D]; Hk divides Hq.
+      attention_mask: [R, 1, m, L], True if a query sees a position. None, or a mask of any other
+        shape, means causal attention with m = L.
+    Returns: the attention's output [R, m, Hq, D], and None.
     """
     rows, heads, width, size = query.shape
     groups = heads // key.shape[1]
@@ -98,12 +107,14 @@ def attend(
 def attend_in_place(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Attention of one new token per row, with pages read in place: torch's `varlen_attn` with a
-    block table (torch 2.12, CUDA, half precision).
+    """Compute attention for one new token per row, and read the pages in place. It calls torch's
+    `varlen_attn` with a block table (torch 2.12, CUDA, half precision).
 
     Args:
-      query: [R, Hq, 1, D]. keys, values: those of one layer, [Hk, pages, page, D]. table: [R, n]
-      int32. lengths: [R] int32, how many positions each row sees.
+      query: [R, Hq, 1, D].
+      keys, values: the pages of one layer, [Hk, pages, page, D].
+      table: the pages of each row, [R, n] int32.
+      lengths: the number of positions seen by each row, [R] int32.
     Returns: [R, 1, Hq, D].
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -126,7 +137,7 @@ def attend_in_place(
 
 
 def explain_no_reading_in_place() -> str:
-    """Why this torch cannot read pages in place; empty if it can."""
+    """Return the reason why this version of torch cannot read pages in place; empty if it can."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -136,13 +147,18 @@ def explain_no_reading_in_place() -> str:
     return ""
 
 
-# first slot, end of the slots, and the most positions seen by one of them
+# A range of slots: the first slot, the slot after the last one, and the most positions that any
+# slot of the range sees.
 Part = tuple[int, int, int]
 
 
 def cut_slots(reach: Sequence[int]) -> list[Part]:
-    """Cut slots into parts of similar length, if this saves more than the additional calls cost.
-    `reach`: how many positions each slot sees."""
+    """Cut the slots into ranges of similar length, if this saves more than the additional calls
+    cost.
+
+    Args:
+      reach: the number of positions seen by each slot.
+    """
     parts: list[Part] = []
     for start in range(0, len(reach), SIDE_BY_SIDE):
         stop = min(start + SIDE_BY_SIDE, len(reach))

@@ -1,5 +1,5 @@
-"""Keys and values in pages, and one table of slots and their pages. Both last as long
-as the engine."""
+"""Keys and values in pages, and one table with the pages of each slot. Both last as long as the
+engine."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ from torch import Tensor
 from rlkit.models.shape import read_model_shape
 from rlkit.system.device import total_memory
 
-PAGE = 16  # tokens of a page
-# flash attention reads pages in place if their length is a multiple of this
+PAGE = 16  # tokens in a page
+# Flash attention can read pages in place if the tokens in a page are a multiple of this number.
 FLASH_PAGE = 256
-SPARE = 0  # a page that no row holds; slots without a page write into it
-SHARE = 0.35  # of the memory left by the weights, for keys and values
+SPARE = 0  # number of the page that no row holds; slots without a page write into it
+SHARE = 0.35  # share of the memory left by the weights, to be used for keys and values
 
 
 class Pages:
-    """Keys and values of all slots, and the table of their pages.
+    """Store the keys and values of all slots, and the table of their pages.
 
-    keys, values: one tensor [Hk, pages, page, D] for each layer. The first pass allocates them, in
-    the precision of its values; `clear` frees them. No row holds page 0 (SPARE).
-    table: [slots, columns]. Column c names the page with the slot's positions c · page to
-    (c + 1) · page - 1; 0 if there is none. The host writes `entries`, and `flush` brings the
-    changes to the device. On a CPU both are the same memory.
-    holders: how many rows hold each page. Samples of one prompt share the prompt's full pages.
+    Attributes:
+      keys, values: one tensor [Hk, pages, page, D] for each layer. The first pass of the model
+        allocates them, in the precision of its own keys and values. `clear` frees them. No row
+        holds page 0 (SPARE).
+      table: [slots, columns]. Column c names the page with the slot's positions c · page to (c + 1)
+        · page - 1; it is 0 if the slot has no such page. The host writes `entries`, and `flush`
+        copies the changed rows to the device. On a CPU, `entries` and `table` share their memory.
+      holders: the number of rows that hold each page. Samples of one prompt share the prompt's full
+        pages.
 
     Args:
-      tokens: capacity of all pages together, > 0, rounded up to whole pages.
-      context: most positions of a slot.
+      tokens: capacity of all pages together in tokens, > 0, rounded up to whole pages.
+      slots: number of slots, > 0.
+      context: the most positions in a slot.
+      page: tokens in a page.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class Pages:
         self.device = device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.made = 0  # how often the memory was made
+        self.made = 0  # how often the memory of keys and values was allocated
         self.scratch: dict[int, Tensor] = {}
         self.entries = np.zeros((slots, self.columns), dtype=np.int64)
         own = torch.from_numpy(self.entries)
@@ -55,17 +60,20 @@ class Pages:
         self.indices = torch.arange(slots, device=device)
         self.holders = [0] * (self.pages + 1)
         self.left = list(range(1, self.pages + 1))  # a heap: the lowest free page is taken first
-        self.width = 0  # columns ever in use
-        self.changed: set[int] = set()  # slots with entries unknown to the device
+        self.width = 0  # the most columns ever in use
+        self.changed: set[int] = set()  # slots with entries not yet copied to the device
 
     # ------------------------------------------------------------------------------------- the host
 
     def span(self, length: int) -> int:
-        """The number of pages for this many tokens."""
+        """Return the number of pages for this many tokens."""
         return -(-length // self.page)
 
     def take(self) -> int:
-        """A free page, with one holder now. Raises: IndexError if none is free."""
+        """Take a free page and give it one holder. Return its number.
+
+        Raises: IndexError if no page is free.
+        """
         page = heapq.heappop(self.left)
         self.holders[page] = 1
         return page
@@ -76,15 +84,15 @@ class Pages:
             self.holders[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a holder from each of these pages; a page without holders is free."""
+        """Remove a holder from each of these pages. A page without holders is free."""
         for page in pages:
             self.holders[page] -= 1
             if not self.holders[page]:
                 heapq.heappush(self.left, page)
 
     def write(self, slot: int, pages: Sequence[int], start: int = 0) -> None:
-        """Enter pages into a slot's row of the table, from the column `start` on; clear the columns
-        after them."""
+        """Write the numbers of these pages into a slot's row of the table, from the column `start`
+        on. Set all later columns of the row to SPARE."""
         stop = start + len(pages)
         self.width = max(self.width, stop)
         self.entries[slot, start:stop] = pages
@@ -92,7 +100,7 @@ class Pages:
         self.changed.add(slot)
 
     def flush(self) -> None:
-        """Copy the host's changed entries to the device."""
+        """Copy the rows of the table changed on the host to the device."""
         if self.changed and self.device.type != "cpu":
             rows = sorted(self.changed)
             entries = torch.from_numpy(self.entries[rows, : self.width]).to(self.device)
@@ -102,19 +110,19 @@ class Pages:
     # ----------------------------------------------------------------------------------- the device
 
     def places(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Places of the positions [R, m] of these slots [R]: indices over the positions of all
-        pages."""
+        """Return the places [R, m] of the positions [R, m] in these slots [R]. A place is an index
+        over the positions of all pages, one page after the other."""
         pages = self.table[rows].gather(1, positions // self.page)
         return pages * self.page + positions % self.page
 
     def clear(self) -> None:
-        """Free the memory of keys and values; the next pass makes it again."""
+        """Free the memory of keys and values. The next pass of the model allocates it again."""
         self.keys = []
         self.values = []
         self.scratch = {}
 
     def put(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
-        """Write new keys and values [R, Hk, m, D] of a layer to their places [R, m]."""
+        """Write a layer's new keys and values [R, Hk, m, D] to their places [R, m]."""
         if layer == len(self.keys):
             self.made += layer == 0
             shape = (key.shape[1], self.pages + 1, self.page, key.shape[3])
@@ -127,8 +135,8 @@ class Pages:
             kept.flatten(1, 2).index_copy_(1, at, own)
 
     def gather(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the pages [R, n] of a layer, each as [R, Hk, n · page, D]. On a CPU
-        the next call writes over them."""
+        """Copy a layer's keys and values out of the pages [R, n]; return each as [R, Hk, n · page,
+        D]. On a CPU, the next call overwrites the result."""
         rows, columns = table.shape
         at = table.flatten()
         found = []
@@ -140,7 +148,8 @@ class Pages:
         return found[0], found[1]
 
     def _scratch(self, number: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for gathered pages, reused because allocating it costs as much as the copy."""
+        """Return memory for gathered pages. It is used again in the next call, because allocating
+        it would cost as much as the copy."""
         size = math.prod(shape)
         own = self.scratch.get(number)
         if own is None or len(own) < size or own.dtype != like.dtype:
@@ -148,7 +157,7 @@ class Pages:
         return own[:size].view(shape)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the pages `sources` to the pages `targets`."""
+        """Copy the contents of the pages `sources` into the pages `targets`, in every layer."""
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
         for kept in (*self.keys, *self.values):
@@ -156,8 +165,11 @@ class Pages:
 
 
 def allocate_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros of the precision and device of another tensor. On a CPU the system gives memory only
-    when it is written to, so the unused part of a cache costs nothing."""
+    """Allocate zeros with the precision and the device of another tensor.
+
+    On a CPU, the operating system supplies memory only when it is first written to. So the unused
+    part of a cache costs nothing.
+    """
     if like.device.type != "cpu":
         return like.new_zeros(shape)
     size = math.prod(shape) * like.element_size()
@@ -165,7 +177,7 @@ def allocate_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def count_token_bytes(causal: Any) -> int:
-    """Bytes of the keys and values of one token in all layers."""
+    """Return the number of bytes of one token's keys and values in all layers."""
     config = causal.config.get_text_config()
     shape = read_model_shape(config)
     size = shape.kv_heads * shape.head_dim
@@ -173,16 +185,16 @@ def count_token_bytes(causal: Any) -> int:
 
 
 def choose_cache_tokens(causal: Any, device: torch.device) -> int:
-    """How many tokens' keys and values fit into `SHARE` of the memory left by the weights; at least
-    1.
+    """Return the number of tokens whose keys and values fit into the cache's memory; at least 1.
 
-    The memory is the card's or, on a CPU, the machine's or the container's. It is always the total,
-    not the free memory, so that runs are reproducible.
+    The cache gets `SHARE` of the memory that the weights leave. The memory is the GPU's or, on a
+    CPU, the machine's or the container's. The computation uses the total memory, not the free
+    memory, so that runs are reproducible.
     """
     weights = sum(p.nbytes for p in causal.parameters())
     return max(1, compute_cache_bytes(weights, total_memory(device)) // count_token_bytes(causal))
 
 
 def compute_cache_bytes(weights: int, total: int) -> int:
-    """Bytes of the cache of keys and values: SHARE · (total - weights)."""
+    """Return the size of the cache of keys and values in bytes: SHARE · (total - weights)."""
     return int(SHARE * max(0, total - weights))

@@ -1,4 +1,4 @@
-"""The cached engine as a service."""
+"""The cached engine as a service with its options."""
 
 from __future__ import annotations
 
@@ -25,39 +25,43 @@ from rlkit.types import Policy
 
 
 class Cached(Service):
-    """Continuous batching over a key-value cache. An episode keeps its entries from turn to turn.
+    """Decode with continuous batching over a cache of keys and values. An episode keeps its cached
+    keys and values from turn to turn.
 
     Tokens are drawn as in the reference engine (rlkit.engines.transformers.draw), from the
-    completion's own seed and position. Its slot and its neighbours change only the last bits of
-    the arithmetic. If some layers see only a window of the context, the reference engine decodes
-    the completions that could outgrow it. The reference engine also decodes every completion of a
-    model with layers other than full or windowed attention, for example linear attention.
+    completion's own seed and position. The completion's slot and its neighbours change only the
+    last bits of the arithmetic.
+
+    If some layers see only a window of the context, the reference engine decodes every completion
+    that could outgrow the window. The reference engine also decodes every completion of a model
+    with layers other than full or windowed attention, for example linear attention.
 
     Args:
-      max_rows: completions sampled at once, > 0.
-      max_cached_tokens: size of the cache in tokens, > 0. It holds at least one context of full
-        length, and at most max_rows of them. None: as many as fit into 0.35 of the memory that the
-        weights leave on the card or, on a CPU, in the machine or container. A CPU allocates memory
-        only as it is used. Prompts wait if they do not fit. If no page is left for
-        the rows that are drawing, episodes that wait for their environment lose their pages first,
-        then the row with the fewest draws. That row keeps its drawn tokens, and its context is read
-        again later.
-      check_every: tokens drawn by every slot before the host looks for ended completions, > 0.
-        None: 1 on a CPU, 8 elsewhere. It changes no completion: a slot stops drawing when its
-        completion ends.
-      keep_cache: keep the memory of the cache, and the graphs, between calls. False frees the
-        memory, and each call makes cache and graphs again.
-      cuda_graphs: run the step as CUDA graphs. If False, or if the model cannot be captured, the
-        kernels of a step are started one by one.
-      kernel: computes a step on a CPU. "fused": one call of compiled C (kernel.py). "eager":
-        calls of torch. "auto": fused if possible, else eager. Changes the last bits
-        of log-probs.
-      cache: how a step on CUDA reads the pages. "gather": it copies them for torch's attention.
-        "varlen": `varlen_attn` reads them in place (torch 2.12, 16-bit weights); it has not been
-        tried on a GPU yet. A CPU gathers.
-    Raises: ValueError for arguments out of range, EngineError if `kernel` is "fused" and the model
-      or the machine does not allow it, or if `cache` is "varlen" and this version of torch cannot
-      read pages in place.
+      max_rows: the most completions sampled at once, > 0.
+      max_cached_tokens: size of the cache in tokens, > 0. The engine limits it to at least one and
+        at most `max_rows` contexts of full length. None: as many tokens as fit into 0.35 of the
+        memory that the weights leave on the GPU or, on a CPU, in the machine or container. A CPU
+        allocates this memory only as it is used. A prompt waits if it does not fit. If no page is
+        left for the rows that are drawing, episodes that wait for their environment lose their
+        pages first. Next, the row with the fewest drawn tokens loses its pages. That row keeps its
+        drawn tokens, and the model reads its context again later.
+      check_every: number of tokens drawn in every slot before the host looks for ended completions,
+        > 0. None: 1 on a CPU, 8 on other devices. The number changes no completion, because a slot
+        stops drawing when its completion ends.
+      keep_cache: True keeps the memory of the cache, and the CUDA graphs, between calls. False
+        frees the memory after each call; the next call allocates the cache and captures the graphs
+        again.
+      cuda_graphs: True runs the decoding step as CUDA graphs. If False, or if the model cannot be
+        captured, the GPU kernels of a step are started one by one.
+      kernel: how a decoding step is computed on a CPU. "fused": as one call of compiled C
+        (kernel.py). "eager": as calls of torch. "auto": fused if possible, else eager. The choice
+        changes the last bits of log-probs.
+      cache: how a decoding step on CUDA reads the pages. "gather": it copies them for torch's
+        attention. "varlen": `varlen_attn` reads them in place (torch 2.12, 16-bit weights); this
+        has not been tried on a GPU yet. A CPU always gathers.
+    Raises: ValueError for arguments out of range. EngineError if `kernel` is "fused" and the model
+    or the machine does not allow it, or if `cache` is "varlen" and this version of torch cannot
+    read pages in place.
     """
 
     def __init__(
@@ -87,12 +91,12 @@ class Cached(Service):
         self.keep_cache = keep_cache
         self.kernel = kernel
         self.automatic = kernel == "auto"
-        self.why_eager = ""  # why `auto` is eager
-        # the kernel of the sampling process (asynchrony=overlap)
+        self.why_eager = ""  # the reason why `auto` chose eager; empty if it did not
+        # with asynchrony=overlap: the kernel used by the separate sampling process
         self.elsewhere: Literal["eager", "fused"] | None = None
-        # threads of a fused step (None: torch's); any number gives the same bits
+        # threads of a fused step (None: as many as torch uses); any number gives the same bits
         self.threads: int | None = None
-        self.context_length = 0  # of the decoder's policy
+        self.context_length = 0  # context length of the policy that the decoder was made for
         self.settings = {
             "max_rows": max_rows,
             "check_every": check_every,
@@ -113,8 +117,8 @@ class Cached(Service):
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
         before = self.decoder
         kernel = self.kernel
-        # The run has settled `auto` as fused. A model that the kernel does not support may still
-        # decode eagerly, but a compiler that is no longer there is an error.
+        # Earlier in the run, `auto` became fused. A model without support in the kernel may still
+        # decode eagerly, but a missing compiler is now an error.
         if self.automatic and kernel == "fused":
             try:
                 compile_kernel()
@@ -154,43 +158,47 @@ class Cached(Service):
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads
         if isinstance(before, Scheduler):
-            decoder.graphs.captured = before.graphs.captured  # counted over the engine's life
+            decoder.graphs.captured = before.graphs.captured  # the count covers the engine's life
             before.clear()
         return decoder
 
     def metrics(self) -> dict[str, float]:
-        """captured_shapes: how often a shape was captured as a CUDA graph so far."""
+        """Return the engine's metrics. `captured_shapes` is the number of CUDA graphs captured
+        since the engine was made."""
         captured = self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
         return {**super().metrics(), "captured_shapes": captured}
 
     def keep_cached_tokens(self, tokens: int) -> None:
-        """Take this cache size from a resumed run, or from the process that samples for this one. A
-        size set in the config stays."""
+        """Use this cache size, in tokens. It comes from a resumed run, or from the process that
+        samples for this process. If the config sets a size, the config's size stays."""
         if self.max_cached_tokens is None:
             self.cached_tokens = tokens
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """The kernel in use, or the kernel of the run's sampling process; None before the first
-        weights."""
+        """Return the kernel in use, or the kernel used by the run's sampling process. None before
+        the first weights are loaded."""
         if self.decoder is None:
             return self.elsewhere
         fused = isinstance(self.decoder, Scheduler) and self.decoder.kernel is not None
         return "fused" if fused else "eager"
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
-        """Fix `auto` to this kernel from now on. The trainer tells the run's sampling process the
-        same kernel."""
+        """Replace `auto` by this kernel from now on. The trainer sends the same choice to the run's
+        sampling process."""
         if not self.automatic:
             return
         self.kernel = kernel
         self.why_eager = why_eager
         if isinstance(self.decoder, Scheduler) and kernel == "eager" == self.decodes:
-            self.decoder.asked = kernel  # it need not be built again
+            self.decoder.asked = kernel  # so `make_decoder` need not build the decoder again
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
-        """Continue a run that decoded with this kernel. If it was eager, "auto" becomes eager.
-        Return a sentence if decoding will differ nevertheless."""
+        """Continue a run that decoded with this kernel. If the run was eager, "auto" becomes eager.
+
+        Returns: a sentence to show to the user if decoding will still differ from the run so far;
+        else an empty string.
+        """
         if self.automatic and kernel == "eager":
             self.settle(kernel, "as the run did so far")
         try:
@@ -207,7 +215,8 @@ class Cached(Service):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Within the block, the model samples. Cache and graphs stay for the next call."""
+        """Prepare the model for sampling within the block. The cache and the graphs stay in memory
+        for the next call, unless `keep_cache` is False."""
         decoder = self.decoder
         if not isinstance(decoder, Scheduler):
             yield
