@@ -1,9 +1,10 @@
-"""The forward pass of a Llama-like trunk in as few calls as possible: a decoding step of a small
+"""The forward pass of a Llama-like trunk in as few calls as possible. A decoding step of a small
 model spends its time on calls, not on arithmetic.
 
-Hugging Face's forward starts about a hundred operations a layer, most of them to rotate and to
-normalise. This one starts about thirty: it rotates and normalises queries and keys together, and
-computes once what all layers share. The numbers are the same up to the last bits of sums.
+Hugging Face's forward pass starts about a hundred operations per layer, and most of them rotate or
+normalise. This forward pass starts about thirty: it rotates queries and keys together, normalises
+them together, and computes the values shared by all layers only once. Its results equal Hugging
+Face's up to the last bits of sums.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Layer(NamedTuple):
-    """A decoder layer, and the tensors made of its weights before the first step."""
+    """Hold a decoder layer, and the tensors made from its weights before the first step."""
 
     module: Any
-    project: Projection  # normalised tokens to queries, keys and values side by side
+    project: Projection  # from normalised tokens to queries, keys and values, side by side
     out: Projection  # from attention to the residual stream
-    gates: Projection  # normalised tokens to gate and up side by side
-    down: Projection  # gated to the residual stream
-    scale: Tensor | None  # [Hq + Hk, D], of the norm of queries and keys
+    gates: Projection  # from normalised tokens to gate and up, side by side
+    down: Projection  # from the gated MLP activations to the residual stream
+    scale: Tensor | None  # [Hq + Hk, D], weights of the norms of queries and keys
 
 
 class Trunk:
-    """The forward of a trunk, without gradient. It uses the weights as they were when it was made
-    or last refreshed.
+    """Run the forward pass of a trunk, without gradient. It uses the weights as they were when it
+    was made, or at the last call of `refresh`.
 
     Args:
       trunk: the transformer of a causal LM, of a family in `FORWARDS`.
       half: compute in this type as autocast would, without its cost. Autocast converts all weights
-        in each step; this class keeps converted copies (2 bytes a weight) until `refresh`.
-        Products, keys and values are in `half`. The embedding, norms, angles and the residual
-        stream stay in the precision of their weights, and attention's queries are rounded as
+        in every step; this class converts them once and keeps the copies (2 bytes a weight) until
+        `refresh`. Products, keys and values are in `half`. The embedding, norms, angles and the
+        residual stream stay in the precision of their weights. Attention's queries are rounded as
         autocast rounds them. None: products are computed in the type of the weights, or in
         autocast's type if autocast is on. If the projections must be called as modules
         (products.py), `half` has no effect.
@@ -53,26 +54,26 @@ class Trunk:
         self.trunk = trunk
         plain = all(find_plain_part(m, half) for layer in trunk.layers for m in _projections(layer))
         self.half = half if plain else None
-        # tensors made of weights, and their makers
+        # (a tensor made from weights, the function that makes it)
         self.derived: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self.layers = [_layer(module, self.derive, self.half) for module in trunk.layers]
 
     @torch.no_grad()
     def derive(self, make: Callable[[], Tensor]) -> Tensor:
-        """Keep the tensor that `make` computes from weights; `refresh` computes it again in
-        place."""
+        """Call `make`, keep the tensor it computes from weights, and return the tensor. `refresh`
+        computes it again, in place."""
         self.derived.append((make(), make))
         return self.derived[-1][0]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute all derived tensors again, in place, because the weights have changed in
+        """Compute all derived tensors again, in place. Call it after the weights have changed in
         place."""
         for tensor, make in self.derived:
             tensor.copy_(make())
 
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """The last hidden states [R, m, H] of tokens [R, m] at these positions [R, m]."""
+        """Return the last hidden states [R, m, H] of tokens [R, m] at these positions [R, m]."""
         if self.half is None:
             return self._states(ids, positions, attention)
         with torch.autocast(ids.device.type, enabled=False):
@@ -80,7 +81,7 @@ class Trunk:
 
     def _states(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         x = self.trunk.embed_tokens(ids)
-        # each [R, m, 1, D]
+        # cosines and sines, each [R, m, 1, D]
         cos, sin = (part[:, :, None] for part in self.trunk.rotary_emb(x, positions))
         middle = cos.shape[-1] // 2
         sin = torch.cat((sin[..., :middle].neg(), sin[..., middle:]), -1)
@@ -94,7 +95,7 @@ class Trunk:
             values = projected[:, :, -keys:]
             if layer.scale is not None:
                 both = normalise_rms(both, attn.q_norm.variance_epsilon) * layer.scale
-            # rotate_half; the sine carries the sign
+            # as Hugging Face's rotate_half; the sign is already in the sine
             both = (both * cos).addcmul_(both.roll(middle, -1), sin)
             both = both if self.half is None else both.to(self.half)
             query, key, value = (
@@ -109,9 +110,11 @@ class Trunk:
 
 
 def make_logits_function(head: Head, forward: Trunk | None) -> Callable[[Tensor], Tensor]:
-    """Return the function from last hidden states [m, H] to logits [m, V]: the head, or its copy in
-    `half` if the trunk computes in `half`. If the head does more than multiply, the result is the
-    head itself."""
+    """Return the function from last hidden states [m, H] to logits [m, V].
+
+    It is the head, or a copy of the head in `half` if the trunk computes in `half`. If the head
+    does more than multiply, it is always the head itself.
+    """
     if forward is None or forward.half is None or head.logits is not head.module:
         return head
     if find_plain_part(head.module, forward.half) is None:
@@ -120,7 +123,7 @@ def make_logits_function(head: Head, forward: Trunk | None) -> Callable[[Tensor]
 
 
 def casts_weights(head: Head, forward: Trunk | None) -> bool:
-    """Whether steps convert weights under autocast."""
+    """Return whether decoding steps convert weights under autocast."""
     if forward is None or forward.half is None:
         return True
     copied = head.logits is head.module and find_plain_part(head.module, forward.half) is not None
@@ -128,7 +131,7 @@ def casts_weights(head: Head, forward: Trunk | None) -> bool:
 
 
 def find_autocast_type(device: torch.device) -> torch.dtype | None:
-    """The type of this thread's autocast on a device; None if it is off."""
+    """Return the type used by this thread's autocast on a device; None if autocast is off."""
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -174,16 +177,16 @@ def _layer(module: Any, derive: Derive, half: torch.dtype | None) -> Layer:
 
 
 def normalise_rms(x: Tensor, eps: float) -> Tensor:
-    """x / √(mean(x²) + eps) over the last dimension, in float32 at least."""
+    """Compute x / √(mean(x²) + eps) over the last dimension, in float32 or a wider type."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
-        # one kernel on CUDA, but eleven calls on a CPU
+        # `rms_norm` is one kernel on CUDA, but eleven calls on a CPU
         return nn_functional.rms_norm(x, x.shape[-1:], eps=eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
-# config.model_type → the forward of its trunk. Layers: norm, rotated and grouped attention, norm,
-# gated MLP.
+# config.model_type → the class with the forward pass of its trunk. All these families have layers
+# made of a norm, rotated and grouped attention, a norm and a gated MLP.
 FORWARDS: dict[str, type[Trunk]] = {
     "llama": Trunk,
     "mistral": Trunk,
@@ -193,9 +196,10 @@ FORWARDS: dict[str, type[Trunk]] = {
 
 
 def make_forward(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
-    """The forward for this trunk; None if the model's own forward has to be used.
+    """Make the forward pass for this trunk. Return None if the model's own forward pass must be
+    used.
 
-    A model of a known family must have Hugging Face's own layers, with or without adapters in
-    their projections.
+    A model of a known family must have Hugging Face's own layers, with or without adapters in their
+    projections.
     """
     return FORWARDS[trunk.config.model_type](trunk, half) if is_standard(trunk) else None

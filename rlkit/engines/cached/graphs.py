@@ -1,4 +1,5 @@
-"""CUDA graphs of a decoding step: one call starts all its kernels, hundreds of small ones."""
+"""CUDA graphs of a decoding step. A step has hundreds of small GPU kernels, and one call of a graph
+starts them all."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ from weakref import WeakSet
 
 import torch
 
-CAPTURED = ("cuda",)  # kinds of devices with captured steps
-MOST_SHAPES = 48  # captured shapes held at once
+CAPTURED = ("cuda",)  # types of devices on which steps are captured
+MOST_SHAPES = 48  # the most captured shapes kept at once
 
 
 class Shape(NamedTuple):
-    """The numbers that a capture fixes; each combination is captured once."""
+    """The settings and sizes fixed by a capture. Each combination is captured once."""
 
-    settings: Any  # of the draw
-    slots: int  # in a pass through the model
-    pages: tuple[int, ...]  # to read for the slots of each part
+    settings: Any  # the sampling parameters that change a captured step
+    slots: int  # number of slots in a step
+    pages: tuple[int, ...]  # for each part of the slots: number of pages to read for every slot
 
     def covers(self, other: Shape) -> bool:
-        """Whether a step of this shape also does the other's work: extra slots draw nothing, and
-        extra pages are masked."""
+        """Return whether a step of this shape also does the work of the other shape. The extra
+        slots draw nothing, and the extra pages are masked."""
         return (
             self.settings == other.settings
             and self.slots >= other.slots
@@ -35,14 +36,15 @@ class Shape(NamedTuple):
 
 
 class Graphs:
-    """Runs steps over buffers at fixed places. The first step of a shape runs kernel by kernel, the
-    second is captured, and later ones are replayed.
+    """Run decoding steps over buffers at fixed addresses. The first step of a shape runs kernel by
+    kernel, the second step is captured as a graph, and later steps replay the graph.
 
-    A graph lasts as long as its buffers and weights. At most `MOST_SHAPES` are held. A shape beyond
-    them replays the smallest graph that covers it, if there is one.
+    A graph is valid as long as its buffers and weights stay in place. At most `MOST_SHAPES` graphs
+    are kept. From then on, a new shape replays the smallest kept graph that covers it; without such
+    a graph it runs kernel by kernel.
 
-    If a model cannot be captured, for instance because a step waits for the host, its first step or
-    the capture fails. It then decodes without graphs, after one warning.
+    A model cannot be captured if, for example, its step makes the host wait for the GPU. Then the
+    first step or the capture fails, and the model decodes without graphs after one warning.
     """
 
     refused: ClassVar[WeakSet[Any]] = WeakSet()  # models that cannot be captured
@@ -50,14 +52,14 @@ class Graphs:
     def __init__(self, model: Any, device: torch.device):
         self.model = model
         self.device = device
-        # memory shared by all graphs: no graph reads values left there by another
+        # All graphs share this memory. No graph reads values left in it by another graph.
         self.pool: Any = None
-        self.captured = 0  # number of captures so far, including forgotten ones
+        self.captured = 0  # number of captures so far, including graphs dropped since
         self.started: set[Shape] = set()
         self.replays: dict[Shape, Callable[[], None]] = {}
 
     def forget(self) -> None:
-        """Drop all graphs, because their buffers or weights have moved."""
+        """Drop all graphs. Call it when their buffers or weights have moved."""
         self.started = set()
         self.replays = {}
         self.pool = None  # the allocator frees a pool with its last graph
@@ -77,7 +79,7 @@ class Graphs:
                 self.pool = self.pool or memory_pool(self.device)
                 self.replays[shape] = capture(step, self.device, self.pool)
                 self.captured += 1
-            except RuntimeError as error:  # CUDA's own, and out of memory
+            except RuntimeError as error:  # an error of CUDA, or no memory
                 self.refused.add(self.model)
                 reason = str(error).strip().partition("\n")[0]
                 warnings.warn(
@@ -90,14 +92,14 @@ class Graphs:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether steps on this device can be captured."""
+    """Return whether steps on this device can be captured."""
     return device.type in CAPTURED
 
 
 @contextmanager
 def refuse_host_waits(device: torch.device) -> Iterator[None]:
-    """Within the block, raise RuntimeError if the host waits for the device: such a wait would
-    break a capture."""
+    """Raise RuntimeError within the block if the host waits for the device. A wait of this kind
+    would break a capture."""
     if device.type != "cuda":
         yield
         return
@@ -119,21 +121,22 @@ def memory_pool(device: torch.device) -> Any:
 
 @cache
 def side_stream(device: torch.device) -> Any:
-    """One stream for all captures: every stream that multiplies matrices keeps memory for good, and
-    a new stream for each capture would add up."""
+    """Return the stream used for all captures on this device. Every stream keeps memory for good
+    once it has multiplied matrices, so a new stream for each capture would use more and more
+    memory."""
     return torch.cuda.Stream(device)
 
 
 def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
-    """Capture the kernels of a step without running them; return a function that starts them all.
+    """Capture the kernels of a step without running them. Return a function that starts them all.
 
-    torch.cuda.graph would also empty the memory cache first, and leave the side stream in force
-    after a failed capture.
+    torch.cuda.graph is not used for two reasons: it would first empty the memory cache, and it
+    would leave the side stream in force after a failed capture.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
     with torch.cuda.device(device), torch.cuda.stream(side_stream(device)):
-        # other threads may allocate meanwhile
+        # "thread_local": other threads may allocate memory during the capture
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             step()
@@ -145,14 +148,17 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
 
 
 def abandon(graph: Any, device: torch.device, pool: Any) -> None:
-    """End a broken capture. `capture_end` raises before it tells the allocator that the capture has
-    ended. The allocator's filter would then go on sending this thread's blocks on the side stream
-    to the pool, and the pool would keep its memory for good."""
+    """End a broken capture.
+
+    `capture_end` raises an error before it tells the allocator that the capture has ended. Without
+    the private calls below, the allocator would still take this thread's memory on the side stream
+    from the pool. The pool would then keep its memory for good.
+    """
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    # private names of torch, absent in a version without this filter
+    # private functions of torch; a version without them needs no calls
     with contextlib.suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)

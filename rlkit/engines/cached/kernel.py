@@ -1,7 +1,7 @@
 """The decoding step of a small model on a CPU as one call of compiled C (_step.c). It needs a C
 compiler.
 
-In torch such a step costs 300 calls and hardly any arithmetic. The machine's own compiler compiles
+In torch, such a step costs 300 calls and hardly any arithmetic. The machine's own compiler compiles
 the C file once, in about a second (rlkit.models.compiled).
 """
 
@@ -29,9 +29,10 @@ from rlkit.models.head import Head
 from rlkit.models.shape import read_model_shape
 
 SOURCE = Path(__file__).with_name("_step.c")
-HALF = ("-DHALF",)  # the compiler's flag for bfloat16
-TILE = 32  # neighbouring columns of a packed matrix, as in the C file
-# largest model for which `auto` takes the kernel; the kernel holds a second copy of the weights
+HALF = ("-DHALF",)  # the compiler flag that selects bfloat16
+TILE = 32  # number of neighbouring columns stored together in a packed matrix, as in the C file
+# `auto` uses the kernel for models with at most this many weights, because the kernel keeps a
+# second copy of them.
 MOST_WEIGHTS = 1 << 28
 PRODUCTS = ("project", "out", "gates", "down")
 LAYERS = (*PRODUCTS, "bias", "scale", "before", "between")
@@ -39,7 +40,7 @@ STATE = ("last", "position", "count", "limit", "seed", "tokens", "logprobs", "dr
 
 
 class StepArguments(ctypes.Structure):
-    """The structure `Step` of the C file, field by field."""
+    """Mirror the structure `Step` of the C file, field by field."""
 
     _fields_ = (
         *(
@@ -83,14 +84,15 @@ class StepArguments(ctypes.Structure):
 
 
 class Kernel:
-    """Decoding steps of a trunk and its head over the state of a cache and a sampler, on a CPU.
+    """Run the decoding steps of a trunk and its head on a CPU, over the state of a cache and a
+    sampler.
 
-    In float32 the weights of norms and adapters are multiplied into the matrices. In bfloat16 they
-    are not, because rounding the matrix would change it more than the first changes of an adapter
-    do.
+    In float32, the weights of norms and adapters are multiplied into the matrices. In bfloat16 they
+    stay separate: rounding a merged matrix would change it more than the first updates of an
+    adapter do.
 
     Args:
-      trunk, head: the engine's. `explain_misfit` must return "" for them.
+      trunk, head: the engine's trunk and head. `explain_misfit` must return "" for them.
     Raises: EngineError if the C file cannot be compiled.
     """
 
@@ -127,16 +129,17 @@ class Kernel:
             self.arrays[name][:] = [own[name] for own in made]
         if half:
             self._add_adapters(layers)
-        self.threads: int | None = None  # None: torch's
-        self.reads: Callable[[], Sampler | None] = lambda: None  # the sampler that `step` reads
-        self.made = 0  # `Pages.made` of the pages that `step` points to
+        self.threads: int | None = None  # None: as many as torch uses
+        # returns the sampler whose addresses are in `step`, or None
+        self.reads: Callable[[], Sampler | None] = lambda: None
+        self.made = 0  # `Pages.made` when the addresses of the pages were written to `step`
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
 
     def _add_adapters(self, layers: list[Any]) -> None:
         groups = [group_products(layer) for layer in layers]
         for i, name in enumerate(PRODUCTS):
             most = max(own[name].rank for own in groups)
-            rank = most + -most % TILE  # whole tiles
+            rank = most + -most % TILE  # rounded up to whole tiles
             self.step.ranks[i] = rank
             for layer, own in enumerate(groups if rank else ()):
                 place = len(PRODUCTS) * layer + i
@@ -145,7 +148,8 @@ class Kernel:
                     self.arrays[end][place] = made.data_ptr()
 
     def _enter(self, pages: Pages, sampler: Sampler) -> None:
-        """Enter the addresses of the state of all slots. They stay valid from step to step."""
+        """Write the addresses of the pages and of the sampler's state into the arguments of the C
+        function. They stay valid from step to step."""
         step = self.step
         for name, store in (("keys", pages.keys), ("values", pages.values)):
             self.arrays[name][:] = [tensor.data_ptr() for tensor in store]
@@ -161,8 +165,8 @@ class Kernel:
         self.made = pages.made
 
     def serves(self, sampler: Sampler) -> bool:
-        """Whether the kernel can draw for this sampler. It knows no top-p, top-k, thinking budget
-        or autocast."""
+        """Return whether the kernel can draw for this sampler. The kernel supports no top-p, top-k,
+        thinking budget or autocast."""
         return (
             sampler.budget is None
             and sampler.cut == {"top_p": 1.0, "top_k": 0}
@@ -170,8 +174,13 @@ class Kernel:
         )
 
     def __call__(self, pages: Pages, sampler: Sampler, slots: int, capacity: int) -> None:
-        """Draw one more token in each drawing slot of the first `slots`, as `Scheduler.decode`
-        does. No slot sees more than `capacity` positions. Raises: MemoryError."""
+        """Draw one more token in every drawing slot among the first `slots`, as `Scheduler.decode`
+        does.
+
+        Args:
+          capacity: the most positions seen by any slot.
+        Raises: MemoryError if no memory is left for the step.
+        """
         step = self.step
         if self.angles.shape[1] < capacity:
             self.angles = _angles(self.trunk.trunk, 2 * capacity)
@@ -188,11 +197,12 @@ class Kernel:
 
 
 def choose_kernel(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None, str]:
-    """The kernel for `generation.kernel`, or None to decode with calls of torch; and the reason if
-    "auto" gives None.
+    """Choose how to decode for a value of `generation.kernel`.
 
-    Raises: EngineError if "fused" is impossible, or if the choice of "auto" would depend only on
-    the machine's present load.
+    Returns: the kernel, or None to decode with calls of torch; and the reason if "auto" does not
+    use the kernel, else "".
+    Raises: EngineError if "fused" is impossible, or if the machine is too busy to compile now, so
+    that the choice of "auto" would depend on its load.
     """
     if kind == "eager":
         return None, ""
@@ -211,24 +221,25 @@ def choose_kernel(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | 
 
 
 class Group(NamedTuple):
-    """Projections of the same input, and the norm before them."""
+    """Projections with the same input, and the norm before them."""
 
     norm: Any | None
     modules: tuple[Any, ...]
 
     @property
     def parts(self) -> list[Part]:
-        """The weights of the modules; `explain_misfit` has refused all modules that do more."""
+        """Return the weights of the modules. `explain_misfit` has already refused any module that
+        does more than multiply."""
         return [part for part in map(find_plain_part, self.modules) if part is not None]
 
     @property
     def rank(self) -> int:
-        """Sum of the ranks of all adapters of the modules."""
+        """Return the sum of the ranks of all adapters in the group."""
         return sum(len(part.factors.down.weight) for part in self.parts if part.factors)
 
 
 def group_products(layer: Any) -> dict[str, Group]:
-    """The products of a layer by their names in the C file."""
+    """Return the matrix products of a layer, by their names in the C file."""
     attn = layer.self_attn
     mlp = layer.mlp
     return {
@@ -240,7 +251,7 @@ def group_products(layer: Any) -> dict[str, Group]:
 
 
 def explain_misfit(trunk: Trunk | None, head: Head) -> str:
-    """Why the kernel cannot decode this model; empty if it can."""
+    """Return the reason why the kernel cannot decode this model; empty if it can."""
     if trunk is None:
         return (
             f"a model of type {read_model_shape(head.causal.config).family!r} has a forward"
@@ -288,13 +299,15 @@ def explain_misfit(trunk: Trunk | None, head: Head) -> str:
 
 
 def _inputs(layer: Any) -> list[nn.Linear]:
-    """The projections that may have a bias."""
+    """Return the projections of queries, keys and values. Only these may have a bias."""
     return [part.base for part in group_products(layer)["project"].parts]
 
 
 def tile_matrix(weight: Tensor) -> Tensor:
-    """A matrix [N, H] as the C file reads it, padded with zeros to whole tiles: [N / TILE, H,
-    TILE], in bfloat16 [N / TILE, H / 2, TILE, 2]."""
+    """Store a matrix [N, H] in the layout of the C file, padded with zeros to whole tiles.
+
+    Returns: [N / TILE, H, TILE], or in bfloat16 [N / TILE, H / 2, TILE, 2].
+    """
     rows = nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE))
     if weight.dtype == torch.bfloat16:
         return rows.view(-1, TILE, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
@@ -302,8 +315,8 @@ def tile_matrix(weight: Tensor) -> Tensor:
 
 
 def join_weights(group: Group, half: bool) -> Tensor:
-    """The weights of a group side by side; in float32 with adapters added and the norm's weight
-    multiplied in."""
+    """Join the weights of a group side by side, in the layout of the C file. In float32, adapters
+    are added to the weights, and the norm's weight is multiplied in."""
     if half:
         return tile_matrix(torch.cat([part.base.weight for part in group.parts]))
     weight = torch.cat([merge_weight(part, torch.float32) for part in group.parts])
@@ -311,8 +324,13 @@ def join_weights(group: Group, half: bool) -> Tensor:
 
 
 def join_adapters(group: Group, rank: int, end: str) -> Tensor:
-    """The factors of a group's adapters as one matrix: the down factors in `rank` rows ("low"), or
-    scaling times the up factors in `rank` columns ("high")."""
+    """Join one factor of each adapter of a group into one matrix, in the layout of the C file.
+
+    Args:
+      rank: number of rows or columns after padding with zeros.
+      end: "low" joins the down factors as `rank` rows. "high" joins scaling times the up factors as
+        `rank` columns.
+    """
     down, up = join_factors(lambda make: make(), group.parts, torch.bfloat16)
     factor = down if end == "low" else up
     padded = nn_functional.pad(factor, (0, 0, 0, rank - len(factor)))
@@ -320,13 +338,14 @@ def join_adapters(group: Group, rank: int, end: str) -> Tensor:
 
 
 def find_norm_address(trunk: Trunk, norm: Any, half: bool) -> int | None:
-    """The address of a norm's weight in float32; None if it is part of the next product."""
+    """Return the address of a float32 copy of a norm's weight. Return None in float32, where the
+    weight is part of the next product."""
     return trunk.derive(lambda: norm.weight.float().clone()).data_ptr() if half else None
 
 
 def _layer(trunk: Trunk, layer: Any, scale: Tensor | None, half: bool) -> dict[str, int | None]:
-    """The addresses of a layer's tensors for the kernel. The tensors are computed again, in place,
-    whenever the weights have changed."""
+    """Return the addresses of a layer's tensors for the kernel, by their names in the C file.
+    `Trunk.refresh` computes the tensors again, in place, whenever the weights have changed."""
     groups = group_products(layer)
     found: dict[str, int | None] = {
         name: trunk.derive(partial(join_weights, group, half)).data_ptr()
@@ -351,16 +370,18 @@ def _layer(trunk: Trunk, layer: Any, scale: Tensor | None, half: bool) -> dict[s
 
 
 def _angles(trunk: Any, positions: int) -> Tensor:
-    """Cosines and sines of the first positions, [2, positions, D / 2]: the second half of D repeats
-    the first."""
+    """Return cosines and sines of the first positions, [2, positions, D / 2]. Only half of D is
+    kept, because the second half repeats the first."""
     both = torch.stack(trunk.rotary_emb(torch.zeros(1), torch.arange(positions)[None]))[:, 0]
     return both[..., : both.shape[-1] // 2].contiguous()
 
 
 @cache
 def compile_kernel(half: bool = False) -> Any:
-    """The function of the C file, for bfloat16 or for float32. Raises: NoKernel, Undecided
-    (rlkit.models.compiled)."""
+    """Compile the C file, for bfloat16 or for float32, and return its function.
+
+    Raises: NoKernel, Undecided (rlkit.models.compiled).
+    """
     run = load_library(SOURCE, "step", HALF if half else ()).step
     run.argtypes = (ctypes.POINTER(StepArguments),)
     run.restype = ctypes.c_int

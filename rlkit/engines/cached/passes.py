@@ -1,5 +1,5 @@
-"""The model's passes over rows of the cache: new tokens of several contexts at once, or one
-token in every slot."""
+"""The model's passes over rows of the cache. A pass either reads new tokens of several contexts, or
+decodes one token in every slot."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from rlkit.types import Policy
 
 
 class Seen(NamedTuple):
-    """Where a pass writes its new tokens, and which tokens each row attends to.
+    """Describe the places where a pass writes its new tokens, and the tokens each row attends to.
 
-    places: [R, m], where the new tokens are written. table: pages to read [R, n], or None for a
-    pass over whole contexts, each of which attends only to itself. mask: [R, 1, m, n · page], True
-    where a token sees a position. lengths: [R] int32 instead of a mask, if the pages are read in
-    place. parts: ranges of rows of similar length, each with its own number of pages to read;
-    empty: all rows read all pages.
+    places: [R, m], the places for the keys and values of the new tokens (`Pages.places`).
+    table: [R, n], the pages to read. None for a pass over whole contexts: then each context attends
+    only to itself.
+    mask: [R, 1, m, n · page], True if a token sees a position.
+    lengths: [R] int32, the number of positions each row sees. Used instead of a mask if the pages
+    are read in place.
+    parts: ranges of rows of similar length, each with its own number of positions to read. Empty:
+    all rows read all pages.
     """
 
     places: Tensor
@@ -42,11 +45,11 @@ class Seen(NamedTuple):
 
 
 class Passes:
-    """A model over the pages of a cache.
+    """Run a model over the pages of a cache.
 
     Args:
-      in_place: decoding steps read pages in place (`attend_in_place`); else they are gathered
-        for torch's scaled_dot_product_attention.
+      in_place: True lets decoding steps read the pages in place (`attend_in_place`). False copies
+        them for torch's scaled_dot_product_attention.
     """
 
     def __init__(self, policy: Policy, causal: Any, pages: Pages, *, in_place: bool = False):
@@ -58,14 +61,14 @@ class Passes:
         self.half = find_autocast_type(pages.device)
         self.forward = make_forward(self.trunk, self.half)
         self.logits = make_logits_function(self.head, self.forward)
-        # whether graphs must be dropped after a call: they may read copies of weights made by
-        # autocast, and autocast frees these at the end of the call
+        # Whether graphs must be dropped after each call. They may read copies of weights made by
+        # autocast, and autocast frees its copies at the end of the call.
         self.casts = self.half is not None and casts_weights(self.head, self.forward)
         self.weights = list_addresses(causal)
 
     def serves(self, policy: Policy, causal: Any) -> bool:
-        """Whether these weights have the addresses of the previous ones, so captured graphs stay
-        valid. If so, recompute the tensors derived from the weights."""
+        """Return whether graphs captured for the previous weights also hold for these weights: all
+        addresses must be the same. If so, recompute the tensors derived from the weights."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
         if causal is not self.causal or not all(rest) or list_addresses(causal) != self.weights:
             return False
@@ -76,8 +79,11 @@ class Passes:
         return True
 
     def read(self, rows: Sequence[Row]) -> Tensor:
-        """Pass the unread tokens of some rows through the model; return the hidden state of each
-        row's last token, [R, H]. Either no row has cached tokens yet, or all rows have some."""
+        """Pass the unread tokens of some rows through the model. Return the hidden state of each
+        row's last token, [R, H].
+
+        Either no row has cached tokens yet, or every row has some.
+        """
         pages = self.pages
         device = pages.device
         new = [row.context[row.known :] for row in rows]
@@ -88,7 +94,7 @@ class Passes:
         slots = torch.tensor([row.slot for row in rows], device=device)
         starts = torch.tensor([row.known for row in rows], device=device)
         steps = torch.arange(width, device=device)
-        # Padding may reach beyond the longest context; nothing reads its values.
+        # The padding may reach beyond the longest context. Nothing reads its keys and values.
         positions = (starts[:, None] + steps).clamp(max=self.policy.context_length - 1)
         own = steps < lengths[:, None]
         places = pages.places(slots, positions).where(own, SPARE * pages.page)
@@ -103,8 +109,11 @@ class Passes:
 
     def step(self, last: Tensor, positions: Tensor, columns: int, parts: Sequence[Part]) -> Tensor:
         """Pass the last token [S] of each of the first S slots through the model, at its position
-        [S]; return logits [S, V]. Rows attend to the pages of the first `columns` columns. The host
-        reads nothing, so the step can be captured."""
+        [S]. Return logits [S, V].
+
+        Rows attend to the pages in the first `columns` columns of the table. The host reads no
+        tensor, so the step can be captured as a CUDA graph.
+        """
         pages = self.pages
         slots = len(last)
         at = positions[:, None]
@@ -118,7 +127,7 @@ class Passes:
         return self.logits(self.hidden(last[:, None], at, seen)[:, 0])
 
     def hidden(self, ids: Tensor, positions: Tensor, seen: Seen) -> Tensor:
-        """Last hidden states [R, m, H] of tokens [R, m] at these positions [R, m]."""
+        """Return the last hidden states [R, m, H] of tokens [R, m] at these positions [R, m]."""
         if self.forward is not None:
             return self.forward(ids, positions, partial(self.attention, seen))
         mask = seen.mask
@@ -136,8 +145,8 @@ class Passes:
     def attention(
         self, seen: Seen, query: Tensor, key: Tensor, value: Tensor, layer: int
     ) -> Tensor:
-        """Keep the new keys and values, and return the attention of these rows to all that they
-        see, [R, m, Hq, D]."""
+        """Write the new keys and values of a layer to the pages. Return the attention of these rows
+        to all tokens they see, [R, m, Hq, D]."""
         pages = self.pages
         pages.put(layer, key, value, seen.places)
         if seen.table is None:
@@ -157,7 +166,7 @@ class Passes:
 
 
 class ModelCache:
-    """The pages as a cache of Hugging Face's transformers, for one pass."""
+    """Present the pages as a cache of Hugging Face's transformers, for one pass."""
 
     def __init__(self, pages: Pages, seen: Seen):
         self.pages = pages
@@ -166,21 +175,22 @@ class ModelCache:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values [R, Hk, m, D], and return all keys and values that these rows
-        see."""
+        """Write the new keys and values [R, Hk, m, D] of a layer to the pages. Return all keys and
+        values these rows see."""
         self.pages.put(layer, key, value, self.seen.places)
         if self.seen.table is None:
             return key.to(value.dtype), value
         return self.pages.gather(layer, self.seen.table)
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """For models asking for it; positions are always given."""
+        """Return the number of positions in the cache. Some models ask for it, although every pass
+        gives the positions itself."""
         return 0 if self.seen.mask is None else self.seen.mask.shape[-1]
 
 
 def list_addresses(causal: Any) -> tuple[Any, ...]:
-    """The addresses of a model's weights and the types, hooks and adapters of its modules. A
-    captured graph is valid only while they stay the same."""
+    """List the addresses of a model's weights, and the types, hooks and adapters of its modules. A
+    captured graph is valid only while they all stay the same."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [
         (m.merged, m.disable_adapters, tuple(m.active_adapters), tuple(m.scaling.items()))
