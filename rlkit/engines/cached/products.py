@@ -1,12 +1,12 @@
-"""The matrix products of a decoding step: modules with the same input, such as those of queries,
-keys and values, are multiplied together.
+"""The matrix products of a decoding step. Modules with the same input, such as the projections to
+queries, keys and values, are multiplied together.
 
     y = x Wᵀ + b + (x Aᵀ) B
 
-W holds the modules' weights side by side. A holds the down factors of their adapters, and B is
-block-diagonal: scaling × the up factor of each. So the adapters of a group cost two products;
-PEFT's modules would take six operations for each adapter. In float32 on a CPU adapters cost
-nothing, because W is a copy with the adapters added to it.
+W holds the modules' weights side by side. A holds the down factors of their adapters. B is
+block-diagonal; each block is the scaling × the up factor of one adapter. So all adapters of a group
+cost two products, while PEFT's modules would take six operations for each adapter. In float32 on a
+CPU adapters cost nothing, because W is a copy with the adapters added to it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ Derive = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Part(NamedTuple):
-    """The weights of a module that only multiplies."""
+    """Hold the weights of a module that only multiplies, with or without an adapter."""
 
     base: nn.Linear
     factors: LoRAFactors | None = None
 
 
 def find_plain_part(module: Any, half: torch.dtype | None = None) -> Part | None:
-    """The weights of a linear layer, with or without a plain adapter; None if a call of the module
-    may do anything else.
+    """Return the weights of a linear layer, with or without a plain adapter. Return None if a call
+    of the module may do anything else.
 
-    An adapter must compute in the precision of its base. With autocast (`half`) it always does.
+    An adapter must compute in the precision of its base. With autocast (`half` is given) it always
+    does.
     """
     if type(module) is nn.Linear:
         return Part(module) if is_plain(module) else None
@@ -53,14 +54,15 @@ def find_plain_part(module: Any, half: torch.dtype | None = None) -> Part | None
 
 
 def is_plain(*modules: Any) -> bool:
-    """Whether no hook or replaced forward changes the calls of these modules."""
+    """Return whether no hook or replaced forward changes the calls of these modules."""
     return not any(
         m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules
     )
 
 
 def merge_weight(part: Part, dtype: torch.dtype) -> Tensor:
-    """The weight of a module in this type, with its adapter added: W + scaling · up · down."""
+    """Return the weight of a module in this type, with its adapter added: W + scaling · up ·
+    down."""
     weight = part.base.weight.to(dtype)
     if part.factors is None:
         return weight
@@ -71,19 +73,21 @@ def merge_weight(part: Part, dtype: torch.dtype) -> Tensor:
 def make_projection(
     derive: Derive, norm: Any | None, *modules: Any, half: torch.dtype | None = None
 ) -> Projection:
-    """The function from tokens to the modules' outputs, side by side.
+    """Make the function from tokens to the outputs of several modules, side by side.
 
     Args:
-      derive: keeps a tensor made of weights, see `Trunk.derive`.
-      norm: the norm before the modules; the tokens are not yet multiplied by its weight. None: no
-        norm.
-      modules: all read the same tokens. If one of them does more than multiply, all are called.
-      half: the type to compute in; weights of another type are converted once, and the copies are
+      derive: keeps a tensor made from weights; see `Trunk.derive`.
+      norm: the norm before the modules. The tokens given to the function are normalised, but not
+        yet multiplied by the norm's weight. None: no norm.
+      modules: the modules; all read the same tokens. If one of them does more than multiply, all of
+        them are called as modules.
+      half: the type to compute in. Weights of another type are converted once, and the copies are
         kept. None: the type of the weights.
-    Several modules become one matrix in two cases: they are copied to `half` anyway, or they are on
-    a CPU, where one more call costs more than the copy. Otherwise each module has a product of its
-    own. On a CPU the norm's weight and the adapters go into the matrix too, but not in half
-    precision, because rounding to half precision changes more than the first steps of an adapter.
+    Several modules become one matrix in two cases: the weights are copied to `half` anyway, or they
+    are on a CPU, where one more call costs more than the copy. Otherwise each module has its own
+    product. On a CPU, the norm's weight and the adapters are also multiplied into the matrix,
+    except in half precision: rounding to half precision changes a matrix more than the first
+    updates of an adapter do.
     """
     parts = [part for part in (find_plain_part(m, half) for m in modules) if part is not None]
     if len(parts) < len(modules):
@@ -124,7 +128,7 @@ def make_projection(
 
 
 def make_called_projection(norm: Any | None, modules: Sequence[Any]) -> Projection:
-    """The function from tokens to the modules' outputs, side by side, by calling each module."""
+    """Make the function from tokens to the modules' outputs, side by side. It calls each module."""
 
     def call(x: Tensor) -> Tensor:
         x = x if norm is None else x * norm.weight
@@ -135,7 +139,8 @@ def make_called_projection(norm: Any | None, modules: Sequence[Any]) -> Projecti
 
 
 def join_projections(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projection:
-    """The function from tokens to their products with all weights of `pairs`, side by side."""
+    """Make the function from tokens to their products with all weights of `pairs`, side by side.
+    Each pair is a weight and a bias or None."""
     if len(pairs) == 1:
         weight, bias = pairs[0]
         return lambda x: nn_functional.linear(x, weight, bias)
@@ -143,12 +148,13 @@ def join_projections(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projectio
 
 
 def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
-    """The function base(x) + (x downᵀ) up of tokens x, for down [ranks, H] and up [ranks, N]."""
+    """Make the function base(x) + (x downᵀ) up of tokens x, for down [ranks, H] and up [ranks,
+    N]."""
 
     def adapted(x: Tensor) -> Tensor:
         y = base(x)
         low = nn_functional.linear(x, down)
-        # autocast does not cast in-place operations, and y has autocast's type already
+        # Autocast does not cast in-place operations, so cast `up` here; y is already in its type.
         y.view(-1, y.shape[-1]).addmm_(low.view(-1, low.shape[-1]), up.to(y.dtype))
         return y
 
@@ -158,10 +164,10 @@ def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
 def join_factors(
     derive: Derive, parts: Sequence[Part], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The adapters' down factors side by side [ranks, H], and scaling × their up factors on a
-    diagonal [ranks, N].
+    """Join the adapters' down factors side by side [ranks, H], and put scaling × their up factors
+    on a diagonal [ranks, N].
 
-    Scaled up factors are rounded to `dtype` once.
+    The up factors are scaled first and then rounded to `dtype`, so they are rounded only once.
     """
 
     def down() -> Tensor:

@@ -1,5 +1,5 @@
-"""The state of every slot's completion in the cached engine, as tensors [S], and the draw of its
-next token."""
+"""The state of every slot's completion in the cached engine, as tensors with one entry per slot
+[S], and the draw of its next token."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STATE = (
 
 
 class Saved(NamedTuple):
-    """The tokens drawn by a completion before its row was cut, and the state of its thinking
-    budget."""
+    """Keep the tokens drawn for a completion before its row lost its slot and pages, and the state
+    of its thinking budget."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -37,13 +37,16 @@ class Saved(NamedTuple):
 
 
 class Sampler:
-    """The state of all slots except their keys and values. The host reads it only in `take`, in
-    `save`, and in `draw` if a thinking tag is written with several tokens.
+    """Hold the state of all slots except their keys and values. The host reads this state only in
+    `take`, in `save`, and in `draw` if a thinking tag is written with several tokens.
 
     last, position      the last token, and its position
     count, limit, seed  tokens drawn so far, most tokens to draw, and the seed of the completion
     draws, ended        whether a slot draws; whether it has ended since the last call of `take`
-    tokens, logprobs, forced   the completion; slots without a draw write to a last, ignored column
+    tokens, logprobs, forced
+                        the completion: its token ids, their log-probs, and whether the engine
+                        wrote a token in place of the policy's choice. Slots that do not draw
+                        write to the last column, and nothing reads this column.
     """
 
     def __init__(
@@ -73,8 +76,7 @@ class Sampler:
         )
         self.temperature: float | Tensor = params.temperature
         if captured and params.temperature not in (0, 1):
-            # a tensor, because the captured graph reads it and the next call may change the
-            # temperature
+            # A tensor: a captured graph reads it from memory, so the next call can change it.
             self.temperature = torch.tensor(params.temperature, device=device)
         self.budget = None
         if params.max_thinking_tokens is not None:
@@ -84,13 +86,13 @@ class Sampler:
 
     @property
     def asks_the_host(self) -> bool:
-        """Whether a draw needs each token on the host, because a thinking tag is written with
-        several tokens. Such a draw cannot be captured."""
+        """Return whether the host must read each drawn token, because a thinking tag is written
+        with several tokens. A draw of this kind cannot be captured in a CUDA graph."""
         return self.budget is not None and self.policy.renderer.thinking.ids is None
 
     def begin_call(self, params: SamplingParams) -> None:
         """Sample the next completions with these parameters. Only the temperature may differ from
-        the previous ones."""
+        the previous parameters."""
         self.params = params
         if isinstance(self.temperature, Tensor):
             self.temperature.fill_(params.temperature)
@@ -98,7 +100,7 @@ class Sampler:
             self.temperature = params.temperature
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-        """Let the slots `at`, whose contexts have been read, begin to draw."""
+        """Begin completions in the slots `at`. The model has already read their contexts."""
         lengths = [len(context) for context in contexts]
         limits = [
             min(self.params.max_new_tokens, self.policy.context_length - length)
@@ -113,7 +115,8 @@ class Sampler:
             self.budget.begin(at, contexts)
 
     def save(self, slots: Sequence[int]) -> list[Saved]:
-        """The draws of these slots so far, to be continued in other slots."""
+        """Return the tokens drawn so far in these slots, so that another slot can continue their
+        completions."""
         at = torch.tensor(slots, device=self.device)
         counts = self.count[at].tolist()
         tokens = self.tokens[at].tolist()
@@ -130,8 +133,8 @@ class Sampler:
         ]
 
     def go_on(self, at: Tensor, saved: Sequence[Saved]) -> None:
-        """Let the slots `at`, just begun, continue after saved draws. The model has read all of
-        these."""
+        """Continue saved completions in the slots `at`, right after `begin`. The model has already
+        read all of their saved tokens."""
         width = self.tokens.shape[1]
 
         def fill(parts: Sequence[Sequence[float]], like: Tensor) -> Tensor:
@@ -152,8 +155,11 @@ class Sampler:
     def draw(self, at: Tensor, logits: Tensor, begun: bool = False) -> None:
         """Draw the next token of the slots `at`, from the logits [n, V] of their last tokens.
 
-        The model has not read the new token yet. begun: the last token belongs to the completion,
-        and the model has read it.
+        The model has not read the new token yet.
+
+        Args:
+          begun: True if the last token belongs to the completion and the model has read it. False
+            for the first draw after a context was read.
         """
         draws = self.draws[at]
         count = self.count[at]
@@ -176,8 +182,8 @@ class Sampler:
         self.draws[at], self.ended[at] = draws & ~ended, self.ended[at] | ended
 
     def take(self, slots: int) -> list[tuple[int, Generation]]:
-        """Completions in the first `slots` that have ended since the last call, each with its
-        slot."""
+        """Return the completions in the first `slots` slots that have ended since the last call,
+        each with its slot."""
         if not self.ended.any():
             return []
         at = self.ended[:slots].nonzero()[:, 0]
@@ -202,7 +208,7 @@ class Sampler:
             self.budget.move(source, target)
 
     def stop(self, at: Tensor) -> None:
-        """Stop drawing in these slots. Steps still compute them."""
+        """Stop drawing in these slots. Decoding steps still compute these slots, without effect."""
         self.draws[at] = False
         self.ended[at] = False
         self.position[at] = 0

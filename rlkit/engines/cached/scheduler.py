@@ -1,15 +1,16 @@
-"""The decoder of the cached engine: when contexts are read, when slots draw, and when the host
-checks for ended completions.
+"""The decoder of the cached engine. It decides when contexts are read, when slots draw, and when
+the host checks for ended completions.
 
     queue ──▶ slot ──▶ new tokens in one pass ──▶ one token a step in all slots ──▶ completion
                ▲                                                                        │
                └── the next prompt of the same episode; its shared beginning is kept ───┘
 
 An episode keeps its pages until it is released, so a turn costs only its new tokens. Equal prompts,
-such as those of a task's samples, are read once. The host reads nothing in a decoding step: every
-slot in use goes through the model, and slots that do not draw are masked. So on CUDA the step is
-captured as a graph, for a few numbers of slots and pages, and the host looks for ended completions
-every few steps. Pages and graphs stay in place from call to call, as long as the weights do.
+such as the prompts of one group's samples, are read once. The host reads no tensor in a decoding
+step: every slot in use goes through the model, and slots that do not draw are masked. So on CUDA
+the step can be captured as a graph, for a few numbers of slots and pages, and the host looks for
+ended completions only every few steps. Pages and graphs stay in place from call to call, as long as
+the weights stay in place.
 """
 
 from __future__ import annotations
@@ -30,26 +31,27 @@ from rlkit.engines.cached.sampler import Sampler
 from rlkit.engines.cached.slots import Row, Slots
 from rlkit.types import Generation, Policy, SamplingParams
 
-MOST_READ = 1 << 14  # tokens read in one pass, padding included
-# Reading a few contexts costs more than letting them wait. Waiting rows are read once they are at
-# least 1 / READ_AT of the rows in slots, or once their waits add up to (rows in slots) / WAIT
-# steps.
+MOST_READ = 1 << 14  # the most tokens read in one pass, padding included
+# Reading a few contexts costs more than letting them wait. The contexts of waiting rows are read
+# when these rows are at least 1 / READ_AT of the rows in slots, or when the sum of their waits
+# reaches (rows in slots) / WAIT steps.
 READ_AT = 32
 WAIT = 4
 QUARTERS = 4  # a captured step is cut into this many parts
 SLOTS = 8  # the numbers of slots of captured steps are multiples of this
-SAMPLERS = 8  # at most this many states of all slots are kept, one for each kind of sampling
+SAMPLERS = 8  # the most samplers kept, one for each kind of sampling parameters
 
 
 class Scheduler:
-    """The decoder: its slots, and the order of the model's work for them.
+    """Schedule the model's work: hold the slots, and choose between reading contexts and decoding.
 
     Args:
-      max_rows, check_every, cuda_graphs, kernel: see `Cached`. tokens: size of the cache.
-        in_place: whether steps read pages in place.
+      max_rows, check_every, cuda_graphs, kernel: see `Cached`.
+      tokens: size of the cache in tokens.
+      in_place: True if decoding steps read pages in place.
     """
 
-    sampler: Sampler  # for the present parameters
+    sampler: Sampler  # the sampler of the present parameters
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Scheduler:
         self.on_cpu = not can_capture(device)
         self.cuda_graphs = cuda_graphs and not self.on_cpu
         self.in_parts = not self.on_cpu and not in_place
-        # one position more than there are tokens: an ended row points there
+        # one position more than the context has: a row that has ended may point to it
         context = policy.context_length + 1
         self.pages = Pages(
             max(tokens, context), max_rows, context, device, FLASH_PAGE if in_place else PAGE
@@ -88,11 +90,11 @@ class Scheduler:
             )
         self.graphs = Graphs(causal, device)
         self.samplers: dict[Any, Sampler] = {}
-        self.params: SamplingParams | None = None  # of the completions under way
+        self.params: SamplingParams | None = None  # the parameters of the running completions
         self.rounds = 0
-        self.changed = False  # whether there may be slots to fill or holes to close
-        self.waited = 0  # steps of waiting to be read, summed over the rows
-        self.parts: list[Part] = []  # of the slots in use, before the next step
+        self.changed = False  # True if `fill` may have free slots to give or holes to close
+        self.waited = 0  # steps that rows have waited to be read, summed over these rows
+        self.parts: list[Part] = []  # ranges of the slots in use, for the next step on a CPU
 
     # --------------------------------------------------------------------------------- the contract
 
@@ -102,17 +104,18 @@ class Scheduler:
 
     @property
     def fused(self) -> bool:
-        """Whether steps are calls of the kernel."""
+        """Return whether decoding steps are calls of the compiled kernel."""
         return self.kernel is not None and self.kernel.serves(self.sampler)
 
     def accepts(self, params: SamplingParams) -> bool:
-        """Completions with other parameters wait until the present ones have ended."""
+        """Return whether completions with these parameters can start now. Completions with other
+        parameters wait until the running ones have ended."""
         return self.params is None or params == self.params or self.idle
 
     def submit(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> None:
-        if params != self.params:  # the service asked `accepts`: nothing is being sampled
+        if params != self.params:  # the service has asked `accepts`, so no completion is running
             self.forget_episodes()
             self.params = params
             self.sampler = self.get_sampler(params)
@@ -127,7 +130,8 @@ class Scheduler:
 
     @torch.inference_mode()
     def advance(self) -> list[tuple[int, Generation]]:
-        """A pass over unread contexts, or a few steps of decoding."""
+        """Read the contexts of waiting rows in one or more passes, or decode for a few steps.
+        Return the completions that have ended, each with the key of its episode."""
         if self.changed:
             self.fill()
         reading = self.slots.reading
@@ -151,7 +155,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def forget_episodes(self) -> None:
-        """Forget every episode; the memory stays, for the next ones."""
+        """Forget every episode. The memory stays allocated for the next episodes."""
         if self.params is not None and self.slots.rows:
             self.sampler.stop(self.pages.indices)
         self.slots.clear()
@@ -161,7 +165,7 @@ class Scheduler:
         self.changed = False
 
     def clear(self) -> None:
-        """Forget every episode, and free the memory."""
+        """Forget every episode, and free the memory of the cache."""
         self.slots.clear()
         self.pages.clear()
         self.samplers = {}
@@ -171,7 +175,8 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- slots
 
     def fill(self) -> None:
-        """Give free slots to waiting rows, and close holes."""
+        """Give free slots to rows in the queue, and move rows so that the slots in use are the
+        first ones."""
         self.changed = False
         stopped = self.slots.stopped
         self.slots.stopped = []
@@ -189,7 +194,7 @@ class Scheduler:
         enter = self.slots.reading
         if enter:
             # These rows draw nothing until their contexts are read. Until then every step writes
-            # keys and values at their positions, and the reading pass overwrites these.
+            # keys and values at their positions, and the reading pass overwrites them.
             at = self.tensor([row.slot for row in enter])
             self.sampler.stop(at)
             self.sampler.position[at] = self.tensor([row.known for row in enter])
@@ -197,8 +202,8 @@ class Scheduler:
         self.parts = []
 
     def get_sampler(self, params: SamplingParams) -> Sampler:
-        """The state of all slots for these parameters. Equal parameters get the same state again,
-        because captured graphs hold its addresses."""
+        """Return the sampler for these parameters. Equal parameters get the same sampler again,
+        because captured graphs hold the addresses of its tensors."""
         key = select_captured_settings(params)
         if key not in self.samplers and len(self.samplers) == SAMPLERS:
             self.samplers.clear()
@@ -211,8 +216,8 @@ class Scheduler:
         return self.samplers[key]
 
     def make_room(self, steps: int) -> None:
-        """Give every drawing slot pages for `steps` more tokens. Rows cut to make room keep their
-        draws."""
+        """Give every drawing slot pages for `steps` more tokens. If pages run out, some rows lose
+        their slot and pages; the tokens they have drawn are saved."""
         cut = self.slots.extend(steps)
         drew = [(row, slot) for row, slot in cut if not row.reads]
         if drew:
@@ -230,15 +235,15 @@ class Scheduler:
     # -------------------------------------------------------------------------------------- reading
 
     def read(self, rows: Sequence[Row]) -> None:
-        """Read the new part of these rows' contexts, and draw the next token of each."""
+        """Read the new part of these rows' contexts, and draw the next token of each row."""
         page = self.pages.page
-        firsts: dict[Any, Row] = {}  # a prompt and its shared pages → the row that reads them
+        firsts: dict[Any, Row] = {}  # (a prompt, its shared pages) → the row that reads the prompt
         sources = []
         for row in rows:
             alone = row.known or row.saved is not None
             shared = (row.prompt, tuple(row.pages[: len(row.prompt) // page]))
             sources.append(row if alone else firsts.setdefault(shared, row))
-        last: dict[int, Tensor] = {}  # slot → hidden state of its last token
+        last: dict[int, Tensor] = {}  # slot → hidden state of the context's last token
         unique = {row.slot: row for row in sources}
         for part in micro_batches(sorted(unique.values(), key=lambda r: (r.known > 0, r.slot))):
             states = self.passes.read(part)
@@ -265,15 +270,19 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- decoding
 
     def draw(self) -> None:
-        """Draw tokens in every drawing slot until the host looks again."""
+        """Draw `check_every` tokens in every drawing slot; then the host looks for ended
+        completions again."""
         self.make_room(self.check_every)
         longest = self.slots.longest
         for _ in range(self.check_every):
             self.step(longest)
 
     def step(self, longest: int) -> None:
-        """Draw one more token in every drawing slot; none of them sees more than `longest`
-        positions. The state of the others does not change."""
+        """Draw one more token in every drawing slot. The state of the other slots does not change.
+
+        Args:
+          longest: the most positions seen by any drawing slot.
+        """
         assert self.params is not None
         rows = len(self.slots.rows)
         if self.on_cpu:
@@ -290,8 +299,9 @@ class Scheduler:
             self.decode(slots, max(columns), parts)
 
     def cut_equally(self, slots: int) -> Sequence[Part]:
-        """Cut the slots into equal parts. Each reads as many pages as its longest row has, rounded
-        up by `round_to_bucket`. Slots are sorted by length, so few pages are read for nothing."""
+        """Cut the slots into parts of equal size. For every slot of a part, the model reads as many
+        pages as the part's longest row has, rounded up by `round_to_bucket`. The slots are sorted
+        by length, so few pages are read in vain."""
         number = QUARTERS if self.in_parts else 1
         edges = sorted({slots * k // number for k in range(number + 1)})
         parts = []
@@ -302,11 +312,11 @@ class Scheduler:
         return parts
 
     def decode(self, slots: int, columns: int, parts: Sequence[Part] = ()) -> None:
-        """One decoding step for the first `slots` slots, over the first `columns` columns of the
-        table; each of `parts` may read fewer.
+        """Run one decoding step for the first `slots` slots, over the first `columns` columns of
+        the table. Each of `parts` may read fewer columns.
 
-        It reads and writes only the state tensors, in place, and never asks the host, so it can be
-        captured as a CUDA graph.
+        The step reads and writes only the state tensors, in place, and the host reads none of them.
+        So it can be captured as a CUDA graph.
         """
         sampler = self.sampler
         if self.kernel is not None and self.fused:
@@ -316,7 +326,7 @@ class Scheduler:
         sampler.draw(self.pages.indices[:slots], logits, begun=True)
 
     def measured(self, slots: int) -> Sequence[Part]:
-        """On a CPU, cut the slots in use into parts of similar length."""
+        """Cut the slots in use into parts of similar length. Used only on a CPU."""
         if not self.parts:
             reach = self.slots.reach[:slots]
             self.parts = cut_slots([max(1, n) for n in reach.tolist()])
@@ -327,8 +337,9 @@ class Scheduler:
 
 
 def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield the rows of one pass: either none has cached tokens, or all have some. A pass has at
-    most MOST_READ tokens with padding."""
+    """Yield groups of rows, each to be read in one pass. In a group, either no row has cached
+    tokens or every row has some. A pass has at most MOST_READ tokens with padding, unless it has
+    only one row."""
     part: list[Row] = []
     width = 0
     for row in rows:
@@ -346,15 +357,15 @@ def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def round_to_bucket(number: int) -> int:
-    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: this gives few shapes, each at
-    most 1.5 times as large as needed."""
+    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, … So few shapes occur, and each is at most
+    1.5 times as large as needed."""
     octave = 1 << (number - 1).bit_length()  # the next power of two
     return octave * 3 // 4 if octave > 2 and number <= octave * 3 // 4 else octave
 
 
 def select_captured_settings(params: SamplingParams) -> Any:
-    """The parameters that a captured step depends on. Of the temperature only its kind matters: 0
-    (greedy), 1 (no division), or any other value."""
+    """Return the parameters that a captured step depends on. For the temperature, only its kind
+    matters: 0 (greedy), 1 (no division), or any other value."""
     return params._replace(
         temperature=params.temperature if params.temperature in (0, 1) else -1.0,
         admission="free",

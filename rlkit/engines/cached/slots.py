@@ -1,11 +1,13 @@
-"""The owners of slots and pages: plain numbers on the host, no tensor arithmetic.
+"""The owners of slots and pages. This file computes with plain numbers on the host, and with no
+tensors.
 
     submit ──▶ queue ──▶ a slot, and pages for the context ──▶ finish ──▶ held, until the next
                  ▲                     │                                  prompt of the episode
                  └── cut: no page left ┘
 
-If no page is free, an episode waiting for its environment loses its pages first, then the row
-with the fewest draws. The choice depends on contexts and seeds alone.
+If no page is free, the episodes that wait for their environment lose their pages first. Next, the
+row with the fewest drawn tokens is cut: it loses its slot and pages and goes back to the queue. The
+choice depends on contexts and seeds alone.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.sampler import Saved
 from rlkit.types import agreement
 
-# While more than PLENTY pages are free for each slot in use, a row gets AHEAD pages in one go,
-# which costs the host less than single pages.
+# While more than PLENTY pages are free for each slot in use, a row gets AHEAD pages at once. This
+# costs the host less than giving single pages.
 AHEAD = 4
 PLENTY = 2 * AHEAD
 FOREVER = 1 << 60  # steps
@@ -29,13 +31,19 @@ FOREVER = 1 << 60  # steps
 
 @dataclass(eq=False)
 class Row:
-    """A completion under way, or an episode between two of them.
+    """Hold a running completion, or an episode between two of its completions.
 
-    prompt: before the completion. need: upper bound of the tokens of prompt and completion
-    together. known: the pages hold the keys and values of the first `known` tokens. pages: in the
-    order of the tokens. saved: the part of the completion drawn before the row was cut (lost its
-    pages). tokens: between two completions, the tokens in the pages. slot: -1 if the row has none.
-    reads: whether part of the context has still to be read.
+    key: the key of the episode.
+    prompt: the tokens before the completion.
+    seed: the seed of the completion.
+    need: upper bound of the tokens in prompt and completion together.
+    known: the number of leading tokens with keys and values in the pages.
+    pages: the numbers of the row's pages, in the order of the tokens.
+    saved: the part of the completion drawn before the row was cut, that is, before it lost its slot
+    and pages; None if it was not cut.
+    tokens: used only between two completions: the tokens with keys and values in the pages.
+    slot: the row's slot; -1 if it has none.
+    reads: True if the model must still read a part of the context.
     """
 
     key: int
@@ -51,34 +59,40 @@ class Row:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens to read before the next one is drawn."""
+        """Return the tokens to read before the next token is drawn."""
         return self.prompt if self.saved is None else self.prompt + self.saved.token_ids
 
     @property
     def order(self) -> tuple[bool, bool, int, tuple[int, ...], int]:
-        """Sort key of the queue: first rows that were cut, then rows that know a part of their
-        context, then the shortest prompts. Samples of one prompt are neighbours."""
+        """Return the sort key of the queue. Rows that were cut come first, then rows with a part of
+        their context in pages, then the shortest prompts. Samples of one prompt are neighbours."""
         return self.saved is None, not self.known, len(self.prompt), self.prompt, self.key
 
 
 class Slots:
-    """The queue, the rows in slots, and the episodes waiting for their environment.
+    """Hold the queue, the rows in slots, and the episodes waiting for their environment.
 
-    Slots in use are the first ones; a None among the rows is a hole, closed by `fill`. clock: steps
-    for which pages were given out. start: the clock at which a slot began to draw, minus the tokens
-    that it held then; so clock - start is the most tokens that it can hold now. most: upper bound
-    of a slot's tokens. room: tokens that its pages can hold. most and room are 0 if the slot does
-    not draw. safe: no slot needs a page until the clock exceeds this.
+    The slots in use are the first ones. A None among the rows is a free slot between them (a hole);
+    `fill` closes holes.
+
+    clock: the number of decoding steps for which pages were given out.
+    start: for each slot, the clock when it began to draw, minus the number of tokens it held then.
+    So clock - start is the most tokens it can hold now.
+    most: for each slot, an upper bound of its tokens; 0 if it does not draw.
+    room: for each slot, the number of tokens its pages can hold; 0 if it does not draw.
+    safe: no slot needs another page while the clock is at most this number.
     """
 
     def __init__(self, pages: Pages):
         self.pages = pages
-        self.queue: list[Row] = []  # sorted by `Row.order`, last first, if `ordered`
+        # if `ordered`, sorted by `Row.order` in reverse, so the next row to enter a slot is the last
+        self.queue: list[Row] = []
         self.ordered = True
         self.rows: list[Row | None] = []
         self.held: dict[int, Row] = {}  # key → an episode waiting for its environment
-        self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot that has read it
-        self.stopped: list[int] = []  # slots whose row left before its completion ended
+        # prompt → a row in a slot; the model has read this prompt
+        self.read: dict[tuple[int, ...], Row] = {}
+        self.stopped: list[int] = []  # slots left by a row before its completion had ended
         self.start, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
         self.clock = 0
         self.safe = -1
@@ -87,33 +101,33 @@ class Slots:
 
     @property
     def reach(self) -> np.ndarray:
-        """Upper bound of each slot's tokens when the host next looks; 0 if the slot does not
-        draw."""
+        """Return an upper bound of each slot's tokens at the time when the host looks again; 0 if
+        the slot does not draw."""
         return np.minimum(self.clock - self.start, self.most)
 
     @property
     def longest(self) -> int:
-        """An upper bound of `reach` without array arithmetic."""
+        """Return an upper bound of `reach`, computed without array arithmetic."""
         return max(1, min(self.clock - self.oldest, self.furthest))
 
     @property
     def idle(self) -> bool:
-        """Whether nothing reads, draws or waits for a slot."""
+        """Return whether no row reads, draws or waits for a slot."""
         return not self.queue and not any(self.rows)
 
     @property
     def active(self) -> list[Row]:
-        """The rows in slots."""
+        """Return the rows in slots."""
         return [row for row in self.rows if row is not None]
 
     @property
     def reading(self) -> list[Row]:
-        """The rows in slots with context still to be read."""
+        """Return the rows in slots with a part of their context still to be read."""
         return [row for row in self.rows if row is not None and row.reads]
 
     def submit(self, key: int, prompt: tuple[int, ...], seed: int, need: int) -> None:
-        """Queue a completion. If its episode still has pages, the pages of the beginning shared
-        with the new prompt stay."""
+        """Queue a completion. If its episode still has pages, the completion begins with the pages
+        of the tokens shared with the new prompt."""
         row = self.held.pop(key, None)
         if row is None:
             row = Row(key, prompt, seed, need)
@@ -125,8 +139,11 @@ class Slots:
         self.ordered = False
 
     def _keep(self, row: Row, known: int) -> None:
-        """Give back the pages after the first `known` tokens. A shared page must not be written to,
-        so the known tokens of a partly filled one are read again."""
+        """Give back the row's pages after the first `known` tokens.
+
+        A row must not write to a page that it shares with others. If the last page kept would be
+        partly filled and is shared, it is given back too, and the model reads its tokens again.
+        """
         full = known // self.pages.page
         if known % self.pages.page and self.pages.holders[row.pages[full]] == 1:
             full += 1
@@ -150,7 +167,7 @@ class Slots:
                 self.pages.give_back(row.pages)
 
     def finish(self, row: Row, token_ids: Sequence[int]) -> None:
-        """End the completion of a row. Its last token was drawn but not read; the pages of all
+        """End the completion of a row. The model has not read its last token; the pages of all
         other tokens stay with the episode."""
         row.tokens = (*row.prompt, *token_ids[:-1])
         self._leave(row)
@@ -161,7 +178,7 @@ class Slots:
         self.held[row.key] = row
 
     def _leave(self, row: Row) -> None:
-        """Free a slot; the pages stay with the row."""
+        """Free the row's slot. The pages stay with the row."""
         slot = row.slot
         if self.read.get(row.prompt) is row:
             del self.read[row.prompt]
@@ -183,26 +200,27 @@ class Slots:
     # -------------------------------------------------------------------------------------- filling
 
     def fill(self) -> list[tuple[int, int]]:
-        """Give free slots to the queue, and move the last rows into the remaining holes. Return the
-        moves as pairs (source, target)."""
+        """Give free slots to rows of the queue, and move the last rows into the remaining holes.
+        Return the moves as pairs (source, target)."""
         if not self.ordered:
             self.queue.sort(key=attrgetter("order"), reverse=True)
             self.ordered = True
         holes = [slot for slot, row in enumerate(self.rows) if row is None]
         free = [*holes, *range(len(self.rows), self.pages.slots)]
         active = len(self.rows) - len(holes)
-        # prompt → its first row among the rows that enter now
+        # prompt → the first row with this prompt among the rows that enter in this call
         firsts: dict[tuple[int, ...], Row] = {}
         for slot in free:
-            # Each drawing row needs a page now and then. Without a margin a row would enter
-            # only to be cut at the next look.
+            # Each drawing row needs a new page now and then. Without a margin of free pages, a row
+            # could enter a slot and be cut again after a few steps.
             if not self.queue or not self._admit(slot, firsts, active):
                 break
             active += 1
         return self._close([slot for slot in holes if self.rows[slot] is None])
 
     def _admit(self, slot: int, firsts: dict[tuple[int, ...], Row], margin: int) -> bool:
-        """Give a slot and pages to the next row of the queue, if `margin` pages remain free."""
+        """Give a slot and pages to the next row of the queue, if at least `margin` pages stay free.
+        Return whether the row has entered."""
         row = self.queue[-1]
         context = row.context
         fresh = not row.known and row.saved is None
@@ -211,7 +229,7 @@ class Slots:
         if fresh and row.prompt in firsts:
             shared = firsts[row.prompt].pages[: len(context) // self.pages.page]
         elif fresh and row.prompt in self.read:
-            # the last token is read again, for the first draw
+            # the last token must be read again: the first draw needs its hidden state
             shared = self.read[row.prompt].pages[: (len(context) - 1) // self.pages.page]
             known = len(shared) * self.pages.page
         wanted = self.pages.span(len(context) + 1) - len(row.pages) - len(shared)
@@ -231,27 +249,29 @@ class Slots:
         return True
 
     def _find(self, wanted: int, row: Row) -> bool:
-        """Whether `wanted` pages are free for a row, or can be freed. To free pages, episodes that
-        wait for their environment lose theirs, fewest tokens first, then rows in the queue."""
+        """Return whether `wanted` pages are free for a row, after freeing pages if necessary.
+        Episodes that wait for their environment lose their pages first, beginning with the fewest
+        tokens. Next, other rows in the queue lose theirs."""
         left = self.pages.left
         while len(left) < wanted and self.held:
             held = min(self.held.values(), key=lambda own: (len(own.tokens), own.tokens, own.seed))
             self.pages.give_back(self.held.pop(held.key).pages)
         if len(left) < wanted:
-            for other in self.queue:  # the queue is popped at its end: its first row enters last
+            for other in self.queue:  # from its beginning: the first row enters a slot last
                 if other is not row and other.pages and len(left) < wanted:
                     self._strip(other)
         return len(left) >= wanted
 
     def _strip(self, row: Row) -> None:
-        """Take all pages of a row; its whole context must be read again."""
+        """Take all pages from a row. Its whole context must be read again."""
         self.pages.give_back(row.pages)
         row.pages = []
         row.known = 0
         self.ordered = False
 
     def _close(self, holes: Iterable[int]) -> list[tuple[int, int]]:
-        """Move the last rows into the holes, so the slots in use are the first ones."""
+        """Move the last rows into the holes, so that the slots in use are the first ones. Return
+        the moves as pairs (source, target)."""
         moves = []
         for hole in holes:
             while self.rows and self.rows[-1] is None:
@@ -275,8 +295,11 @@ class Slots:
 
     def sort(self) -> list[tuple[int, int]]:
         """Put the rows with the longest contexts into the first slots, so that neighbours have
-        similar lengths. Return the moves as pairs (source, target); they must all be applied at the
-        same time."""
+        similar lengths.
+
+        Returns: the moves as pairs (source, target). The caller must apply them all at the same
+        time.
+        """
 
         reach = self.reach.tolist()
 
@@ -300,7 +323,7 @@ class Slots:
     # -------------------------------------------------------------------------------------- drawing
 
     def begin(self, row: Row) -> None:
-        """The context of a row has been read; it draws from now on."""
+        """Let a row draw from now on. The model has read its context."""
         row.known = len(row.context)
         row.reads = False
         self.read.setdefault(row.prompt, row)
@@ -309,8 +332,10 @@ class Slots:
         self.safe = -1
 
     def extend(self, steps: int) -> list[tuple[Row, int]]:
-        """Give every drawing row pages for `steps` more tokens. Return the rows cut to make room,
-        each with its former slot; they wait in the queue."""
+        """Give every drawing row pages for `steps` more tokens.
+
+        Returns: the rows cut to make room, each with its former slot. They wait in the queue again.
+        """
         self.clock += steps
         if self.clock <= self.safe:
             return []
@@ -320,7 +345,7 @@ class Slots:
         short = np.nonzero(reach > self.room[:n])[0]
         for slot in short.tolist():
             row = self.rows[slot]
-            if row is None:  # cut for an earlier row of this loop
+            if row is None:  # it was cut to give pages to an earlier row in this loop
                 continue
             wanted = self.pages.span(int(reach[slot])) - len(row.pages)
             if len(self.pages.left) > PLENTY * n:
@@ -344,7 +369,8 @@ class Slots:
         return cut
 
     def _find_weakest(self) -> Row:
-        """The row with the fewest draws; among equals the one with the shortest prompt."""
+        """Return the row with the fewest drawn tokens; among equals, the row with the shortest
+        prompt."""
         reach = self.reach.tolist()
         return min(
             self.active,
@@ -357,7 +383,7 @@ class Slots:
         )
 
     def _cut(self, row: Row) -> None:
-        """Take a row's pages; it waits in the queue to be read again."""
+        """Take a row's slot and pages. It waits in the queue until its context is read again."""
         self.stopped.append(row.slot)
         self._leave(row)
         self._strip(row)

@@ -1,5 +1,5 @@
-"""Models with a window in some layers: short contexts from the cache, longer ones by the
-reference engine."""
+"""The decoder for models with a window in some layers. The cache serves short contexts, and the
+reference engine decodes longer ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from rlkit.types import Generation, Policy, SamplingParams
 
 
 class Windowed(Scheduler):
-    """A decoder that uses the cache if the prompt and the longest possible completion fit into the
-    window. The reference engine decodes all other completions, even of the same episode.
+    """Decode with the cache if the prompt and the longest possible completion fit into the window.
+    The reference engine decodes all other completions, even if the same episode has used the cache
+    before.
 
-    Both engines draw the same tokens. The reference engine decodes its completions together, once
+    Both engines draw the same tokens. The reference engine decodes its completions together, when
     nothing is left to do in the cache.
 
     Args:
-      policy: with its whole context. window: how many tokens every layer sees, fewer than the
-        context.
-      settings: for `Scheduler`.
+      policy: the policy with its whole context.
+      window: number of tokens seen by every layer, smaller than the context.
+      settings: settings of `Scheduler`.
     """
 
     def __init__(self, policy: Policy, causal: Any, *, window: int, max_rows: int, **settings: Any):
@@ -46,7 +47,7 @@ class Windowed(Scheduler):
         if len(prompt_ids) + params.max_new_tokens <= self.policy.context_length:
             super().submit(key, prompt_ids, seed, params)
             return
-        super().release(key)  # the episode's part of the cache
+        super().release(key)  # free the pages of the episode
         self.longer.submit(key, prompt_ids, seed, params)
 
     def release(self, key: int) -> None:
