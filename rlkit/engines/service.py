@@ -1,15 +1,15 @@
-"""Run an engine of this process as a service: many callers await completions, and one decoder
-samples them all together.
+"""Run an engine of this process as a service. Many callers await their completions, and one decoder
+samples all of them together.
 
     episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, … ──▶ replies ──▶ episodes
                                           ▲
              an episode that waited for an outside answer resumes decoding a fixed number of
              rounds after its last reply
 
-The decoder is plain and synchronous and knows nothing of episodes. The service is one asyncio task.
-It advances the decoder, hands out the replies, and then gives every episode one turn of the event
-loop to request its next completion. An episode that requests nothing in that turn counts as waiting
-for an outside answer. Wall-clock time never decides this.
+The decoder is plain and synchronous, and knows nothing of episodes. The service is one asyncio
+task. It advances the decoder, hands out the replies, and then gives every episode one turn of the
+event loop to request its next completion. An episode without a new request after this turn counts
+as waiting for an outside answer. Wall-clock time never decides this.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ from rlkit.types import Generation, Policy, SamplingParams
 Complete = Callable[[Policy, list[Sequence[int]], list[int], SamplingParams], list[Generation]]
 
 
-YIELD = 0.01  # seconds of decoding before the other tasks of the event loop get a turn
+YIELD = 0.01  # seconds of decoding, until the other tasks of the event loop get a turn
 
 
 class Decoder(Protocol):
     """The decoder of a service. Between two calls of `advance` it does nothing."""
 
-    # the decoder's clock: each `advance` adds the tokens that one slot draws in it; the service
-    # moves the clock forward while nothing decodes
+    # The decoder's clock. Each `advance` adds the number of tokens drawn by one slot. While nothing
+    # decodes, the service moves the clock forward.
     rounds: int
 
     @property
     def idle(self) -> bool:
-        """Whether `advance` would sample nothing."""
+        """Return whether `advance` would have nothing to sample."""
 
     def accepts(self, params: SamplingParams) -> bool:
-        """Whether a completion with these parameters can be sampled together with the running
-        ones."""
+        """Return whether a completion with these parameters can be sampled together with the
+        running completions."""
 
     def submit(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> None:
-        """Take a completion in; `advance` samples it."""
+        """Accept a completion; later calls of `advance` sample it."""
 
     def release(self, key: int) -> None:
         """Forget everything about this episode, including its running completion."""
 
     def advance(self) -> list[tuple[int, Generation]]:
-        """Sample more tokens of every completion, and return the finished ones."""
+        """Sample more tokens of every completion, and return the finished completions with their
+        keys."""
 
 
 class Request(NamedTuple):
-    """A requested completion."""
+    """A completion requested by an episode."""
 
     prompt_ids: Sequence[int]
     seed: int
@@ -69,48 +70,50 @@ class Request(NamedTuple):
 
 
 class Service:
-    """Implements the contract `Engine` with a decoder from `make_decoder`. It serves one event loop
-    at a time."""
+    """Implement the contract `Engine` with a decoder from `make_decoder`. A service serves one
+    event loop at a time."""
 
     def __init__(self) -> None:
-        self.busy_s = 0.0  # seconds in the decoder
-        self.late_s = 0.0  # seconds in which decoding waited for a due answer
+        self.busy_s = 0.0  # seconds spent in the decoder
+        self.late_s = 0.0  # seconds during which decoding waited for an outside answer that was due
         self.decoder: Decoder | None = None
         self.version = 0
-        self.failure: BaseException | None = None  # the decoder's error, until the next load
+        self.failure: BaseException | None = None  # an error of the decoder; `load` clears it
         self._forget()
 
     def _forget(self) -> None:
-        self.waiting: dict[int, Request] = {}  # not in the decoder yet
+        self.waiting: dict[int, Request] = {}  # requests not yet given to the decoder
         self.running: dict[int, Request] = {}
-        # episodes waiting for an outside answer → the round for which the decoder waits for them;
-        # inf: it never waits
+        # an episode waiting for an outside answer → the round at which the decoder waits for its
+        # next request; inf: the decoder never waits for it
         self.due: dict[int, float] = {}
-        self.over: set[int] = set()  # episodes in `due` that have ended meanwhile
-        self.answered: dict[int, SamplingParams] = {}  # episodes with a new reply
+        self.over: set[int] = set()  # episodes in `due` already released by their callers
+        self.answered: dict[int, SamplingParams] = {}  # episodes with a reply from this round
         self.driver: asyncio.Task[None] | None = None
         self.news = asyncio.Event()  # set by requests and releases
 
     def make_decoder(self, policy: Policy) -> Decoder:
-        """Make the decoder for these weights, or return the present one if it can use them."""
+        """Make the decoder for these weights, or return the present decoder if it can use them."""
         raise NotImplementedError(
             f"{type(self).__name__} makes no decoder; define make_decoder(policy)"
         )
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """A context around every use of the decoder."""
+        """Surround every use of the decoder with this context."""
         yield
 
     async def load(self, weights: Policy, version: int) -> None:
-        """From now on, sample from these weights, in place. Raises: EngineError while episodes are
-        in play."""
+        """Use these weights, in place, for sampling from now on.
+
+        Raises: EngineError while episodes are in play.
+        """
         if (
             self.driver is not None
             and self.driver.get_loop() is asyncio.get_running_loop()
             and not self._count_in_play()
         ):
-            await asyncio.wait([self.driver])  # it ends by itself once no episode asks for more
+            await asyncio.wait([self.driver])  # it ends when no episode requests a completion
         if self._count_in_play():
             raise EngineError(
                 f"{type(self).__name__}.load: {self._count_in_play()} episodes are in play, and"
@@ -123,7 +126,7 @@ class Service:
         self.failure = None
 
     def metrics(self) -> dict[str, float]:
-        """Figures of this engine; see `rlkit.types.MeasuredEngine`."""
+        """Return the metrics of this engine; see `rlkit.types.MeasuredEngine`."""
         return {"late_s": self.late_s}
 
     def _count_in_play(self) -> int:
@@ -132,8 +135,11 @@ class Service:
     async def generate(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion; see `rlkit.types.Engine`. Raises: ValueError for numbers out of range,
-        EngineError without weights."""
+        """Sample one completion; see `rlkit.types.Engine`.
+
+        Raises: ValueError for sampling parameters out of range. EngineError if no weights are
+        loaded yet.
+        """
         problems = find_out_of_range(params)
         if problems:
             raise ValueError("; ".join(problems))
@@ -149,16 +155,19 @@ class Service:
             self._forget()
             self.news = asyncio.Event()
             self.driver = loop.create_task(self._drive(self.decoder))
-            # retrieves the exception; the episodes raise it
+            # retrieves the exception, so that asyncio does not log it; the episodes raise it
             self.driver.add_done_callback(lambda task: task.cancelled() or task.exception())
         request = self.waiting[key] = Request(prompt_ids, seed, params, loop.create_future())
         self.news.set()
         return await request.reply
 
     def release(self, key: int) -> None:
-        """Mark the episode as over. It is forgotten at once or, if the decoder is to wait for this
-        episode in a later round, in that round. So the duration of an outside answer never changes
-        which completions decode together."""
+        """Mark the episode as over.
+
+        The service forgets the episode at once, with one exception: if the decoder will wait for
+        this episode in a later round, the service forgets it in that round. So the time of an
+        outside answer never changes which completions decode together.
+        """
         if key in self.due and key not in self.waiting and self.due[key] < math.inf:
             self.over.add(key)
         else:
@@ -175,7 +184,7 @@ class Service:
     # ----------------------------------------------------------------------------------- the driver
 
     async def _drive(self, decoder: Decoder) -> None:
-        """Decode round by round until no episode asks for more."""
+        """Decode round by round until no episode requests a completion."""
         try:
             with self.serving():
                 yielded = time.perf_counter()
@@ -191,8 +200,7 @@ class Service:
                         await self._hand_out(decoder, replies)
                         yielded = time.perf_counter()
         except BaseException as error:
-            # a CancelledError means that the event loop is being cancelled; the decoder itself has
-            # not failed
+            # CancelledError: the event loop is cancelling this task; the decoder has not failed
             ended = isinstance(error, asyncio.CancelledError)
             self.failure = None if ended else error
             for request in (*self.waiting.values(), *self.running.values()):
@@ -207,11 +215,12 @@ class Service:
 
     async def _hand_out(self, decoder: Decoder, replies: list[tuple[int, Generation]]) -> None:
         """Give replies to their episodes. An episode without a new request after one turn of the
-        loop counts as waiting for an outside answer."""
+        event loop counts as waiting for an outside answer."""
         for key, reply in replies:
             request = self.running.pop(key)
-            if not request.reply.done():  # cancelled
-                known = isinstance(reply, Generation)  # the code that reads any other reply raises
+            if not request.reply.done():  # done: the caller has cancelled it
+                # a reply of another type is passed on; the code reading it raises the error
+                known = isinstance(reply, Generation)
                 request.reply.set_result(
                     reply._replace(versions=((0, self.version),)) if known else reply
                 )
@@ -228,8 +237,8 @@ class Service:
         self.answered.clear()
 
     async def _admit(self, decoder: Decoder) -> bool:
-        """Give the decoder the requests of this round, and first wait for the episodes that are
-        due. Return False if no episode asks for more."""
+        """Wait for the episodes due in this round, and then give the decoder the waiting requests.
+        Return False if no episode requests a completion."""
         while self.waiting or self.due or decoder.idle:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]
             if any(key not in self.waiting and key not in self.over for key in here):
@@ -251,7 +260,7 @@ class Service:
                 return True
             counted = [due for due in self.due.values() if due < math.inf]
             if counted:
-                # nothing decodes, so the next episode is due now
+                # nothing decodes, so move the clock to the round of the next due episode
                 decoder.rounds = int(min(counted))
             elif self.due:
                 await self._wait_for_news()
@@ -260,14 +269,18 @@ class Service:
         return True
 
     async def _wait_for_news(self) -> None:
-        """Wait for the next request or release."""
+        """Wait for the next call of `generate` or `release`."""
         self.news.clear()
         await self.news.wait()
 
 
 def find_out_of_range(params: Any) -> list[str]:
-    """List the sampling settings out of range, one sentence each; the limits are the same for every
-    engine. `params`: SamplingParams, or any value with the same fields."""
+    """List the sampling settings out of range, in one sentence each. The limits are the same for
+    every engine.
+
+    Args:
+      params: SamplingParams, or any value with the same fields.
+    """
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "admission_rounds": 1}
     values = {name: getattr(params, name) for name in least}
     problems = [
@@ -283,7 +296,7 @@ def find_out_of_range(params: Any) -> list[str]:
 
 
 class Batched(Service):
-    """An engine made of a plain function that completes a list of prompts in one call.
+    """Make an engine from a plain function. The function completes a list of prompts in one call.
 
     Args:
       function: (policy, prompts as token ids, one seed per prompt, SamplingParams) → one Generation
@@ -299,7 +312,7 @@ class Batched(Service):
 
 
 class Batches:
-    """A decoder completing all requests in one call."""
+    """Complete all waiting requests in one call of a function."""
 
     def __init__(self, complete: Callable[..., list[Generation]]):
         self.complete = complete

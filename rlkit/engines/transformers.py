@@ -1,15 +1,16 @@
-"""The reference rollout engine: Hugging Face `generate`, with random numbers fixed by the rollout.
+"""The reference rollout engine. It runs Hugging Face `generate` with random numbers fixed by the
+rollout.
 
-Sampling is Gumbel-max (rlkit.functional.gumbel_choice). Its noise is a counter-based hash of (the
-rollout's seed, the position in its reply, the token). So the samples of a rollout depend on nothing
-but the model and its own seed: not on the batch it is in, its row, the rank or the clock. The
-log-probs are those of the sampled distribution: after temperature, top-k and top-p, and without
-the defaults of the model's generation_config.
+Sampling is Gumbel-max (rlkit.functional.gumbel_choice). Its noise is a hash of (the rollout's seed,
+the position in its reply, the token). So the samples of a rollout depend only on the model and the
+rollout's seed, and not on its batch, its row, the rank or the clock. The log-probs are those of the
+sampled distribution: they are taken after temperature, top-k and top-p. The defaults of the model's
+generation_config are not used.
 
-If a reply has used up its thinking budget, the engine writes the closing tag and the reply goes on
-after it. The written tokens are marked as forced and are not trained, even if the policy would have
-closed the block there by itself. Training only on the closings that the policy agrees with would
-bias the gradient.
+If a reply has used up its thinking budget, the engine writes the closing tag, and the policy
+continues the reply after the tag. The written tokens are marked as forced and are not trained, even
+if the policy itself would have closed the block at this position. Training only on the closing tags
+chosen by the policy too would bias the gradient.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from rlkit.types import THINK_TAGS, Generation, Policy, SamplingParams, Thinking
 
 
 class Transformers(Batched):
-    """Hugging Face `generate`: simple; all other engines are tested against it.
+    """Decode with Hugging Face `generate`. This engine is simple, and all other engines are tested
+    against it.
 
     Args:
-      max_rows: prompts decoded at once, > 0. Longer lists are decoded in parts; this changes no
-        completion.
-      use_cache: False computes keys and values again for every token: slower, with the same
-        completions.
+      max_rows: the most prompts decoded at once, > 0. Longer lists of prompts are decoded in parts.
+        This changes no completion.
+      use_cache: False computes keys and values again for every token. This is slower and gives the
+        same completions.
     Raises: ValueError for max_rows out of range.
     """
 
@@ -54,19 +56,19 @@ def complete(
     use_cache: bool = True,
     max_rows: int = 256,
 ) -> list[Generation]:
-    """Samples one completion per prompt.
+    """Sample one completion per prompt.
 
     Args:
       policy: the model and its token ids.
-      prompt_ids: each non-empty and shorter than the model's context; a full context also cuts a
-        completion.
+      prompt_ids: the prompts as token ids, each non-empty and shorter than the model's context. A
+        completion is also cut when the context is full.
       seeds: one 63-bit integer per prompt.
-      params: thinking tokens are counted over all thinking blocks together. A tag that is one token
-        of the vocabulary is not counted. If tags are written with several tokens, all tokens of a
-        closing tag but its last one are counted.
+      params: the sampling parameters. Thinking tokens are counted over all thinking blocks of a
+        reply together. A tag that is one token of the vocabulary is not counted. If tags are
+        written with several tokens, all tokens of a closing tag except its last one are counted.
       use_cache, max_rows: see `Transformers`.
-    Returns: in the order of the prompts; a completion ends with an end-of-sequence id ("stop") or
-      is cut ("length").
+    Returns: one completion per prompt, in the same order. A completion ends with an end-of-sequence
+    id ("stop") or is cut ("length").
     """
     by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
     replies: dict[int, Generation] = {}
@@ -89,10 +91,10 @@ def complete(
 
 @contextmanager
 def use_sampling_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode, caching on, and none of the model's own generation defaults (penalties,
-    top-k, …).
+    """Put the model into evaluation mode within the block, with its cache on and without its own
+    generation defaults (penalties, top-k, …).
 
-    Everything is put back, even if sampling raises.
+    Everything is restored at the end, even if sampling raises.
     """
     from transformers import GenerationConfig
 
@@ -170,11 +172,15 @@ def _decode(
 def draw(
     logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float | Tensor, **cut: Any
 ) -> tuple[Tensor, Tensor]:
-    """A sample [B] of each row's distribution, and its probabilities [B, V].
+    """Draw a token id from each row's distribution.
 
     Args:
-      logits: [B, V]. seeds: [B]. counter: tokens drawn so far for the reply, one number or [B].
-      temperature: 0 is greedy, but a tensor must be > 0. cut: top_p and top_k.
+      logits: [B, V].
+      seeds: [B].
+      counter: the number of tokens drawn so far for the reply: one number for all rows, or [B].
+      temperature: 0 is greedy; a tensor must be > 0.
+      cut: top_p and top_k.
+    Returns: the tokens [B], and the probabilities [B, V] they were drawn from.
     """
     scaled = logits.float()
     if isinstance(temperature, Tensor) or temperature not in (0, 1):
@@ -189,8 +195,8 @@ def draw(
 
 
 class GumbelMax:
-    """A logits processor: the argmax of its output is a sample. It keeps the log-prob of each
-    chosen token."""
+    """A logits processor for sampling. The argmax of its output is a sample, and it keeps the
+    log-prob of each chosen token."""
 
     def __init__(self, seeds: Tensor, prompt_width: int, temperature: float, **cut: Any):
         self.seeds = seeds
@@ -209,21 +215,21 @@ class GumbelMax:
 
 
 class ThinkingBudget:
-    """Counts how much of its thinking budget each of R replies has used, then writes the closing
-    tag in place of the policy's choice.
+    """Count the thinking tokens of each of R replies. When a reply has used up its budget, write
+    the closing tag in place of the policy's choices.
 
     If each tag is one token, a step costs a few operations on [R]. If a tag is written with several
-    tokens, each step decodes the last token of every reply. In every method `at` holds the affected
-    rows; entry i of the other arguments belongs to row at[i].
+    tokens, each step decodes the last token of every reply to text. In every method, `at` holds the
+    rows to work on; entry i of the other arguments belongs to row at[i].
     """
 
     def __init__(self, thinking: Thinking, rows: int, limit: int, device: torch.device):
         self.thinking = thinking
         self.limit = limit
         self.close = torch.tensor(thinking.close, device=device)
-        self.inside = torch.zeros(rows, dtype=torch.bool, device=device)  # in a thinking block
-        self.used = torch.zeros(rows, dtype=torch.int64, device=device)  # thinking tokens
-        self.written = torch.zeros_like(self.used)  # tokens written so far of a closing tag
+        self.inside = torch.zeros(rows, dtype=torch.bool, device=device)  # True in a thinking block
+        self.used = torch.zeros(rows, dtype=torch.int64, device=device)  # thinking tokens so far
+        self.written = torch.zeros_like(self.used)  # tokens of the closing tag written so far
         self.tails = [""] * rows  # for tags of several tokens: text that may begin a tag
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]]) -> None:
@@ -236,15 +242,18 @@ class ThinkingBudget:
             self.tails[row] = ""
 
     def force(self, at: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """Replace each choice by the next token of the closing tag if one is due. Return the tokens
-        [n], and whether each is forced, [n] bool."""
+        """Replace each choice by the next token of the closing tag, if the reply has used up its
+        budget or its closing tag is not complete.
+
+        Returns: the tokens [n], and whether each token was forced, [n] bool.
+        """
         written = self.written[at]
         force = (written > 0) | (self.inside[at] & (self.used[at] >= self.limit))
         self.written[at] = torch.where(force, (written + 1) % len(self.close), 0)
         return torch.where(force, self.close[written], choice), force
 
     def follow(self, at: Tensor, last: Tensor) -> None:
-        """Update the state with the last tokens [n] of these replies."""
+        """Update the state of these replies with their last tokens [n]."""
         before = self.inside[at]
         if self.thinking.ids is not None:
             first, second = self.thinking.ids
@@ -264,13 +273,13 @@ class ThinkingBudget:
         self.used[at] += before & self.inside[at]
 
     def save(self, at: Tensor) -> list[tuple[bool, int, int, str]]:
-        """The state of these replies, for `restore`."""
+        """Return the state of these replies, for `restore`."""
         inside, used, written = (x[at].tolist() for x in (self.inside, self.used, self.written))
         tails = [self.tails[row] for row in at.tolist()]
         return list(zip(inside, used, written, tails, strict=True))
 
     def restore(self, at: Tensor, saved: Sequence[tuple[bool, int, int, str]]) -> None:
-        """Put saved replies into the rows `at`."""
+        """Write the saved states of replies to the rows `at`."""
         inside, used, written, tails = zip(*saved, strict=True)
         for tensor, own in ((self.inside, inside), (self.used, used), (self.written, written)):
             tensor[at] = torch.tensor(own, dtype=tensor.dtype, device=at.device)
@@ -281,14 +290,14 @@ class ThinkingBudget:
         """Copy the state of the rows `source` into the rows `target`."""
         for tensor in (self.inside, self.used, self.written):
             tensor[target] = tensor[source]
-        # read before any is written: rows may swap
+        # read all tails before any is written, because rows may swap
         tails = [self.tails[row] for row in source.tolist()]
         for row, tail in zip(target.tolist(), tails, strict=True):
             self.tails[row] = tail
 
 
 class Budgeted:
-    """A logits processor, run after the sampler, to apply a ThinkingBudget to all rows."""
+    """A logits processor to apply a ThinkingBudget to all rows. It must run after the sampler."""
 
     def __init__(
         self, budget: ThinkingBudget, contexts: Sequence[Sequence[int]], prompt_width: int
@@ -310,8 +319,8 @@ class Budgeted:
 def cut_completion(
     tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]
 ) -> Generation:
-    """The reply up to and including its first end-of-sequence id; the padding of `generate` after
-    it is dropped."""
+    """Return the reply up to and including its first end-of-sequence id. Tokens after this id are
+    the padding of `generate` and are dropped."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos_token_ids), None)
     written = tuple(
         i for i, mark in enumerate(forced[: len(tokens) if end is None else end]) if mark

@@ -85,7 +85,7 @@ class Slots:
 
     def __init__(self, pages: Pages):
         self.pages = pages
-        # if `ordered`, sorted by `Row.order` in reverse, so the next row to enter a slot is the last
+        # if `ordered`, sorted by `Row.order` in reverse: the last row enters a slot first
         self.queue: list[Row] = []
         self.ordered = True
         self.rows: list[Row | None] = []
@@ -257,7 +257,7 @@ class Slots:
             held = min(self.held.values(), key=lambda own: (len(own.tokens), own.tokens, own.seed))
             self.pages.give_back(self.held.pop(held.key).pages)
         if len(left) < wanted:
-            for other in self.queue:  # from its beginning: the first row enters a slot last
+            for other in self.queue:  # the first row of the queue enters a slot last
                 if other is not row and other.pages and len(left) < wanted:
                     self._strip(other)
         return len(left) >= wanted
