@@ -1,7 +1,7 @@
-/* What an update computes between its matrix products, forward and backward: RMSNorm, rotary positions, the gate.
+/* The operations of an update between its matrix products, forward and backward: RMSNorm, rotary positions and the gate of the MLP.
 
-   fused.py compiles and calls it, once for each type of the numbers: float32, and with -DHALF bfloat16, which is computed in float32 and
-   rounded when it is stored. Rows go in blocks, whose sums do not depend on the number of threads. */
+   fused.py calls these functions. It compiles the file once for float32 and once, with -DHALF, for bfloat16. bfloat16 numbers are computed
+   in float32 and rounded when they are stored. The rows are cut into blocks of fixed size, so sums do not depend on the number of threads. */
 
 #include <math.h>
 #include <stdint.h>
@@ -18,7 +18,7 @@ INLINE float get(number x) {
     union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
     return u.value;
 }
-INLINE number put(float x) { /* to the nearest, ties to even; nan stays one */
+INLINE number put(float x) { /* round to the nearest number, ties to even; a nan stays a nan */
     union { float value; uint32_t bits; } u = {x};
     return x != x ? 0x7fc0 : (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16;
 }
@@ -35,9 +35,9 @@ INLINE float squares(const number *a, int64_t n) {
     return s;
 }
 
-/* y = rotated(x / sqrt(mean(x^2) + eps) * weight) for rows [rows, n], `heads` of which have the same position. Without a weight nothing is
-   normalised, without a cosine nothing rotated. `scale` [rows] is kept for the backward pass. `room` [blocks, n] holds a row before it is
-   rounded. Angles and scale are float32. */
+/* y = rotated(x / sqrt(mean(x^2) + eps) * weight) for rows [rows, n]. Each run of `heads` rows has the same position. If weight is NULL, the
+   rows are not normalised; if cosine is NULL, they are not rotated. `scale` [rows] is kept for the backward pass. `room` [blocks, n] holds
+   one row per block before it is rounded. Angles and scale are float32. */
 void forward(const number *x, const number *weight, const float *cosine, const float *sine, number *y, float *scale, float *room,
              int64_t rows, int64_t heads, int64_t n, double eps, int64_t threads) {
     const int64_t half = n / 2;
@@ -68,8 +68,8 @@ void forward(const number *x, const number *weight, const float *cosine, const f
     }
 }
 
-/* From the gradient of y that of x, and where `to_weight` is given that of the weight summed over each block [blocks, n], which is zero
-   before. */
+/* Compute the gradient of x from the gradient of y. If `to_weight` is not NULL, also add up the gradient of the weight over each block
+   [blocks, n]; `to_weight` must be zero before the call. */
 void backward(const number *gradient, const number *x, const number *weight, const float *cosine, const float *sine, const float *scale,
               number *to_x, float *to_weight, float *room, int64_t rows, int64_t heads, int64_t n, int64_t threads) {
     const int64_t half = n / 2;
@@ -111,7 +111,8 @@ void backward(const number *gradient, const number *x, const number *weight, con
     }
 }
 
-/* exp(x) to about one unit in the last place, as a loop of vectors takes it: 2^k times a polynomial within ln 2 / 2 of 0. */
+/* Compute exp(x) to about one unit in the last place, in a form that the compiler can vectorise: 2^k times a polynomial in r,
+   |r| <= ln 2 / 2. */
 INLINE float exponential(float x) {
     x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
     const float k = rintf(x * 1.44269504f);
@@ -129,7 +130,7 @@ INLINE float exponential(float x) {
 
 #define EACH(j, size) _Pragma("omp parallel for simd num_threads(threads) if (parallel : threads > 1)") for (int64_t j = 0; j < size; j++)
 
-/* y = silu(a) b, all [size]. */
+/* y = silu(a) b. All of them are [size]. */
 void gate(const number *a, const number *b, number *y, int64_t size, int64_t threads) {
     EACH(j, size) y[j] = put(get(a[j]) / (1.0f + exponential(-get(a[j]))) * get(b[j]));
 }

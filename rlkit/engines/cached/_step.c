@@ -1,10 +1,10 @@
-/* One decoding step of a Llama-like model: for every row that draws, the trunk, the head, the draw and the bookkeeping.
+/* One decoding step of a Llama-like model. For every drawing row it runs the trunk and the head, draws a token and updates the row's state.
 
    Weights, keys and values are float32, or with -DHALF bfloat16. With -DHALF the inputs of products are also rounded to bfloat16; everything
-   else is float32, including the residual stream and the logits. The numbers are those of forward.py, functional/sampling.py and sampler.py,
-   except for the last bits of sums, and with -DHALF except for the intermediate roundings to bfloat16 that this code does not make. A row's
-   arithmetic depends neither on the other rows nor on the number of threads. Plain C with the vectors of GCC and clang; kernel.py compiles
-   it, packs the weights and fills the structure. */
+   else is float32, including the residual stream and the logits. The results equal those of forward.py, functional/sampling.py and
+   sampler.py up to the last bits of sums. With -DHALF they also differ because this code makes no intermediate roundings to bfloat16. A
+   row's arithmetic depends neither on the other rows nor on the number of threads. The file is plain C with the vector types of GCC and
+   clang. kernel.py compiles it, packs the weights and fills the structure `Step`. */
 
 #include <math.h>
 #include <pthread.h>
@@ -25,8 +25,8 @@
 #define ROWS 3
 #define CHAINS 2
 #endif
-#define ALONE 8 /* fewer rows than this are not worth another thread */
-#define TILE 32 /* neighbouring columns of a packed matrix */
+#define ALONE 8 /* each thread gets at least about this many rows: fewer are not worth another thread */
+#define TILE 32 /* number of neighbouring columns stored together in a packed matrix */
 #define PARTS (TILE / LANES)
 #define INLINE static inline __attribute__((always_inline))
 
@@ -44,20 +44,20 @@ typedef uint16_t svec __attribute__((vector_size(2 * LANES), aligned(2), may_ali
 typedef float number;
 #endif
 
-typedef struct { /* as kernel.StepArguments: all of them 64 bits wide */
+typedef struct { /* mirrored by kernel.StepArguments; all fields are 64 bits wide */
     int64_t layers, hidden, inner, heads, key_heads, size, vocabulary, capacity, page, pages, entries, columns, ends, slots, threads;
     double eps, temperature;
-    const int64_t ranks[4];                       /* of the adapters of project, out, gates and down; 0 where they have none */
+    const int64_t ranks[4];                       /* of the adapters of project, out, gates and down; 0 without adapters */
     const number *embedding;                      /* [V, H] */
     const float *cosine, *sine;                   /* [C, D / 2] */
     const number *head;                           /* packed */
-    const float *norm;                            /* before the head [H]; NULL: part of the head */
-    const number *const *project, *const *out, *const *gates, *const *down; /* of each layer, packed */
-    const float *const *bias, *const *scale;      /* of each layer: of project, and of queries and keys */
-    const float *const *before, *const *between;  /* of each layer: norms [H], or NULL where they are part of project and gates */
-    const number *const *low, *const *high;       /* of each layer 4 pairs: factors of adapters, packed; scaling is part of the second */
-    number *const *keys, *const *values;          /* of each layer [Hk, pages, page, D] */
-    const int64_t *table;                                                  /* [S, entries]: entry c of a slot is the page of its positions c * page and following */
+    const float *norm;                            /* of the norm before the head [H]; NULL if it is part of `head` */
+    const number *const *project, *const *out, *const *gates, *const *down; /* for each layer, packed */
+    const float *const *bias, *const *scale;      /* for each layer: the bias of project; the weights of the norms of queries and keys */
+    const float *const *before, *const *between;  /* for each layer: weights of the norms [H]; NULL if they are part of project and gates */
+    const number *const *low, *const *high;       /* for each layer 4 pairs of adapter factors, packed; the scaling is part of `high` */
+    number *const *keys, *const *values;          /* for each layer [Hk, pages, page, D] */
+    const int64_t *table;                                                  /* [S, entries]: entry c of a slot is the page of its positions from c * page on */
     const int64_t *eos;
     int64_t *last, *position, *count, *limit, *seed, *tokens;
     float *logprobs;
@@ -99,16 +99,16 @@ INLINE vec exponential(vec x) {
 
 #ifdef HALF
 INLINE vec load(const number *p) { return (vec)(__builtin_convertvector(*(const svec *)p, ivec) << 16); }
-INLINE number rounded(float x) { /* to the nearest, ties to even; a nan stays a nan */
+INLINE number rounded(float x) { /* round to the nearest number, ties to even; a nan stays a nan */
     union { float value; uint32_t bits; } u = {x};
     return x != x ? 0x7fc0 : (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16;
 }
-/* The inputs of a product, in `room`. */
+/* Round the inputs of a product to bfloat16, in `room`. */
 static const number *inputs(const float *x, int64_t size, number *room) {
     for (int64_t i = 0; i < size; i++) room[i] = rounded(x[i]);
     return room;
 }
-/* acc + a[0] b[0] + a[1] b[1] in each lane of two numbers. */
+/* Compute acc + a[0] b[0] + a[1] b[1] in each lane; a lane holds two numbers. */
 INLINE vec pairs(vec acc, ivec a, ivec b) {
 #if defined(__AVX512BF16__)
     return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
@@ -122,7 +122,7 @@ INLINE number rounded(float x) { return x; }
 INLINE const number *inputs(const float *x, int64_t size, number *room) { return x; }
 #endif
 
-/* y[R, TILE] = start + x[R, in] w[in, TILE], in bfloat16 w[in / 2, TILE, 2]; every sum runs over `in` in its order. */
+/* y[R, TILE] = start + x[R, in] w[in, TILE]; in bfloat16, w is stored as [in / 2, TILE, 2]. Every sum adds its terms in the order of `in`. */
 INLINE void block(int R, const number *x, int64_t in, const number *w, const float *start, int64_t step, float *y, int64_t out) {
     vec acc[ROWS][PARTS];
     for (int r = 0; r < R; r++)
@@ -164,7 +164,7 @@ static void product(int64_t n, const number *x, int64_t in, const number *w, con
 
 static int64_t padded(int64_t n) { return (n + TILE - 1) / TILE * TILE; }
 
-/* The same product. If ranks > 0, add the adapter's product: y += (x low) high. The sums of `low` go to `room`, and then to `narrow`. */
+/* Compute `product`. If ranks > 0, add the adapter's product: y += (x low) high. `room` gets x low, and `narrow` gets it in bfloat16. */
 static void adapted(int64_t n, const number *x, int64_t in, const number *w, const float *bias, int add, float *y, int64_t out,
                     int64_t ranks, const number *low, const number *high, float *room, number *narrow) {
     product(n, x, in, w, bias, add, y, out);
@@ -173,7 +173,7 @@ static void adapted(int64_t n, const number *x, int64_t in, const number *w, con
     product(n, inputs(room, n * padded(ranks), narrow), padded(ranks), high, NULL, 1, y, out);
 }
 
-/* y = x / sqrt(mean(x^2) + eps), times w where there is one. */
+/* y = x / sqrt(mean(x^2) + eps), times w unless w is NULL. */
 INLINE void normalise(const float *x, int64_t n, float eps, const float *w, float *y) {
     vec squares = {0};
     for (int64_t i = 0; i < n; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
@@ -181,7 +181,7 @@ INLINE void normalise(const float *x, int64_t n, float eps, const float *w, floa
     for (int64_t i = 0; i < n; i += LANES) STORE(y + i) = w ? LOAD(x + i) * by * LOAD(w + i) : LOAD(x + i) * by;
 }
 
-/* x[D] turned by the angles of its position; its first half and its second are the coordinates of D / 2 planes. */
+/* Rotate x[D] by the angles of its position, in D / 2 planes. Entries i and i + D / 2 of x are the coordinates in plane i. */
 INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
     for (int64_t i = 0; i < half; i += LANES) {
         vec a = LOAD(x + i), b = LOAD(x + half + i), c = LOAD(cosine + i), s = LOAD(sine + i);
@@ -190,8 +190,8 @@ INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t hal
     }
 }
 
-/* Attention out[groups, D] of queries [groups, D] with shared keys and values; `table` names the pages of the first `length` positions.
-   p: room for 5 numbers a position; at the end its first `length` numbers are the weights. */
+/* Compute attention out[groups, D] of queries [groups, D] with shared keys and values. `table` names the pages of the first `length`
+   positions. p has room for 5 numbers per position; at the end its first `length` numbers are the unnormalised attention weights. */
 INLINE void attend(int64_t D, int64_t groups, const float *q, const number *keys, const number *values, const int64_t *table, int64_t page,
                    int64_t length, float *p, float *out) {
     int64_t filled = (length + LANES - 1) / LANES * LANES;
@@ -200,7 +200,7 @@ INLINE void attend(int64_t D, int64_t groups, const float *q, const number *keys
         for (int64_t from = 0; from < length; from += page) {
             const number *k = keys + table[from / page] * page * D;
             int64_t here = length - from < page ? length - from : page;
-            for (int64_t t = 0; t < here; t++) { /* leave each sum in four parts; a later loop adds the parts of many positions together */
+            for (int64_t t = 0; t < here; t++) { /* leave each sum in four parts; a later loop adds the parts, for many positions at once */
                 union {
                     vec all;
                     quad four[LANES / 4];
@@ -249,14 +249,15 @@ INLINE uint64_t finalised(uint64_t w) {
     return w ^ (w >> 31);
 }
 
-/* functional.gumbel_noise of one token. */
+/* Compute functional.gumbel_noise for one token. */
 INLINE float gumbel(uint64_t state, uint64_t token) {
     uint64_t bits = mixed(state + (token + 1) * 0x9E3779B97F4A7C15u) >> 33;
     float u = ((float)bits + 0.5f) * 0x1p-31f;
     return -logf(-log1pf(-(u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f)));
 }
 
-/* functional.gumbel_choice of one row with logits x[V]. Leaves exp(x - highest) in p, and gives the token's log-prob too. */
+/* Compute functional.gumbel_choice for one row with logits x[V]: return the token, and write its log-prob. p gets
+   exp((x - highest) / temperature). */
 static int64_t draw(const float *x, float *p, int64_t V, float temperature, int64_t seed, int64_t count, float *logprob) {
     const uint64_t golden = 0x9E3779B97F4A7C15u;
     uint64_t state = finalised((finalised((uint64_t)seed + golden) ^ (uint64_t)count) + golden);
@@ -265,7 +266,7 @@ static int64_t draw(const float *x, float *p, int64_t V, float temperature, int6
     while (size * size < V) size++;
     for (int64_t v = 0; v < V; v++)
         if (x[v] > highest) highest = x[v], token = v;
-    for (int64_t v = 0; v < V; v += LANES) STORE(p + v) = exponential((LOAD(x + v) - highest) / divisor); /* both are padded */
+    for (int64_t v = 0; v < V; v += LANES) STORE(p + v) = exponential((LOAD(x + v) - highest) / divisor); /* x and p are padded */
     double all = 0;
     for (int64_t b = 0; b <= V / size; b++) {
         float mass = 0;
@@ -292,7 +293,7 @@ static void keep(const Step *m, int64_t row, int64_t token, float logprob) {
     m->draws[row] = !over, m->ended[row] |= over;
 }
 
-/* The share of one thread. */
+/* Decode one token in each row of one thread's share. */
 static void *decode(void *given) {
     const Share *share = given;
     const Step *m = share->step;
@@ -358,7 +359,7 @@ static void *decode(void *given) {
     return NULL;
 }
 
-/* Returns 0, or 1 if memory ran out. Rows are cut into equal shares, one for each thread. */
+/* Decode one token in every drawing row. The rows are cut into equal shares, one for each thread. Returns 0, or 1 if memory ran out. */
 int step(const Step *m) {
     int64_t rows[m->slots + 1], n = 0;
     for (int64_t row = 0; row < m->slots; row++)
