@@ -1,4 +1,4 @@
-"""Policies: loading them, talking to them in token ids, and scoring tokens under them.
+"""Policies: load them, talk to them in token ids, and score tokens under them.
 
 Files in the order of their imports: _template_child, chat, compiled, confined, save, shape, head,
 fused, checkpointing, packing, load, log_probs, critic.

@@ -1,9 +1,9 @@
-"""Render a stranger's chat templates, one JSON line in and one out. rlkit.models.confined starts
-and ends this process.
+"""Render the chat templates of untrusted models: one JSON line in, one JSON line out.
+rlkit.models.confined starts and ends this process.
 
-A template is a program: loops, products of texts and powers of numbers run without an end or fill
-the memory, at compilation too. No wrapper around jinja's functions holds them all, so the limits
-are the kernel's, on this process.
+A template is a program. Its loops, products of texts and powers of numbers can run without end or
+fill the memory, even while it is compiled. No wrapper around jinja's functions can stop all of
+this. So the kernel of the operating system sets limits on this whole process.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def limit_memory(more: int) -> None:
-    """Limit memory to so many bytes beyond the current use."""
+    """Limit this process to so many bytes of memory beyond its current use."""
     try:
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # no Linux: the limit counts from nothing
+    except OSError:  # not on Linux: assume that 1 GiB is in use
         used = 1 << 30
     resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
 
 
 def limit_time(seconds: int) -> None:
-    """Limit processor time to so many further seconds; then the kernel kills this process."""
+    """Limit this process to so many further seconds of processor time. Then the kernel kills it."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     end = int(own.ru_utime + own.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
 
 
 def render_template(asked: dict) -> str:
-    """The text of a conversation. Raises: whatever the template raises; MemoryError at the
-    limit."""
+    """Render a conversation with its template and return the text.
+
+    Raises: whatever the template raises; MemoryError at the memory limit.
+    """
     answer: Any = render_jinja_template(
         conversations=[asked["messages"]],
         tools=asked["tools"],
@@ -47,7 +49,7 @@ def render_template(asked: dict) -> str:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer one line after the other until the input ends."""
     seconds, memory, characters = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit_memory(memory)

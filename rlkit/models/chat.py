@@ -1,13 +1,14 @@
-"""Chat messages to token ids, exactly, through the model's own chat template.
+"""Convert chat messages to token ids, exactly, with the model's own chat template.
 
-Two rules (they hold for any template and tokenizer):
+Two rules hold for any template and tokenizer:
 
 1. **Text cannot forge a turn.** The template is rendered with a placeholder for every content. The
-   tokenizer encodes the scaffolding around the placeholders, and a copy of it without added tokens
-   encodes each content. So `<|im_end|>` in a question or in a tool's result is spelled out in
-   ordinary tokens, never as the control token.
-2. **Sampled ids are never tokenised again.** The next context is the previous one + the sampled ids
-   + the ids of the template's text after a reply (`continuation`), rendered once behind a sentinel.
+   tokenizer encodes the scaffolding around the placeholders, the text of the template itself. A
+   copy of the tokenizer without added tokens encodes each content. So `<|im_end|>` in a question or
+   in a tool's result becomes ordinary tokens, never the control token.
+2. **Sampled ids are never tokenised again.** The next context is the previous context + the sampled
+   ids + the ids of the template's text after a reply (`continuation`). This text is found by
+   rendering the template once with a sentinel as the reply.
 """
 
 from __future__ import annotations
@@ -23,29 +24,30 @@ from typing import Any, Literal, NamedTuple
 from rlkit.errors import TemplateError
 from rlkit.types import THINK_TAGS, Message, Messages, Thinking
 
-# around a placeholder's number; a content with these marks is encoded like any other
+# Marks around a placeholder's number. A content that holds them is encoded like any other content.
 _OPEN = "\u27e6rlkit:"
 _CLOSE = "\u27e7"
-LONG = 1 << 16  # characters that other threads do not wait for
-_ASKED: Messages = [{"role": "user", "content": "?"}]  # before a reply, to find the text around it
+LONG = 1 << 16  # characters; a longer text is encoded without blocking other threads
+# a question to render before a reply, to find the text around the reply
+_ASKED: Messages = [{"role": "user", "content": "?"}]
 
-# goes in front of a template without tools
+# rlkit's own template for tools, to be put in front of a template without tools
 TOOL_PROMPT = Path(__file__).with_name("tool_prompt.jinja").read_text()
-# What writes tools, calls and results: "template" is the model's template, "prompt" is rlkit's
-# TOOL_PROMPT, "auto" is the template if it knows tools, else TOOL_PROMPT.
+# The text that writes tools, calls and results. "template": the model's template. "prompt": rlkit's
+# TOOL_PROMPT. "auto": the model's template if it knows tools, else TOOL_PROMPT.
 ToolForm = Literal["auto", "template", "prompt"]
 
 
 class Renderer(NamedTuple):
-    """A tokenizer, its copy without added tokens, its thinking tags, and how the template is
-    called."""
+    """Hold a tokenizer, its copy without added tokens, its thinking tags, and the settings for
+    calling its template."""
 
     tokenizer: Any  # transformers.PreTrainedTokenizerBase with a chat template
     plain: Any  # tokenizers.Tokenizer without added tokens
     added_ids: frozenset[int]
     thinking: Thinking
     template_arguments: tuple[tuple[str, Any], ...] = ()  # for example enable_thinking
-    # (messages, tools) → text, for the template
+    # (messages, tools) → text, used in place of the template; None: the template
     render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None
 
 
@@ -62,13 +64,13 @@ def make_renderer(
     Args:
       tokenizer: a fast `transformers` tokenizer.
       enable_thinking: passed to the template unless it is None.
-      interruption: the text a thinking budget writes before the closing tag.
+      interruption: the text written before the closing tag when a thinking budget is used up.
       tools: "prompt" gives a copy of the tokenizer with TOOL_PROMPT in front of its template.
         "auto" does so if the template never mentions `tools`.
-      render: (messages, tools) → text in place of the template. Contents are stand-ins, to be
-        written as they are.
-    Raises: TemplateError if there is no template, the tokenizer is not a fast one, or the
-      interruption holds a tag of its own.
+      render: (messages, tools) → text, used in place of the template. The contents given to it are
+        placeholders, and it must write them unchanged.
+    Raises: TemplateError if the tokenizer has no template or is not a fast tokenizer, or if the
+    interruption holds a thinking tag.
     """
     if render is None and not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
@@ -96,8 +98,8 @@ def make_renderer(
 
 
 def _with_tools(tokenizer: Any, tools: ToolForm) -> Any:
-    """The tokenizer, or a copy with TOOL_PROMPT in front of its template. The template is not
-    run: it may be a stranger's."""
+    """Return the tokenizer, or a copy of it with TOOL_PROMPT in front of its template. The template
+    is not run here, because it may be untrusted."""
     known = re.search(r"\btools\b", str(tokenizer.chat_template))
     if tools == "template" or (tools == "auto" and known) or has_tool_prompt(tokenizer):
         return tokenizer
@@ -107,7 +109,8 @@ def _with_tools(tokenizer: Any, tools: ToolForm) -> Any:
 
 
 def has_tool_prompt(tokenizer: Any) -> bool:
-    """Whether rlkit's TOOL_PROMPT writes the tools, also in the template of an exported model."""
+    """Return whether rlkit's TOOL_PROMPT writes the tools. This is also found in the template of an
+    exported model."""
     return str(tokenizer.chat_template).startswith(TOOL_PROMPT)
 
 
@@ -135,31 +138,33 @@ def _drop_added_tokens(backend: Any) -> Any:
 
 
 def encode_text(renderer: Renderer, text: str) -> list[int]:
-    """Text from outside as ids: no added token ever comes out of it."""
-    if len(text) > LONG:  # seconds, and `encode` would hold the interpreter's lock
+    """Encode text from outside, such as a question or a tool's result. The ids never hold an added
+    token."""
+    if len(text) > LONG:  # this takes seconds, and `encode` would hold the interpreter's lock
         return renderer.plain.encode_batch([text], add_special_tokens=False)[0].ids
     return renderer.plain.encode(text, add_special_tokens=False).ids
 
 
 def encode_scaffold(renderer: Renderer, text: str) -> list[int]:
-    """Text of the template itself as ids, control tokens included, nothing added."""
+    """Encode the text of the template itself, with its control tokens. The tokenizer adds no other
+    special tokens."""
     return list(_scaffold(renderer, text))
 
 
-@functools.lru_cache(maxsize=1024)  # the same few texts stand around all contents
+@functools.lru_cache(maxsize=1024)  # the same few texts surround all contents
 def _scaffold(renderer: Renderer, text: str) -> tuple[int, ...]:
     return tuple(renderer.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
 def _read_text_after_reply(renderer: Renderer, masked: Messages) -> str:
-    """The text the template writes after a reply that these messages follow."""
-    # the template is a part of the key: a user may replace it
+    """Return the text of the template after a reply, if these messages follow the reply."""
+    # the template is a part of the cache's key, because a user may replace it
     return _read_text_between_replies(
         renderer, renderer.tokenizer.chat_template, json.dumps(masked)
     )
 
 
-@functools.lru_cache(maxsize=1024)  # the same few texts stand between all replies
+@functools.lru_cache(maxsize=1024)  # the same few texts occur between all replies
 def _read_text_between_replies(renderer: Renderer, template: str | None, masked: str) -> str:
     sentinel = f"{_OPEN}0{_CLOSE}"
     dialogue = [*_ASKED, {"role": "assistant", "content": sentinel}, *json.loads(masked)]
@@ -175,13 +180,14 @@ def _read_text_between_replies(renderer: Renderer, template: str | None, masked:
 def encode_prompt(
     renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    """The ids of a conversation up to the assistant's next turn.
+    """Return the ids of a conversation up to the assistant's next turn.
 
     Args:
-      messages: the conversation; assistant messages carry `reasoning_content` apart from `content`.
+      messages: the conversation. Assistant messages hold their thinking in `reasoning_content`,
+        apart from `content`.
       tools: JSON schemas of the callable functions.
-    Raises: TemplateError if the template drops or repeats a content, or a tool's schema holds a
-      control token.
+    Raises: TemplateError if the template drops or repeats a content, or if a tool's schema holds a
+    control token.
     """
     _check_schemas(renderer, tools)
     masked, contents = _mask_contents(messages)
@@ -191,12 +197,13 @@ def encode_prompt(
 def continuation(
     renderer: Renderer, messages: Messages, last_id: int | None, *, cut: bool = False
 ) -> list[int]:
-    """The ids the template writes between a reply and the next one.
+    """Return the ids written by the template between a reply and the next reply.
 
     Args:
       messages: the messages to the policy after its reply (tool results, or a user's message).
-      last_id: the last sampled id. If it is the end-of-turn token, the template's own is left out.
-      cut: the reply was cut by length; it has no end-of-turn token and gets none.
+      last_id: the last sampled id. If it is the end-of-turn token, the template's own end-of-turn
+        token is left out.
+      cut: True if the length limit cut the reply. It then has no end-of-turn token and gets none.
     """
     masked, contents = _mask_contents(messages, first=1)
     ids = _encode_rendered(renderer, _read_text_after_reply(renderer, masked), contents, first=1)
@@ -206,14 +213,14 @@ def continuation(
 
 
 def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
-    """The ids the policy would sample for a given reply: thinking, content and calls in the
-    template's form, then the end-of-turn token.
+    """Return the ids that the policy would sample for a given reply: thinking, content and calls in
+    the template's form, then the end-of-turn token.
 
     Args:
-      reply: an assistant's message; `reasoning_content` apart from `content`, calls in
-        `tool_calls`.
-    Raises: TemplateError if the template writes the reply in another place than the policy, or
-      drops a part of it.
+      reply: an assistant's message, with its thinking in `reasoning_content`, apart from `content`,
+        and its calls in `tool_calls`.
+    Raises: TemplateError if the template writes the reply at another position than the policy
+    would, or drops a part of the reply.
     """
     masked, contents = _mask_contents([reply])
     before = _render(renderer, _ASKED, ())
@@ -230,9 +237,13 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
 
 
 def _encode_joined(renderer: Renderer, rendered: str, contents: Sequence[str]) -> list[int]:
-    """Encode a rendered reply. Control tokens come only from the scaffolding. The text between two
-    control tokens is encoded in one piece, scaffolding and contents together, as a model would
-    write it: it does not know where a content begins."""
+    """Encode a rendered reply. Control tokens come only from the scaffolding, the text of the
+    template.
+
+    The text between two control tokens is encoded in one piece, with its scaffolding and contents
+    together. A model would write it in the same way, because it does not know the beginning of a
+    content.
+    """
     added = renderer.tokenizer.get_added_vocab()
     control = "|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)"
     ids: list[int] = []
@@ -261,12 +272,12 @@ def _render(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str,
             tokenize=False,
             **dict(renderer.template_arguments),
         )
-    except Exception as error:  # jinja2 raises many kinds; all of them are the template's
+    except Exception as error:  # jinja2 raises many kinds of errors; all come from the template
         raise TemplateError(f"{name_template(renderer.tokenizer)} fails: {error}") from error
 
 
 def name_template(tokenizer: Any) -> str:
-    """A chat template by its own file, or by its model's path."""
+    """Name a chat template in a message: by its own file, or by its model's path."""
     file = getattr(tokenizer, "template_file", None)
     return (
         f"model.chat_template={file}"
@@ -276,7 +287,8 @@ def name_template(tokenizer: Any) -> str:
 
 
 def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], list[str]]:
-    """Replace all text from outside by numbered placeholders. Returns the messages and the text."""
+    """Replace all text from outside by numbered placeholders. Return the new messages and the list
+    of replaced texts."""
     contents: list[str] = []
 
     def placeholder(text: str) -> str:
@@ -309,15 +321,15 @@ def _mask_call(call: Mapping[str, Any], placeholder: Any) -> dict[str, Any]:
 def _encode_rendered(
     renderer: Renderer, rendered: str, contents: Sequence[str], first: int = 0
 ) -> list[int]:
-    """Ids of rendered text: scaffolding with control tokens, contents without."""
+    """Encode rendered text: the scaffolding with control tokens, the contents without them."""
     ids: list[int] = []
     position = 0
     for i, content in enumerate(contents, start=first):
         mark = f"{_OPEN}{i}{_CLOSE}"
         at = rendered.find(mark, position)
         if at < 0:
-            # A template may drop text on purpose (Qwen3 drops earlier thinking); then nothing of it
-            # is encoded.
+            # A template may drop text on purpose; for example, Qwen3's drops earlier thinking. Then
+            # no ids stand for this text.
             continue
         ids += encode_scaffold(renderer, rendered[position:at])
         ids += encode_text(renderer, content)
@@ -343,8 +355,8 @@ def _check_schemas(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
 
 
 def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a template unless it writes everything the run needs: the tools' names, and a tool's
-    result."""
+    """Raise TemplateError unless the template writes everything the run needs: the tools' names,
+    and a tool's result."""
     if not tools:
         return
     result = f"{_OPEN}0{_CLOSE}"
@@ -367,7 +379,7 @@ def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
 
 
 def decode(renderer: Renderer, ids: Sequence[int], *, control_tokens: bool = True) -> str:
-    """The text of ids, spaces untouched."""
+    """Return the text of token ids, with all spaces unchanged."""
     return _decode(renderer.tokenizer, ids, control_tokens)
 
 

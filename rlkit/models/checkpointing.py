@@ -1,5 +1,5 @@
-"""Checkpointing of activations: the layers of a model keep only their inputs for the backward pass
-and compute the rest again there."""
+"""Checkpointing of activations. The layers of a model keep only their inputs for the backward pass,
+and compute all other activations again in it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from rlkit.system.adapters import base_model
 
 
 def can_checkpoint(model: Any) -> bool:
-    """Whether the model, with or without adapters, can recompute its activations."""
+    """Return whether the model, with or without adapters, can recompute its activations."""
     return bool(getattr(base_model(model), "supports_gradient_checkpointing", False))
 
 
 def is_checkpointed(model: Any) -> bool:
-    """Whether the model recomputes its activations in the backward pass."""
+    """Return whether the model recomputes its activations in the backward pass."""
     return bool(getattr(base_model(model), "is_gradient_checkpointing", False))
 
 
 def checkpoint_activations(model: Any, on: bool) -> None:
-    """Switch the recomputation of activations on or off, in place, at any time between two updates.
+    """Switch the recomputation of activations on or off, in place. This may be done at any time
+    between two updates.
 
-    The update kernel is chosen again, because the fused one keeps its activations: "auto" becomes
-    eager when recomputation is switched on.
+    The update kernel is chosen again, because the fused kernel keeps its activations: "auto"
+    becomes eager when recomputation is switched on.
+
     Raises: EngineError if model.kernel is "fused" and recomputation is switched on.
     """
     if is_checkpointed(model) == on:
@@ -34,8 +36,9 @@ def checkpoint_activations(model: Any, on: bool) -> None:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         causal.gradient_checkpointing_disable()
-    # Only the reentrant kind needs the hook on the embeddings, and a hook rules out the fused
-    # decoder: this process would decode by another kernel than the one of asynchrony=overlap.
+    # Only the reentrant kind of checkpointing needs the hook on the embeddings. A hook rules out
+    # the fused decoder, so this process would decode with another kernel than the sampling process
+    # of asynchrony=overlap.
     causal.disable_input_require_grads()
     asked = get_update_kernel(split_model(causal)[0]).asked
     if asked is not None:

@@ -1,8 +1,9 @@
-"""C files, compiled by the machine's own compiler at their first use, in about a second.
+"""Compile C files with the machine's own compiler, at their first use, in about a second.
 
-A library is kept in a folder of the user's own. Its name holds a digest of everything it depends
-on, and its file begins with a digest of its bytes. One process compiles, the others wait for it. A
-process loads a private copy of the checked bytes, so damage to the folder never reaches it.
+A compiled library is kept in a folder of the user's own. The library's name holds a digest of
+everything it depends on, and its file begins with a digest of its bytes. One process compiles, and
+the other processes wait for it. Each process checks the bytes and loads a private copy of them, so
+it never runs a library damaged in the folder.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from rlkit.system.files import cache_folder
 from rlkit.system.plain_files import read_plain_file
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
-LIMIT = 600.0  # seconds for the compiler, and for waiting for another process
-PATIENCE = 20.0  # seconds of waiting until a line reports it
-LARGEST = 64 << 20  # bytes of a library
+LIMIT = 600.0  # the most seconds for the compiler, and for waiting for another process
+PATIENCE = 20.0  # seconds of waiting until a printed line reports it
+LARGEST = 64 << 20  # the most bytes of a library
 DIGEST = hashlib.sha256().digest_size
-# in the environment of a sweep's jobs: "fused" or "eager", the meaning of `auto` in all of them
+# environment variable of a sweep's jobs: "fused" or "eager", the choice of `auto` in all jobs
 JOBS = "RLKIT_KERNELS"
-# A compiler's messages about too little room on the machine at the moment.
+# A compiler's messages if the machine has too little memory or disk space at the moment.
 OF_THE_MOMENT = re.compile(
     r"\bkilled\b|no space left|cannot allocate memory|out of memory|disk quota|resource"
     r" temporarily",
     re.IGNORECASE,
 )
-# From memory if possible, like `load`: temporary files may lie on a disk mounted noexec.
+# Load the library from memory if possible, as `load` does: temporary files may be on a disk mounted
+# noexec.
 CHECK = """
 import ctypes, os, sys
 path = sys.argv[1]
@@ -54,22 +56,23 @@ if hasattr(os, "memfd_create"):
     path = f"/proc/self/fd/{copy}"
 getattr(ctypes.CDLL(path), sys.argv[2])
 """
-# descriptors of the copies: the C library identifies loaded files by the descriptor's number
+# Open descriptors of the copies in memory. They stay open because the C library identifies a loaded
+# file by its path, and the path holds the descriptor's number.
 HELD: list[int] = []
 
 
 class NoKernel(EngineError):
-    """Compiled code is impossible on this machine, now and at the next start. The message is only
-    the reason."""
+    """Report that compiled code is impossible on this machine, now and at the next start. The
+    message holds only the reason."""
 
 
 class Undecided(EngineError):
-    """The machine is too busy to compile at the moment. This must not decide which code a run uses,
-    since the numbers depend on it."""
+    """Report that the machine is too busy to compile at the moment. This must not decide which code
+    a run uses, because the code changes the run's numbers."""
 
 
 class Recipe(NamedTuple):
-    """Everything a library depends on."""
+    """Everything a compiled library depends on."""
 
     source: Path
     function: str  # a function in the library
@@ -79,12 +82,14 @@ class Recipe(NamedTuple):
 
 
 def load_library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
-    """The library of a C file: from the user's folder, or compiled now.
+    """Load the compiled library of a C file, from the user's folder if possible. Else compile it
+    now.
 
     Args:
-      function: a function in the library. flags: of the compiler, besides `FLAGS`.
-    Raises: NoKernel if it can neither be loaded nor compiled; Undecided if the compiler was kept
-      from compiling.
+      function: name of a function in the library.
+      flags: flags of the compiler, in addition to `FLAGS`.
+    Raises: NoKernel if the library can neither be loaded nor compiled. Undecided if the machine is
+    too busy to compile.
     """
     recipe = find_recipe(source, function, (*FLAGS, *flags))
     with open_folders() as folders:
@@ -92,7 +97,7 @@ def load_library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
         if loaded is not None:
             return loaded
         with lock_library(folders, recipe.name):
-            # another process may have compiled it meanwhile
+            # another process may have compiled it in the meantime
             loaded = load(find(folders, recipe.name), function)
             if loaded is not None:
                 return loaded
@@ -105,13 +110,15 @@ def load_library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
 
 
 def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of `make` with compiled code, or None and the reason why "auto" does
-    without it.
+    """Call `make`, a function that loads compiled code.
 
     Args:
       kernel: auto or fused, the value of the config's `option`.
-    Raises: EngineError if "fused" is impossible, if the other jobs of a sweep use code that is
-      impossible here, or if the machine is too busy to compile at the moment.
+      option: name of the config key, for messages.
+    Returns: the result of `make` and "", or None and the reason why "auto" does not use compiled
+    code.
+    Raises: EngineError if "fused" is impossible, if the other jobs of a sweep use compiled code and
+    it is impossible here, or if the machine is too busy to compile at the moment.
     """
     together = os.environ.get(JOBS)
     if kernel == "auto" and together == "eager":
@@ -134,7 +141,10 @@ def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[A
 
 
 def find_recipe(source: Path, function: str, flags: tuple[str, ...]) -> Recipe:
-    """How a C file is compiled here. Raises: NoKernel without a compiler."""
+    """Find the compiler and the flags for a C file on this machine.
+
+    Raises: NoKernel if there is no compiler.
+    """
     if os.name != "posix":
         raise NoKernel("compiled code needs Linux or macOS")
     names = [name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name]
@@ -151,8 +161,8 @@ def find_recipe(source: Path, function: str, flags: tuple[str, ...]) -> Recipe:
 
 
 def _processor() -> tuple[str, str]:
-    """The processor, because machines may share a home folder and compiled code depends on the
-    processor."""
+    """Describe the processor. Compiled code depends on the processor, and machines with different
+    processors may share a home folder."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return platform.machine(), next(
@@ -165,11 +175,12 @@ def _processor() -> tuple[str, str]:
 
 
 def compile_library(recipe: Recipe) -> bytes:
-    """Compile the library, and try it in a process of its own, since a bad library can end the
-    process that loads it.
+    """Compile the library and return its bytes. A separate process tries to load it first, because
+    a bad library can end the process that loads it.
 
-    It is compiled for this processor and with OpenMP, or without one of them if the compiler does
-    not know it.
+    The library is compiled for this processor and with OpenMP. If the compiler does not support one
+    of the two, it is compiled without it.
+
     Raises: NoKernel, Undecided.
     """
     reason = ""
@@ -214,9 +225,11 @@ def compile_library(recipe: Recipe) -> bytes:
 
 
 def run_to_end(command: Sequence[str], folder: Path, what: str) -> str:
-    """Run a command to its end. On failure returns `what` and the command's last output, else
-    nothing.
-    Raises: OSError, Undecided."""
+    """Run a command to its end. Return an empty string, or on failure `what` and the command's last
+    output.
+
+    Raises: OSError, Undecided.
+    """
     said = folder / "said.txt"
     with said.open("wb") as out:
         process = subprocess.Popen(
@@ -231,7 +244,7 @@ def run_to_end(command: Sequence[str], folder: Path, what: str) -> str:
             status = await_status(process, command[0])
         finally:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # and its children
+                os.killpg(process.pid, signal.SIGKILL)  # also kills the children of the process
             process.kill()
             process.wait()
     if status == 0:
@@ -246,8 +259,11 @@ def run_to_end(command: Sequence[str], folder: Path, what: str) -> str:
 
 
 def await_status(process: subprocess.Popen[bytes], name: str) -> int:
-    """Wait for a process and return its status, within `LIMIT`; a line reports a long wait. Raises:
-    Undecided."""
+    """Wait at most `LIMIT` seconds for a process and return its exit status. A printed line reports
+    a long wait.
+
+    Raises: Undecided after `LIMIT` seconds.
+    """
     with suppress(subprocess.TimeoutExpired):
         return process.wait(min(PATIENCE, LIMIT))
     if LIMIT > PATIENCE:
@@ -264,8 +280,8 @@ def await_status(process: subprocess.Popen[bytes], name: str) -> int:
 
 
 def load(data: bytes | None, function: str) -> Any | None:
-    """Load the library of these bytes, from a copy private to this process; None if it cannot be
-    loaded."""
+    """Load a library from its bytes, through a copy private to this process. Return None if it
+    cannot be loaded."""
     if data is None:
         return None
     for copy in (_load_from_memory, _load_from_disk):
@@ -300,8 +316,8 @@ def _load_from_disk(data: bytes) -> Any:
 
 
 def list_library_folders() -> list[Path]:
-    """Folders for libraries: the user's cache folder, and for a user without one a folder beside
-    the temporary files."""
+    """List the folders for libraries: one in the user's cache folder if the user has one, and one
+    beside the temporary files."""
     cache = cache_folder()
     found = [] if cache is None else [cache / "kernels"]
     with suppress(OSError):
@@ -311,8 +327,8 @@ def list_library_folders() -> list[Path]:
 
 @contextmanager
 def open_folders() -> Iterator[list[int]]:
-    """Open the usable folders of these as descriptors. An absent folder is made if no earlier one
-    is writable."""
+    """Open the usable folders among `list_library_folders` as descriptors, within the block. A
+    missing folder is created if no earlier folder is writable."""
     with ExitStack() as stack:
         found = list[int]()
         writable = False
@@ -326,8 +342,8 @@ def open_folders() -> Iterator[list[int]]:
 
 
 def open_own_folder(path: Path, *, make: bool) -> int | None:
-    """Open a folder only this user can read or write; None if there is none and none can be
-    made."""
+    """Open a folder if only this user can read and write it. Return None if there is no such folder
+    and none can be created."""
     try:
         if make:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -344,7 +360,7 @@ def open_own_folder(path: Path, *, make: bool) -> int | None:
 
 
 def find(folders: Sequence[int], name: str) -> bytes | None:
-    """Read the library kept under a name; None if it is absent or damaged."""
+    """Read the library with this name. Return None if it is missing or damaged."""
     for folder in folders:
         with suppress(OSError):
             content = read_plain_file(name, most=LARGEST, folder=folder)
@@ -356,13 +372,13 @@ def find(folders: Sequence[int], name: str) -> bytes | None:
 
 
 def keep(folders: Sequence[int], name: str, data: bytes) -> None:
-    """Write a library to the disk, in the first folder that accepts it. If none does, the next
-    start compiles it again."""
+    """Write a library to the first folder that accepts it. If no folder does, the next start
+    compiles the library again."""
     with ExitStack() as stack:
         for folder in folders:
             if keep_in(folder, name, data):
                 return
-        for path in list_library_folders():  # a folder not needed until now
+        for path in list_library_folders():  # create a folder that was not needed until now
             descriptor = open_own_folder(path, make=True)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
@@ -371,7 +387,7 @@ def keep(folders: Sequence[int], name: str, data: bytes) -> None:
 
 
 def keep_in(folder: int, name: str, data: bytes) -> bool:
-    """Whether the folder has the library now."""
+    """Write a library into a folder. Return whether the folder has it now."""
     part = f"{name}.{secrets.token_hex(8)}.part"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -390,8 +406,8 @@ def keep_in(folder: int, name: str, data: bytes) -> bool:
 
 @contextmanager
 def lock_library(folders: Sequence[int], name: str) -> Iterator[None]:
-    """Let one process at a time into this block. The system gives the lock back however the process
-    ends."""
+    """Let only one process at a time into this block. The system releases the lock at the end of
+    the process, even if it is killed."""
     with ExitStack() as stack:
         for folder in folders:
             descriptor = open_lock(folder, f"{name}.lock")
@@ -403,7 +419,7 @@ def lock_library(folders: Sequence[int], name: str) -> Iterator[None]:
 
 
 def open_lock(folder: int, name: str) -> int | None:
-    """Open the file of a lock; None if the folder takes none."""
+    """Open the file of a lock. Return None if the folder accepts no such file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, 0o600, dir_fd=folder)
@@ -416,8 +432,8 @@ def open_lock(folder: int, name: str) -> int | None:
 
 
 def wait_for(descriptor: int) -> None:
-    """Take a lock, or give up after `LIMIT`: the process then compiles for itself, with the same
-    result."""
+    """Wait for a lock, at most `LIMIT` seconds. Without the lock, the process compiles the library
+    for itself, with the same result."""
     import fcntl
 
     began = time.monotonic()

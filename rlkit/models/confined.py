@@ -1,5 +1,5 @@
-"""The chat template of a model from a stranger, rendered in a process of its own with limits of
-time, memory and length."""
+"""Render the chat template of an untrusted model in a separate process, with limits on time, memory
+and length."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rlkit.models.chat import name_template
 from rlkit.types import Messages, Policy
 
 CHILD = Path(__file__).with_name("_template_child.py")
-SECONDS = 2  # of the processor, for one prompt
-MEMORY = 256 << 20  # bytes beyond the process's own need
-CHARACTERS = 4 << 20  # of a rendered prompt
-# seconds until a process without an answer is ended: it waits for something, or the machine is
-# overloaded
+SECONDS = 2  # the most processor time for one prompt
+MEMORY = 256 << 20  # the most bytes beyond the process's use at its start
+CHARACTERS = 4 << 20  # the most characters of a rendered prompt
+# Seconds until a process without an answer is ended. Either it waits for something, or the
+# machine is overloaded.
 PATIENCE = 120.0
 
 
 def confine_template(model: partial[Policy]) -> partial[Policy]:
-    """Wrap the function that loads a model: its policy gets a template with limits. The keywords
-    stay as they are."""
+    """Wrap the function that loads a model, so that its policy renders its template with limits.
+    The function's keywords stay as they are."""
     if not isinstance(model, partial):
         return model
     return partial(_load_confined, model.func, *model.args, **model.keywords)
@@ -48,8 +48,8 @@ def _load_confined(load: Any, *given: Any, **settings: Any) -> Policy:
 
 
 class TemplateProcess:
-    """A process for rendering one tokenizer's template. It starts with the first prompt, and again
-    after any prompt that killed it."""
+    """Hold the process that renders one tokenizer's template. The process starts with the first
+    prompt. If a prompt kills it, it starts again with the next prompt."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]):
         self.tokenizer = tokenizer
@@ -58,8 +58,10 @@ class TemplateProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Render a conversation up to the assistant's turn. Raises: TemplateError if the template
-        fails or does not end."""
+        """Render a conversation up to the assistant's turn.
+
+        Raises: TemplateError if the template fails, or exceeds a limit.
+        """
         name = name_template(self.tokenizer)
         asked = {
             "template": self.tokenizer.get_chat_template(None, list(tools) or None),
@@ -80,7 +82,8 @@ class TemplateProcess:
         return said["text"]
 
     def _answer(self, line: bytes) -> dict[str, Any]:
-        """The process's answer to a line; empty if it has ended, or had to be ended."""
+        """Return the process's answer to a line. It is empty if the process has ended, or had to be
+        ended."""
         if self.process is None or self.process.poll() is not None:
             self.process = _start_child()
             weakref.finalize(self, _end, self.process)
@@ -97,7 +100,8 @@ class TemplateProcess:
 
 
 def _start_child() -> subprocess.Popen[bytes]:
-    """The child, without the variables of this process: a template has no use for them."""
+    """Start the process without the environment variables of this process: a template has no use
+    for them."""
     own = {
         name: os.environ[name]
         for name in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
@@ -114,8 +118,10 @@ def _start_child() -> subprocess.Popen[bytes]:
 
 
 def _read_line(file: Any, end: float) -> bytes:
-    """The next line. Raises: ValueError if the file ends before it, TimeoutError at the time
-    `end`."""
+    """Read the next line.
+
+    Raises: ValueError if the file ends before the line does. TimeoutError at the time `end`.
+    """
     out = b""
     with selectors.DefaultSelector() as ready:
         ready.register(file, selectors.EVENT_READ)

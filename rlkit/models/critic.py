@@ -1,5 +1,5 @@
-"""Critics: from the states before sampled tokens to values. A critic sees the policy's context,
-never the token it judges."""
+"""Critics compute values from the states before sampled tokens. A critic sees the policy's context,
+and never the token it judges."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlkit.system.adapters import base_model
 
 
 class ValueHead(nn.Module):
-    """hidden → hidden/2 → ReLU → 1, in float32. The last layer starts at zero, so every value
-    starts at 0."""
+    """Compute a value from a hidden state: hidden → hidden/2 → ReLU → 1, in float32. The last layer
+    starts at zero, so every value starts at 0."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -27,12 +27,12 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.value.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] → [...]."""
+        """Map hidden states [..., hidden] to values [...]."""
         return self.value(self.hidden(hidden.to(self.hidden.weight.dtype)).relu()).squeeze(-1)
 
 
 class HeadCritic(nn.Module):
-    """A value head on the policy's own trunk. Its gradient reaches the trunk only with
+    """Put a value head on the policy's own trunk. Its gradient reaches the trunk only with
     `trunk_gradient`."""
 
     def __init__(self, policy: nn.Module, *, trunk_gradient: bool):
@@ -41,36 +41,36 @@ class HeadCritic(nn.Module):
         self.head = ValueHead(read_width(policy))
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
-        """Values [K] of the states [K, H] from the policy's trunk."""
+        """Return the values [K] of the states [K, H] computed by the policy's trunk."""
         return self.head(hidden if self.trunk_gradient else hidden.detach())
 
 
 class SeparateCritic(nn.Module):
-    """A trunk of its own, a copy of the policy's as it is now, and a value head on it; all of it is
-    trained."""
+    """Put a value head on a separate trunk, a copy of the policy's present trunk. Both the trunk
+    and the head are trained."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
         causal: Any = base_model(policy)
         self.model = copy.deepcopy(causal).float().requires_grad_(True)
-        # its logits are never computed
+        # The head of the language model is never used. Train it only if it is also the embedding.
         self.model.get_output_embeddings().requires_grad_(self.model.config.tie_word_embeddings)
         self.head = ValueHead(read_width(policy))
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
-        """Values [K] of the states before the distinct sampled tokens; the policy's own states are
-        not read."""
+        """Return the values of the states before the distinct sampled tokens. The policy's own
+        hidden states are not used."""
         return self.head(compute_states(self.model, packed))
 
 
 def read_width(policy: nn.Module) -> int:
-    """The size of the last hidden states."""
+    """Return the size of the last hidden states."""
     _, head = split_model(policy)
     return int(head.weight.shape[1])
 
 
 def make_critic(policy: nn.Module, *, model: str, trunk_gradient: bool = False) -> nn.Module:
-    """Make the critic named in `algorithm.critic.model`, on the policy's device."""
+    """Make the critic selected by `algorithm.critic.model`, on the policy's device."""
     device = next(policy.parameters()).device
     critic = (
         SeparateCritic(policy)

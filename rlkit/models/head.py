@@ -1,4 +1,5 @@
-"""From the last hidden states of a causal LM to its logits, as the model's own forward does it."""
+"""Compute the logits of a causal LM from its last hidden states, as the model's own forward
+does."""
 
 from __future__ import annotations
 
@@ -12,24 +13,25 @@ from torch.nn import functional as nn_functional
 from rlkit.models.shape import read_model_shape
 from rlkit.system.adapters import base_model
 
-# Families whose forward, as Hugging Face wrote it, is only the trunk and the head.
+# In these families, Hugging Face's forward is only the trunk and the head.
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def split_model(model: Any) -> tuple[Any, Head]:
-    """Split a Hugging Face causal LM, also under PEFT, into its transformer and a function from
-    last hidden states to logits."""
+    """Split a Hugging Face causal LM, with or without PEFT's wrapper, into two parts: its
+    transformer, and a function from last hidden states to logits."""
     causal = base_model(model)
     return causal.base_model, Head(causal)
 
 
 class Head:
-    """Last hidden states [m, H] → logits [m, V], with every operation of the model's own forward.
+    """Map last hidden states [m, H] to logits [m, V], with every operation of the model's own
+    forward.
 
-    logits = head(h) for Llama, Mistral, Qwen2 and Qwen3. Other families scale or cap: Granite
+    For Llama, Mistral, Qwen2 and Qwen3, logits = head(h). Other families scale or cap: Granite
     head(h) / logits_scaling, Cohere head(h) · logit_scale, Falcon-H1 head(h) · lm_head_multiplier,
-    Gemma 2 c · tanh(head(h) / c). These formulas are not kept here: every other model runs its own
-    forward, with a trunk that returns the given states.
+    Gemma 2 c · tanh(head(h) / c). These formulas are not copied here. Instead, each of these models
+    runs its own forward, with a stand-in for the trunk that returns the given states.
 
     Args:
       causal: a Hugging Face causal LM, without the wrapper of PEFT.
@@ -39,7 +41,7 @@ class Head:
         self.causal = causal
         self.module = causal.get_output_embeddings()
         family = read_model_shape(causal.config).family
-        # another module if a subclass has a forward of its own
+        # the module with the model's forward; a subclass with its own forward is in another module
         written = type(causal).forward.__module__
         plain = (
             family in PLAIN
@@ -53,13 +55,13 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """[V, H], the weight of the head itself."""
+        """Return the weight [V, H] of the output layer."""
         return self.module.weight
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        """Run the model's own forward on states computed by its trunk before."""
+        """Run the model's own forward on states already computed by its trunk."""
         causal = self.causal
-        # a copy with the same parts except the trunk; the model itself is not changed
+        # a shallow copy of the model, with another trunk; the model itself is not changed
         shell = object.__new__(type(causal))
         trunk = _Computed(causal.base_model, hidden[None])
         shell.__dict__.update(
@@ -69,8 +71,8 @@ class Head:
 
 
 class Float32Head(nn.Linear):
-    """Logits in float32 under any autocast: bfloat16 rounds one of 16 to 32 by up to 0.12 nats.
-    Each call converts the weight.
+    """Compute logits in float32 under any autocast. In bfloat16, a logit of 16 to 32 is rounded by
+    up to 0.12 nats. Each call converts the weight.
 
     Source: MiniMax-M1, arXiv:2506.13585, and ScaleRL, arXiv:2510.13786.
     """
@@ -83,8 +85,8 @@ class Float32Head(nn.Linear):
 
 
 class _Computed:
-    """A trunk already run: it answers every call with its states, and has the attributes of the
-    real one."""
+    """Stand in for a trunk that has already run. It returns the same states in every call, and has
+    the attributes of the real trunk."""
 
     def __init__(self, trunk: Any, states: Tensor):
         self.trunk = trunk

@@ -1,4 +1,5 @@
-"""Score given tokens under a model: the trainer's side of every ratio, value and divergence."""
+"""Score given tokens under a model. The trainer's log-probs, entropies, values and divergences come
+from here."""
 
 from __future__ import annotations
 
@@ -11,19 +12,20 @@ from rlkit.models.packing import Packed, compute_trunk_states
 from rlkit.system.sharding import find_sharded_modules
 from rlkit.types import TokenLogprobs
 
-CHUNK_LOGITS = 1 << 25  # logits held at once on a GPU: 128 MiB in float32
-# On a CPU: 31 MiB. The system takes a freed block of more than 32 MiB back, and fills the next one
-# with zeros.
+CHUNK_LOGITS = 1 << 25  # the most logits held at once on a GPU: 128 MiB in float32
+# The same on a CPU: 31 MiB. If a freed block has more than 32 MiB, the system takes it back and
+# fills the next block with zeros, which costs time.
 CHUNK_LOGITS_ON_CPU = 31 << 18
 
 
 def choose_chunk_logits(device: torch.device) -> int:
-    """The most logits in a chunk of the head's rows."""
+    """Return the most logits computed in one chunk of the head's rows."""
     return CHUNK_LOGITS_ON_CPU if device.type == "cpu" else CHUNK_LOGITS
 
 
 def compute_states(model: nn.Module, packed: Packed) -> Tensor:
-    """The last hidden states [K, H] that predict the distinct sampled tokens of packed rows."""
+    """Return the last hidden states [K, H] that predict the distinct sampled tokens of packed
+    rows."""
     return compute_trunk_states(split_model(model)[0], packed)[packed.parents]
 
 
@@ -36,21 +38,21 @@ def forward_logprobs(
     critic: nn.Module | None = None,
     reference: tuple[Tensor, Head] | None = None,
 ) -> TokenLogprobs:
-    """Log-prob and entropy of every sampled token, and on request its value and the exact KL to the
-    reference.
+    """Compute the log-prob and the entropy of every sampled token. On request, also compute its
+    value and the exact KL to the reference.
 
-    One pass through the trunk, without padding, and with every shared beginning only once. The head
-    is applied only at the positions that predict a sampled token, in chunks, so [B, T, V] never
+    The trunk makes one pass, without padding and with every shared beginning only once. The head is
+    applied only at the positions that predict a sampled token, in chunks. So [B, T, V] never
     exists.
 
     Args:
-      packed: of `rlkit.models.packing.pack(ids, response_mask)`, both [B, T].
-      temperature: > 0, the sampler's.
-      entropy_gradient: lets the entropy carry the gradient.
-      critic: of `rlkit.models.critic`; gives `values`.
-      reference: `compute_states` of the reference on the same rows [K, H], taken without gradient,
-        and its head; gives `full_kl`.
-    Returns: everything [B, T] in nats, or in units of reward for values; 0 outside the mask.
+      packed: the rows, from `rlkit.models.packing.pack(ids, response_mask)`, both [B, T].
+      temperature: the sampler's temperature, > 0.
+      entropy_gradient: True lets the entropy carry the gradient.
+      critic: a critic of `rlkit.models.critic`. The result then has `values`.
+      reference: the reference's `compute_states` on the same rows [K, H], computed without
+        gradient, and its head. The result then has `full_kl`.
+    Returns: tensors [B, T] in nats, or in units of reward for values; 0 outside the mask.
     """
     trunk, head = split_model(model)
     hidden = compute_states(model, packed)
@@ -65,7 +67,8 @@ def forward_logprobs(
         temperature=temperature,
         chunk_size=max(1, choose_chunk_logits(hidden.device) // sum(sizes)),
         entropy_gradient=entropy_gradient,
-        # a backward pass inside the forward one would gather and free shards out of turn
+        # With a frozen head, the gradient is computed in the forward pass. For sharded weights this
+        # backward pass would gather and free shards out of turn.
         frozen_head=not find_sharded_modules(trunk)
         and not any(weight.requires_grad for weight in head.module.parameters()),
         reference=reference,

@@ -24,18 +24,19 @@ def save_policy(
     tokenizer: bool = True,
     card: str = "",
 ) -> None:
-    """Write all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of
-    all files.
+    """Write all weights in Hugging Face's format, or only the adapters in PEFT's format, and the
+    digests of all files.
 
-    The folder appears whole, in place of an old one. An old folder is kept under another name if it
-    holds files that rlkit.sha256 does not list.
+    The folder appears only when it is complete, and replaces an old folder. If the old folder holds
+    files not listed in rlkit.sha256, it is kept under another name.
 
     Args:
-      state: weights to write in place of the model's own: of a checkpoint, or gathered from shards.
-      tokenizer: whether it goes along, with the chat template.
+      state: weights to write in place of the model's own weights, for example from a checkpoint or
+        gathered from shards.
+      tokenizer: True also writes the tokenizer with the chat template.
       card: the text of README.md, shown by model hubs.
-    Raises: OSError if the disk refuses, whichever library writes. An old folder is still there
-      unless only its removal succeeded.
+    Raises: OSError if the disk refuses a write, by any of the libraries. The old folder is still
+    there unless only its removal has succeeded.
     """
     model: Any = policy.model
     part = folder.with_name(f".{folder.name}.part")
@@ -58,7 +59,7 @@ def save_policy(
         if folder.is_dir() and not folder.is_symlink():
             if lists_every_file(folder):
                 shutil.rmtree(folder)
-            elif any(folder.iterdir()):  # somebody put files of his own there
+            elif any(folder.iterdir()):  # the user has put other files into the folder
                 print(
                     f"warning: {folder} holds other files, and is kept as"
                     f" {put_aside(folder, '.aside').name}",

@@ -1,4 +1,4 @@
-"""Read the config of a Hugging Face model, with one meaning for every family."""
+"""Read the config of a Hugging Face model into fields with the same meaning for every family."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from typing import Any, NamedTuple
 
 
 class ModelShape(NamedTuple):
-    """Sizes and kinds of layers."""
+    """The sizes of a model and the kinds of its layers."""
 
     family: str  # model_type; "" if the config names none
-    context: int | None  # most positions; None: the config has no limit
-    vocab: int | None  # None: the config does not say
+    context: int | None  # the most positions; None: the config has no limit
+    vocab: int | None  # rows of the vocabulary; None: the config does not say
     heads: int  # 0: the config does not say
-    kv_heads: int  # as many as heads if the config does not say
+    kv_heads: int  # heads of keys and values; as many as `heads` if the config does not say
     head_dim: int
-    experts: int  # of a layer; 1: none to choose from
-    active: int  # experts a token passes through
+    experts: int  # experts in a layer; 1: the model has no choice of experts
+    active: int  # experts used for each token
     expert_width: int | None  # intermediate size of one expert
     layer_types: frozenset[str]  # empty if the config does not say
-    # positions a layer of type sliding_attention sees, or any layer if the config names no types;
-    # None: all
+    # positions seen by a layer of type sliding_attention, or by any layer if the config names no
+    # types; None: all positions
     window: int | None
-    shared: int  # last layers with keys and values from earlier ones, as in Gemma 3n
-    encoder: bool  # an encoder stands before the decoder
+    shared: int  # number of last layers with keys and values from earlier layers, as in Gemma 3n
+    encoder: bool  # True if the model has an encoder before the decoder
 
 
 def read_model_shape(config: Any) -> ModelShape:
-    """Read a config. Families leave out fields they do not need, so every field may be missing."""
+    """Read the shape of a model from its config. Each family leaves out fields it does not need, so
+    any field may be missing."""
 
     def field(name: str) -> Any:
         return getattr(config, name, None)
@@ -51,11 +52,13 @@ def read_model_shape(config: Any) -> ModelShape:
 
 
 def find_whole_context(config: Any) -> float:
-    """Tokens of the longest context every layer sees whole: inf without windows; the window of a
-    model with sliding layers; 0 if some layers see something else: layers of other kinds, layers
-    with shared keys and values, or an encoder.
+    """Return the longest context, in tokens, that every layer sees as a whole.
 
-    Up to this length a sliding layer computes the same as a full one.
+    The result is inf for a model without windows, and the window for a model with sliding layers.
+    It is 0 if some layers see other states: layers of other kinds, layers with shared keys and
+    values, or an encoder.
+
+    Up to this length a sliding layer computes the same as a full layer.
     """
     shape = read_model_shape(config)
     if shape.encoder or shape.shared or shape.layer_types - {"full_attention", "sliding_attention"}:
