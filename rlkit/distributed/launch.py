@@ -1,9 +1,9 @@
 """Start the ranks of a run, unless torchrun or SLURM has started them.
 
-`rlkit train trainer=ddp trainer.devices=2` starts two processes with the same command line and
-watches them. They get torchrun's environment variables. If one of them fails, the others are
-stopped. A signal is sent to all of them. They are killed when this process is gone, even by
-SIGKILL.
+`rlkit train trainer=ddp trainer.devices=2` starts two processes, the ranks, with the same command
+line and with torchrun's environment variables, and watches them. If one rank fails, the others are
+stopped. The watching process passes every signal on to all ranks. The ranks are killed when the
+watching process ends, even if it was killed by SIGKILL.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 
 from rlkit.errors import tell_user
 
-# to the ranks, for a saved end
+# signals to pass on to the ranks, so that they save their state before they end
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-GRACE = 15.0  # seconds for the others to report their errors, after a rank has failed
+GRACE = 15.0  # seconds for the other ranks to report their errors, after a rank has failed
 
 
 def is_started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> bool:
-    """Whether torchrun, `start`, or srun with one task per device has started this process as one
-    of several ranks."""
+    """Return whether torchrun, `start_ranks`, or srun with one task per device has started this
+    process as one of several ranks."""
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return True
     return (
@@ -38,19 +38,20 @@ def is_started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> 
 
 
 def must_start(devices: int, nodes: int) -> bool:
-    """Whether this process has to start its ranks: several devices on one machine, and no other
-    program has started them."""
+    """Return whether this process has to start its ranks: the run uses several devices on one
+    machine, and no other program has started the ranks."""
     return devices * nodes > 1 and nodes == 1 and not is_started_outside(os.environ, devices, nodes)
 
 
 def start_ranks(command: Sequence[str], count: int) -> int:
-    """Run a command as `count` ranks on this machine and wait for all of them.
+    """Run a command as `count` ranks on this machine, and wait for all of them.
 
-    Returns: 0, or the exit status of the rank that failed first (128 + its number for a signal).
+    Returns: 0, or the exit status of the rank that failed first. The status is 128 + the signal's
+    number if a signal killed it.
     """
     from rlkit.system.parent import make_child_environment
 
-    with socket.create_server(("127.0.0.1", 0)) as found:  # no one listens there now
+    with socket.create_server(("127.0.0.1", 0)) as found:  # finds a free port
         port = found.getsockname()[1]
     ranks: list[subprocess.Popen[bytes]] = []
     heard = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
@@ -70,7 +71,8 @@ def start_ranks(command: Sequence[str], count: int) -> int:
                 | {name: str(value) for name, value in place.items()}
                 | make_child_environment()
             )
-            # a Ctrl-C comes through here, once
+            # In a new session the terminal's Ctrl-C does not reach the rank. It reaches only this
+            # process, and `_send` passes it on once.
             ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))
         return _watch(ranks)
     finally:
@@ -80,11 +82,11 @@ def start_ranks(command: Sequence[str], count: int) -> int:
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks and return the exit status of the first that failed, or 0.
+    """Wait for all ranks. Return the exit status of the rank that failed first, or 0.
 
-    If one fails, the others have GRACE seconds to end by themselves. Then they get SIGTERM, and
-    after GRACE seconds more SIGKILL. Of ranks seen to have failed at once, one that was killed by a
-    signal counts as the first: the others fail because it is gone.
+    If a rank fails, the other ranks have GRACE seconds to end by themselves. Then they get SIGTERM,
+    and after GRACE more seconds SIGKILL. If several ranks are seen to have failed at the same time,
+    a rank killed by a signal counts as the first: the other ranks fail because it is gone.
     """
     first = 0
     failed_at = 0.0
@@ -106,13 +108,14 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             _send(ranks, signal.SIGTERM)
         if waited > 2 * GRACE:
             _send(ranks, signal.SIGKILL)
-    # Ranks that ended together were not seen in the loop; a signal's number is negative.
+    # The loop does not see ranks that all end together. A status is negative after a signal, so the
+    # minimum prefers a rank killed by a signal.
     first = first or min((rank.returncode for rank in ranks if rank.returncode), default=0)
     return first if first >= 0 else 128 - first
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words."""
+    """Describe an exit status in words."""
     return (
         f"ended with exit status {status}"
         if status > 0
@@ -127,7 +130,7 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def adopt_slurm() -> None:
-    """Copy srun's description of this task to the environment variables that torchrun sets."""
+    """Copy srun's description of this task to the environment variables that torchrun would set."""
     if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
         return
     from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -146,11 +149,10 @@ def adopt_slurm() -> None:
 
 
 def explain_sweep_problem(devices: int, nodes: int) -> str | None:
-    """Why a sweep (-m) cannot start jobs with this many devices here, and what to do; None if it
-    can.
+    """Return the reason why a sweep (-m) cannot start jobs with this many devices here, and the
+    remedy. Return None if it can.
 
-    Each job is a process of its own and starts its own ranks. So on one machine a sweep always
-    works.
+    Each job is a separate process and starts its own ranks. So a sweep on one machine always works.
     """
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return (
@@ -168,16 +170,19 @@ def explain_sweep_problem(devices: int, nodes: int) -> str | None:
 
 @contextmanager
 def assign_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, str]]:
-    """CUDA_VISIBLE_DEVICES for one of `jobs` simultaneous processes that need `devices` GPUs each.
+    """Yield the environment variable CUDA_VISIBLE_DEVICES for one of `jobs` simultaneous processes,
+    each with `devices` GPUs.
 
-    No two processes get the same GPU unless there are more jobs than GPUs. Then jobs are spread
-    evenly. A process holds its place by a file lock, so the place is freed however the process
-    ends.
+    No two processes get the same GPU unless there are more jobs than GPUs. In this case the jobs
+    are spread evenly. A process holds its place by a file lock, so the place is freed at the end of
+    the process, even if it is killed.
 
     Args:
-      locks: a folder that the jobs of this machine share.
-    Yields: variables to add to the environment; none if there is only one job or too few GPUs to
-      choose from.
+      locks: a folder shared by the jobs of this machine.
+      jobs: number of simultaneous processes.
+      devices: number of GPUs per process.
+    Yields: variables to add to the environment. Empty if there is only one job, or if there are too
+    few GPUs to choose from.
     """
     gpus = list_visible_gpus()
     sets = len(gpus) // devices
@@ -194,11 +199,11 @@ def assign_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, s
             first = place % sets * devices
             yield {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + devices])}
             return
-    yield {}  # more jobs than were announced
+    yield {}  # more processes run than `jobs` says
 
 
 def list_visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """List the GPUs this process may use, by the names used in CUDA_VISIBLE_DEVICES."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]

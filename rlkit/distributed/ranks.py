@@ -1,13 +1,13 @@
 """Collectives for one run on several processes. All ranks compute the same result.
 
 Every rank holds all rollouts of a step, because they are small. So every rank computes refill,
-baselines, advantages, weights and metrics on the whole batch, as on one process. Only the expensive
-parts are divided between ranks: episodes and their scoring by prompt, forward and backward passes
-by group. A loss is a sum with weights fixed beforehand. So gradients are summed over ranks, and
-nothing else scales them.
+baselines, advantages, weights and metrics on the whole batch, as a single process would. Only the
+expensive parts are divided between ranks. Episodes and their scoring are divided by prompt, and
+forward and backward passes by group. A loss is a sum with weights fixed before the passes. So the
+gradients are summed over ranks, without any further scaling.
 
-On one process the functions here only pass their input on. torch.distributed is imported only when
-it is needed.
+On one process, these functions return their input unchanged. torch.distributed is imported only
+when it is needed.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class RankError(RLKitError, RuntimeError):
 class RankOSError(RankError, OSError):
     """Another rank could not read or write. For example, its disk is full."""
 
-    elsewhere = True  # that rank reports it
+    elsewhere = True  # the failed rank itself reports the error
 
 
 # ---------------------------------------------------------------------------------------- the group
 
 
 def size() -> int:
-    """Number of processes that train together."""
+    """Return the number of processes that train together."""
     return torch.distributed.get_world_size() if _has_joined() else 1
 
 
 def rank() -> int:
-    """Number of this process. Only rank 0 prints and writes."""
+    """Return the number of this process. Only rank 0 prints and writes."""
     return torch.distributed.get_rank() if _has_joined() else 0
 
 
@@ -64,10 +64,10 @@ def join(devices: int, *, cuda: bool, timeout: float) -> None:
     Ranks above 0 no longer print to stdout.
 
     Args:
-      devices: number of ranks that the config asks for, over all nodes.
-      cuda: each rank has one GPU. Collectives of its tensors use NCCL, collectives of objects use
-          gloo.
-      timeout: seconds that a rank waits for the others.
+      devices: number of ranks set in the config, over all nodes.
+      cuda: True if each rank has one GPU. Collectives of GPU tensors then use NCCL, and collectives
+        of objects use gloo.
+      timeout: seconds to wait for the other ranks in a collective.
     Raises: ConfigError if a different number of ranks was started.
     """
     started = int(os.environ["WORLD_SIZE"])
@@ -98,9 +98,9 @@ def leave() -> None:
 def gather(make: Callable[[], T]) -> list[T]:
     """Call `make` on every rank and return all results, in the order of the ranks.
 
-    If `make` raises on one rank, all ranks raise. That rank raises its own exception.
+    If `make` raises on one rank, all ranks raise. The failed rank raises its own exception.
 
-    Results are pickled. Only processes of the same run exchange them.
+    Results are pickled. This is safe, because only processes of the same run exchange them.
     """
     if size() == 1:
         return [make()]
@@ -129,18 +129,18 @@ def gather(make: Callable[[], T]) -> list[T]:
 
 
 def broadcast(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 only and return its result on every rank."""
+    """Call `make` on rank 0 only, and return its result on every rank."""
     return gather(lambda: make() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def split_work(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T]]) -> list[T]:
-    """Divide items over the ranks in consecutive parts and return the results for all items, in
-    order.
+    """Divide items over the ranks in consecutive parts. Return the results for all items, in order,
+    on every rank.
 
     Args:
-      items: the same on every rank.
-      work: (items of this rank, position of the first of them) → results. Called on every rank,
-        also on one without items, since servers are given weights by all ranks together.
+      items: the same items on every rank.
+      work: (items of this rank, index of the first of them) → results. It is called on every rank,
+        even on a rank without items, because all ranks together load weights into servers.
     """
     if size() == 1:
         return work(items, 0)
@@ -149,12 +149,12 @@ def split_work(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is true on any rank."""
+    """Return whether the flag is true on any rank."""
     return bool(all_reduce_max(int(flag)))
 
 
 def all_reduce_max(number: int) -> int:
-    """The largest number over all ranks."""
+    """Return the largest number over all ranks."""
     if size() == 1:
         return number
     tensor = torch.tensor(number)
@@ -164,7 +164,7 @@ def all_reduce_max(number: int) -> int:
 
 
 def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
-    """Replace each tensor by its sum over all ranks, in place. None is skipped.
+    """Replace each tensor by its sum over all ranks, in place. Skip None.
 
     Every rank must pass the same tensors in the same order.
     """
@@ -179,7 +179,7 @@ def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
 
 @contextmanager
 def _explain_lost_ranks(what: str) -> Iterator[None]:
-    """Turn the error about a lost or silent rank into a message with a remedy."""
+    """Turn an error about a lost or silent rank into a message with a remedy."""
     try:
         with waiting_outside():
             yield
@@ -197,15 +197,17 @@ def _explain_lost_ranks(what: str) -> Iterator[None]:
 
 
 def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """[B] True on the rows that this rank trains on.
+    """Assign whole groups to ranks. Return a mask [B], True on the rows that this rank trains on.
 
-    Groups are dealt whole, in order of length, longest first. Each goes to the rank with the fewest
-    tokens.
+    The groups are assigned in order of length, the longest first. Each group goes to the rank with
+    the fewest tokens so far.
 
-    A packed pass reads the prompt of a group once, so the rollouts of a group stay together.
+    The rollouts of a group stay together, because a packed pass reads the prompt of a group only
+    once.
 
     Args:
-      lengths: [B] number of tokens per row. group_ids: [B] the prompt of each row.
+      lengths: [B] number of tokens per row.
+      group_ids: [B] the group of each row, that is, its prompt.
     """
     loads = [0] * size()
     of: dict[int, int] = {}
@@ -223,15 +225,19 @@ def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
-    """Pad the list of micro-batches to the same length on all ranks. Return each with whether it
-    counts.
+    """Pad the list of micro-batches to the same length on all ranks. Return each micro-batch with
+    True, or with False if it is padding and must not count.
 
-    The length is the largest number of micro-batches on any rank. Padding does not count.
+    The common length is the largest number of micro-batches on any rank.
 
-    A sharded model gathers its weights on all ranks at the same time. A rank that ran fewer passes
-    would make the others wait for ever.
+    A sharded model gathers its weights on all ranks at the same time. If one rank ran fewer passes,
+    the others would wait for ever.
+
+    Args:
+      work: the micro-batches of this rank.
+      spare: makes a micro-batch for padding if `work` is empty.
     """
-    # agreed before the first of them, because it may be a collective itself
+    # Agree on the number before the first pass, because a pass may be a collective itself.
     missing = all_reduce_max(len(work)) - len(work)
     padded = [(piece, True) for piece in work]
     if missing:
@@ -243,13 +249,14 @@ def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
 
 
 def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
-    """Shard a causal LM over the ranks of the mesh with FSDP2: each transformer layer separately,
-    the rest together.
-
-    Weights are gathered, and computed with, in `gathered`; None is their own precision. bfloat16
-    halves the data to send. Shards and the sums of gradients stay float32.
+    """Shard a causal LM over the ranks of the mesh with FSDP2. Each transformer layer is sharded
+    separately, and the rest of the model together.
 
     Gradients are summed, not averaged. `run_in_forward` calls functions of the model.
+
+    Args:
+      gathered: the type of gathered weights and of computation; bfloat16 halves the data to send.
+        None: the weights' own type. The shards and the sums of gradients stay float32.
     """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,
@@ -257,7 +264,7 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
         register_fsdp_forward_method,
     )
 
-    # Inputs are left to autocast. It keeps the residual stream in float32, as without shards.
+    # FSDP2 must not cast the inputs: autocast keeps the residual stream in float32, as on one rank.
     policy = MixedPrecisionPolicy(
         param_dtype=gathered, reduce_dtype=gathered and torch.float32, cast_forward_inputs=False
     )
@@ -279,12 +286,13 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
     model.call_inside = lambda function, *arguments, **settings: function(*arguments, **settings)
     register_fsdp_forward_method(model, "call_inside")
     with torch.no_grad():
-        run_in_forward(model, lambda _: None)  # the model becomes the root of its layers
+        run_in_forward(model, lambda _: None)  # makes the model the FSDP root of its layers
     reshard(model)
 
 
 def copy_unsharded(model: Any) -> Any:
-    """A copy of a model without gradients, whole on each rank even if the model is sharded.
+    """Return a copy of a model without gradients. The copy is whole on each rank, even if the model
+    is sharded.
 
     For a sharded model this is a collective: all ranks must call it.
     """
@@ -300,8 +308,8 @@ def copy_unsharded(model: Any) -> Any:
 
 
 def run_in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
-    """Call function(model, …) as the forward pass of a sharded model: it gathers weights and
-    reduces gradients."""
+    """Call function(model, …) as the forward pass of a sharded model. The weights are gathered for
+    the call, and a backward pass reduces the gradients."""
     root = base_model(model)
     if holds_shards(root):
         return root.call_inside(function, model, *arguments, **settings)
@@ -309,16 +317,18 @@ def run_in_forward(model: Any, function: Callable[..., T], *arguments: Any, **se
 
 
 def reshard(*models: Any) -> None:
-    """Shard the weights again. A forward pass without a backward pass leaves them gathered."""
+    """Free the gathered weights, and keep only the shards. A forward pass without a backward pass
+    leaves the weights gathered."""
     for part in find_sharded_modules(*models) if size() > 1 else ():
         part.reshard()
 
 
 @contextmanager
 def gather_weights(model: Any) -> Iterator[None]:
-    """Gather all weights once, for the duration of the context.
+    """Gather all weights once, and keep them gathered within the block.
 
-    Inside, each rank may generate as many tokens as it needs, and any engine sees plain tensors.
+    Within the block, each rank may generate as many tokens as it needs, and any engine sees plain
+    tensors.
     """
     parts = find_sharded_modules(model) if size() > 1 else []
     for part in parts:
@@ -333,8 +343,8 @@ def gather_weights(model: Any) -> Iterator[None]:
 
 
 def gather_tensors(value: Any) -> Any:
-    """A copy of the containers with every sharded tensor gathered. This is a collective: all ranks
-    must call it."""
+    """Copy nested containers and gather every sharded tensor in them. This is a collective: all
+    ranks must call it."""
     if isinstance(value, Mapping):
         return {key: gather_tensors(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -343,7 +353,7 @@ def gather_tensors(value: Any) -> Any:
 
 
 def shard_like(value: Tensor, live: Tensor) -> Tensor:
-    """Shard a whole tensor, equal on every rank, in the same way as `live`."""
+    """Shard a whole tensor, equal on every rank, in the same way as the tensor `live`."""
     if not is_sharded(live):
         return value
     from torch.distributed.tensor import distribute_tensor

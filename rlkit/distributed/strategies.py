@@ -1,9 +1,9 @@
 """Lightning's strategies for several ranks, adapted to reinforcement learning with manual
 optimisation.
 
-rlkit.training.update.minibatch sums the gradients over ranks after the last micro-batch. So ranks
-may run any number of backward passes, and a step need not use every parameter. A critic's
-parameters, for example, may be unused.
+rlkit.training.update.minibatch sums the gradients over ranks after the last micro-batch. So each
+rank may run any number of backward passes, and an update need not use every parameter. For example,
+the parameters of a critic may be unused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlkit.errors import ConfigError
 
 
 class Replicated(DDPStrategy):
-    """DDP without its reducer: the module is not wrapped.
+    """Run DDP without its reducer: the module is not wrapped.
 
     All ranks load the same weights and take steps with the same gradients.
     """
@@ -34,14 +34,14 @@ class Replicated(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write on rank 0. If that fails, raise OSError on every rank. With Lightning's own method
-        the others would hang."""
+        """Write the checkpoint on rank 0. If writing fails, raise OSError on every rank. With
+        Lightning's own method, the other ranks would hang."""
         ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
 
 class Sharded(ModelParallelStrategy):
-    """FSDP2 with the checkpoints of one process: whole tensors in one file, for any number of ranks
-    to load."""
+    """Run FSDP2 with the checkpoint format of one process: whole tensors in one file, loadable by
+    any number of ranks."""
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -88,7 +88,7 @@ class Sharded(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write on rank 0, as `Replicated` does."""
+        """Write the checkpoint on rank 0, as `Replicated` does."""
         ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
     def load_checkpoint(
@@ -98,8 +98,10 @@ class Sharded(ModelParallelStrategy):
 
 
 def make_strategy(settings: Any) -> Any:
-    """Make the strategy named in the trainer's settings. Raises ConfigError if its ranks were not
-    started."""
+    """Make the strategy set in the trainer's settings.
+
+    Raises: ConfigError if the ranks of the strategy were not started.
+    """
     count = settings.devices * settings.nodes
     if count == 1:
         return "auto"
@@ -120,5 +122,5 @@ def make_strategy(settings: Any) -> Any:
 
 
 def list_cluster_plugins() -> list[Any]:
-    """Plugins to tell Lightning about ranks it did not start."""
+    """Return the plugins that tell Lightning about ranks it did not start."""
     return [TorchElasticEnvironment()] if ranks.size() > 1 and "RANK" in os.environ else []

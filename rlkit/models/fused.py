@@ -1,10 +1,10 @@
-"""The operations between a small model's matrix products, for updates on a CPU, as a few calls of
-compiled C (_update.c).
+"""The operations between the matrix products of a small model, as a few calls of compiled C
+(_update.c). They are used for updates on a CPU.
 
 In Hugging Face's code, the norms, rotary positions and gates of a layer are dozens of calls of
-torch, and most only move memory. Here they are five calls forward and five backward, and an adapter
-adds two matrix products to the one of its base. Numbers differ from torch's in their last bits. In
-bfloat16 they are rounded when a result is stored, and not in between.
+torch, and most of these calls only move memory. Here they are five calls forward and five backward.
+An adapter adds two matrix products to the product of its base. Numbers differ from torch's in their
+last bits. In bfloat16, numbers are rounded only when a result is stored, and not in between.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rlkit.system.adapters import plain_lora
 
 SOURCE = Path(__file__).with_name("_update.c")
 FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-TYPES = {torch.float32: (), torch.bfloat16: ("-DHALF",)}  # → flags
-BLOCK = 64  # rows with sums of their own, as in the C file
+TYPES = {torch.float32: (), torch.bfloat16: ("-DHALF",)}  # type → flags of the compiler
+BLOCK = 64  # number of rows with separate sums, as in the C file
 INTEGER = ctypes.c_int64
 FLOAT = ctypes.c_double
 ADDRESS = ctypes.c_void_p
@@ -37,23 +37,25 @@ Kernel = Literal["auto", "eager", "fused"]
 
 
 class UpdateKernel(NamedTuple):
-    """The kernel of a trunk's updates. It stays on the trunk as `update_kernel`, so copies of the
-    model have it too."""
+    """Describe the kernel for a trunk's updates. It is kept on the trunk as `update_kernel`, so
+    copies of the model have it too."""
 
     used: Literal["eager", "fused"] = "eager"
-    asked: Kernel | None = None  # model.kernel; None: nothing was chosen
-    reason: str = ""  # why "auto" is eager
+    asked: Kernel | None = None  # value of model.kernel; None: no kernel was chosen yet
+    reason: str = ""  # the reason why "auto" chose eager
 
     @property
     def automatic(self) -> bool:
-        """Whether the config leaves the choice open."""
+        """Return whether the config leaves the choice to rlkit."""
         return self.asked in (None, "auto")
 
 
 @cache
 def load_operations(dtype: torch.dtype = torch.float32) -> Any:
-    """The functions of the C file for numbers of a type. Raises: NoKernel, Undecided
-    (rlkit.models.compiled)."""
+    """Load the functions of the C file for numbers of this type.
+
+    Raises: NoKernel, Undecided (rlkit.models.compiled).
+    """
     c = load_library(SOURCE, "gate_backward", (*FLAGS, *TYPES[dtype]))
     c.forward.argtypes = (*[ADDRESS] * 7, *[INTEGER] * 3, FLOAT, INTEGER)
     c.backward.argtypes = (*[ADDRESS] * 9, *[INTEGER] * 4)
@@ -65,8 +67,8 @@ def load_operations(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def choose_kernel(model: Any, kernel: Kernel) -> None:
-    """Use this kernel for updates and scoring passes of the model from now on. `get_update_kernel`
-    gives the reason if "auto" chose eager.
+    """Choose the kernel for the model's updates and scoring passes from now on. If "auto" chooses
+    eager, `get_update_kernel` returns the reason.
 
     Raises: EngineError if "fused" is impossible, or if the machine is too busy to compile at the
     moment.
@@ -88,25 +90,27 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
 
 
 def get_update_kernel(trunk: Any) -> UpdateKernel:
-    """The kernel of a trunk's updates; eager if none was chosen."""
+    """Return the kernel for a trunk's updates; eager if no kernel was chosen."""
     return getattr(trunk, "update_kernel", UpdateKernel())
 
 
 def update_kernel(model: Any) -> Literal["eager", "fused"]:
-    """The kernel of a model's updates."""
+    """Return the name of the kernel for a model's updates."""
     return get_update_kernel(split_model(model)[0]).used
 
 
 def use_update_kernel(model: Any, kernel: Literal["eager", "fused"], reason: str = "") -> None:
-    """Use this kernel for the updates of a model, and of a critic copied from it, from now on."""
+    """Use this kernel from now on for the updates of a model, and of a critic copied from it."""
     for module in model.modules():
         if get_update_kernel(module).asked:
             module.update_kernel = get_update_kernel(module)._replace(used=kernel, reason=reason)
 
 
 def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
-    """Continue a run with the kernel of its earlier updates. Returns any remaining difference, as a
-    sentence."""
+    """Continue a run with the kernel of its earlier updates.
+
+    Returns: a sentence if updates will still differ from the earlier ones; else an empty string.
+    """
     if update_kernel(model) == kernel:
         return ""
     trunk = split_model(model)[0]
@@ -120,8 +124,8 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
 
 
 def serves(trunk: Any) -> bool:
-    """Whether the forward here equals the trunk's current one: a known family, float32 or bfloat16
-    on a CPU, and no hooks on its parts."""
+    """Return whether this file's forward pass computes the same as the trunk's own. The trunk must
+    be of a known family, in float32 or bfloat16 on a CPU, with no hooks on its parts."""
     if not is_standard(trunk) or trunk.gradient_checkpointing or torch.is_autocast_enabled("cpu"):
         return False
     weight = trunk.norm.weight
@@ -142,8 +146,8 @@ def serves(trunk: Any) -> bool:
 
 
 def is_standard(trunk: Any) -> bool:
-    """Whether a trunk's layers are as Hugging Face wrote them for a known family, adapters in their
-    projections or not."""
+    """Return whether a trunk has the layers that Hugging Face wrote for a known family, with or
+    without adapters in their projections."""
     family = read_model_shape(trunk.config).family
     home = (
         sys.modules.get(f"transformers.models.{family}.modeling_{family}")
@@ -168,7 +172,7 @@ def is_standard(trunk: Any) -> bool:
             type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm")
             for norm in list_norms(trunk)
         )
-        # A hook on a module's call would be bypassed, for example one fetching a shard.
+        # The forward here would bypass a hook on a module's call, such as a hook to fetch a shard.
         and not any(
             m._forward_hooks or m._forward_pre_hooks
             for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
@@ -177,13 +181,14 @@ def is_standard(trunk: Any) -> bool:
 
 
 def find_head_norms(attn: Any) -> tuple[Any | None, Any | None]:
-    """The norms of queries and of keys, as in Qwen3; None if a family has none."""
+    """Return the norms of queries and of keys, as in Qwen3; None if a family has no such norms."""
     parts = dict(attn.named_children())
     return parts.get("q_norm"), parts.get("k_norm")
 
 
 def list_norms(trunk: Any) -> list[Any]:
-    """The norms of a standard trunk and its layers, including the norms of queries and keys."""
+    """List the norms of a standard trunk and of its layers, including the norms of queries and
+    keys."""
     norms = [trunk.norm]
     for layer in trunk.layers:
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
@@ -192,8 +197,11 @@ def list_norms(trunk: Any) -> list[Any]:
 
 
 def compute_fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
-    """The last hidden states [N, H] of packed tokens [N], with gradient. `attend`: module, q, k, v
-    [N, heads, D] → [N, Hq, D]."""
+    """Compute the last hidden states [N, H] of packed tokens [N], with gradient.
+
+    Args:
+      attend: (module, q, k, v [N, heads, D]) → attention [N, Hq, D].
+    """
     x = trunk.embed_tokens(ids)
     cosine, sine = (part[0].contiguous() for part in trunk.rotary_emb(x.float(), positions[None]))
     for layer in trunk.layers:
@@ -217,7 +225,7 @@ def compute_fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any
 
 
 def multiply_projection(module: Any, x: Tensor) -> Tensor:
-    """A projection of tokens [N, H], with its adapter."""
+    """Apply a projection to tokens [N, H], with its adapter if it has one."""
     factors = plain_lora(module)
     if factors is None or has_hooks(module, factors.base, factors.down, factors.up):
         return module(x)
@@ -226,15 +234,15 @@ def multiply_projection(module: Any, x: Tensor) -> Tensor:
 
 
 def has_hooks(*modules: Any) -> bool:
-    """Whether a module has hooks on its call."""
+    """Return whether any of these modules has a hook on its call."""
     return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in modules)
 
 
 def apply_norm(
     x: Tensor, norm: Any | None, cosine: Tensor | None = None, sine: Tensor | None = None
 ) -> Tensor:
-    """norm(x) over the last dimension, and rotated if angles [N, D] are given: x [N, H], or [N,
-    heads, D]."""
+    """Apply norm(x) over the last dimension, and then rotate the result if angles [N, D] are given.
+    x is [N, H] or [N, heads, D]."""
     return Norm.apply(
         x,
         None if norm is None else norm.weight,
@@ -245,8 +253,8 @@ def apply_norm(
 
 
 class Norm(torch.autograd.Function):
-    """x / √(mean(x²) + eps) · weight, then rotated by the angles; the norm or the rotation may be
-    left out."""
+    """Compute x / √(mean(x²) + eps) · weight, and rotate it by the angles. The norm or the rotation
+    may be left out."""
 
     @staticmethod
     def forward(
@@ -277,7 +285,7 @@ class Norm(torch.autograd.Function):
         )
         threads = torch.get_num_threads()
         load_operations(x.dtype).forward(*_addresses(*given), *ctx.sizes, eps, threads)
-        # a rotation needs no x
+        # the backward pass of a rotation alone does not need x
         ctx.save_for_backward(None if weight is None else x, weight, cosine, sine, scale)
         return y
 
@@ -297,7 +305,7 @@ class Norm(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """silu(a) · b; only a and b are kept for the backward pass."""
+    """Compute silu(a) · b. Only a and b are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -322,8 +330,8 @@ class Gate(torch.autograd.Function):
 
 
 class Adapted(torch.autograd.Function):
-    """x Wᵀ + b + scaling · (x Aᵀ) Bᵀ, computed in the type of x; A [r, H] and B [N, r] keep
-    theirs."""
+    """Compute x Wᵀ + b + scaling · (x Aᵀ) Bᵀ in the type of x. The factors A [r, H] and B [N, r],
+    and their gradients, keep their own type."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""From a model's name to a Policy: weights, tokenizer, chat template, LoRA."""
+"""Load a Policy from a model's name: weights, tokenizer, chat template, LoRA."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from rlkit.system.files import cache_folder
 from rlkit.types import Policy, ranges, reaches, safe
 
 TINY = Path(__file__).parent / "tiny"
-# path → variant of the weights in TINY: model.VARIANT.safetensors
+# model.path → variant of the weights in the folder TINY, in the file model.VARIANT.safetensors
 EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}
-FETCHED = "get:"  # before the name of a model fetched into the cache folder by `rlkit get`
+FETCHED = "get:"  # prefix of the name of a model that `rlkit get` has fetched
 
 
 @safe("targets")
 @ranges(rank=(0, None), alpha=(1, None))
 class LoRA(NamedTuple):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Dropout is 0: sampler and trainer must
-    agree.
+    """Train low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Their dropout is 0, because the
+    sampler and the trainer must see the same policy.
 
-    rank 0 means none: all weights are trained.
+    With rank 0 there are no adapters, and all weights are trained.
     """
 
     rank: int = 0
@@ -80,33 +80,35 @@ def load_policy(
     kernel: Kernel = "auto",
     device: torch.device | str = "cpu",
 ) -> Policy:
-    """Loads a causal LM for training.
+    """Load a causal LM for training.
 
     Args:
       path: "tiny" or "tiny_guess" (shipped with rlkit), a local folder, a GGUF file, a hub id, or
         "get:NAME" for a model fetched by `rlkit get NAME`. A folder of adapters stands for their
         base model with the adapters added to its weights.
-      revision: of a hub id; a commit makes the run reproducible.
-      dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay
-        float32), float32 otherwise, because trained bfloat16 weights do not move at
-        reinforcement-learning rates.
-      attention: implementation name of transformers (sdpa, eager, flash_attention_2).
-      head_precision: "float32" computes logits in float32 also if the base is narrower, in training
-        and in rlkit's own engines. vLLM keeps its own precision.
-      gradient_checkpointing: True recomputes activations in the backward pass: less memory, about a
-        third more time. "auto" loads the model as False does; a training run then switches it on if
-        memory requires it (rlkit.training.activations).
-      lora: adapters; rank 0 trains everything.
-      enable_thinking: handed to the chat template; None leaves the template's default.
-      interruption: the text generation.max_thinking_tokens writes before the closing tag; not
-        trained on.
-      chat_template: a file with a template to replace the tokenizer's.
-      tools: the text that writes tools into prompts: the model's "template", or rlkit's tool
-        "prompt" in front of it. "auto" is the template if it mentions tools, and else the prompt.
-      trust_remote_code: run the model's own code. Needs a pinned revision.
-      kernel: of updates on a CPU: "fused" C code (fused.py), "eager" calls of torch, "auto" the
-        fused one if possible.
-      device: of the weights.
+      revision: revision of a hub id. A commit makes the run reproducible.
+      dtype: type of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay
+        float32), and float32 otherwise. Trained weights must be float32, because updates at
+        reinforcement-learning rates are too small to change bfloat16 weights.
+      attention: name of an attention implementation of transformers (sdpa, eager,
+        flash_attention_2).
+      head_precision: "float32" computes logits in float32 even if the base has a narrower type.
+        This holds in training and in rlkit's own engines. vLLM keeps its own precision.
+      gradient_checkpointing: True recomputes activations in the backward pass. This takes less
+        memory and about a third more time. "auto" loads the model as False does; a training run
+        then switches it on if memory requires it (rlkit.training.activations).
+      lora: the adapters to train; rank 0 trains all weights.
+      enable_thinking: passed to the chat template; None leaves the template's default.
+      interruption: the text written before the closing tag when generation.max_thinking_tokens is
+        used up. It is not trained on.
+      chat_template: a file with a template to replace the tokenizer's template.
+      tools: how tools are written into prompts. "template": by the model's template. "prompt": by
+        rlkit's tool prompt in front of it. "auto": by the template if it mentions tools, else by
+        the tool prompt.
+      trust_remote_code: run the model's own code. This needs a pinned revision.
+      kernel: the code for updates on a CPU. "fused": compiled C (fused.py). "eager": calls of
+        torch. "auto": fused if possible, else eager.
+      device: the device of the weights.
     Raises: ConfigError or TemplateError naming the key to change.
     """
     if trust_remote_code and not re.fullmatch("[0-9a-f]{40}", revision or ""):
@@ -132,7 +134,7 @@ def load_policy(
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
         tokenizer.template_file = chat_template
-    # before the weights, to refuse a tokenizer without a template at once
+    # make the renderer before loading the weights, to refuse a tokenizer without a template at once
     renderer = make_renderer(
         tokenizer, enable_thinking=enable_thinking, interruption=interruption, tools=tools
     )
@@ -142,21 +144,24 @@ def load_policy(
     model.to(device)
     check_weights(model, path)
     if head_precision == "float32":
-        # for every forward of the model, Hugging Face's own too
+        # change the class, so that Hugging Face's own forward uses it too
         model.get_output_embeddings().__class__ = Float32Head
     if lora.rank > 0:
         model = add_lora(model, lora)
-    # after the adapters: PEFT puts a hook on the embeddings if the model already recomputes
+    # Only after the adapters are added: PEFT puts a hook on the embeddings of a model that already
+    # recomputes its activations.
     checkpoint_activations(model, gradient_checkpointing is True)
     choose_kernel(model, kernel)
-    # gradient checkpointing works only in training mode; engines sample in the other mode
+    # gradient checkpointing works only in training mode; engines sample in evaluation mode
     model.train()
     return _policy(model, renderer)
 
 
 def pretrained_tokenizer(path: str, **hub: Any) -> Any:
-    """The tokenizer at a model's path. Raises ConfigError if it is absent or one of its files is
-    damaged."""
+    """Load the tokenizer at a model's path.
+
+    Raises: ConfigError if the tokenizer is missing, or if one of its files is damaged.
+    """
     from transformers import AutoTokenizer
 
     with _loading(path, weights=False) as place:
@@ -164,8 +169,10 @@ def pretrained_tokenizer(path: str, **hub: Any) -> Any:
 
 
 def pretrained_config(path: str, **hub: Any) -> Any:
-    """The config at a model's path; no weights are read. Raises ConfigError if it is absent or
-    damaged."""
+    """Load the config at a model's path, without reading any weights.
+
+    Raises: ConfigError if the config is missing or damaged.
+    """
     from transformers import AutoConfig
 
     base = find_adapters_base(path)
@@ -178,10 +185,12 @@ def pretrained_config(path: str, **hub: Any) -> Any:
 def pretrained_model(
     path: str, *, dtype: torch.dtype | str, attention: str = "sdpa", **hub: Any
 ) -> Any:
-    """The causal LM at a model's path, without dropout; dtype "auto" is the one it was saved in.
+    """Load the causal LM at a model's path, without dropout.
 
-    Raises: ConfigError if it cannot be loaded, or if a file differs from the one `save_policy`
-    wrote.
+    Args:
+      dtype: type of the weights; "auto" is the type they were saved in.
+    Raises: ConfigError if the model cannot be loaded, or if a file has changed since `save_policy`
+    wrote it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -205,9 +214,9 @@ def pretrained_model(
 
 
 def find_adapters_base(path: str) -> str | None:
-    """The path of the base model, for a folder of adapters; else None.
+    """Return the path of the base model for a folder of adapters. Return None for any other path.
 
-    Raises: ConfigError if the folder names none.
+    Raises: ConfigError if the folder of adapters names no base model.
     """
     folder = Path(_find_source(path))
     config = folder / "adapter_config.json"
@@ -226,19 +235,19 @@ def find_adapters_base(path: str) -> str | None:
 
 
 def _with_adapters(model: Any, path: str) -> Any:
-    """A base model with the adapters of a folder added to its weights."""
+    """Return the base model with the adapters of a folder added to its weights."""
     from peft import PeftModel
 
     with _loading(path, weights=True) as place:
         folder = place["pretrained_model_name_or_path"]
         model = PeftModel.from_pretrained(model, folder).merge_and_unload()
-    model.name_or_path = folder  # the base for further adapters to name
+    model.name_or_path = folder  # adapters trained on this model name this folder as their base
     return model
 
 
 def _dequantize(model: Any) -> Any:
-    """Turn a model from a GGUF file into an ordinary one: transformers cannot save it in the loaded
-    form."""
+    """Turn a model from a GGUF file into an ordinary model. transformers cannot save a model in the
+    form it loads from GGUF."""
     config = copy.deepcopy(model.config)
     del config.quantization_config
     plain = type(model)._from_config(
@@ -259,19 +268,21 @@ def check_vocabulary(
     rows: int = 0,
     **hub: Any,
 ) -> list[int] | None:
-    """Check that another model can be compared with this one, token by token: it must have every
+    """Check that another model can be compared with this one, token by token. It must have every
     token of this model, in any order.
 
     Only tokenizers and configs are read, so a wrong teacher is found before any weights are loaded.
-    Equal tokens are equal bytes, since merges and decoder have to be equal too. Rows of padding
-    behind the vocabulary may differ.
+    The merges and the decoder must be equal too, so equal tokens stand for equal bytes. Rows of
+    padding after the vocabulary may differ.
 
     Args:
-      path, hub: of the policy, as in `load_policy`. teacher, teacher_revision: of the other model.
-        rows: of the policy's head.
-    Returns: None if equal ids mean equal tokens; else the other model's row for each id of the
-      policy, for `take_rows`. Rows of the policy without a token get the other model's rows without
-      a token, as far as there are any.
+      path, hub: the policy's path and settings, as in `load_policy`.
+      teacher, teacher_revision: the other model's path and revision.
+      key: the config key of the other model, for messages.
+      rows: number of rows in the policy's head.
+    Returns: None if equal ids mean equal tokens. Else, for each id of the policy, the other model's
+    row, for `take_rows`. Ids of the policy without a token get the other model's rows without a
+    token, as long as there are any.
     Raises: ConfigError naming the `key` and the first token missing in the other model.
     """
     tokenizer = pretrained_tokenizer(path, **hub)
@@ -316,8 +327,8 @@ def check_vocabulary(
 
 
 def _find_odd_token(own: Any, other: Any) -> str:
-    """Name the first token that the other tokenizer lacks, or say that only the rules differ; "" if
-    they are alike."""
+    """Describe the first token missing in the other tokenizer. If there is none, say that only the
+    rules differ; return "" if the rules are equal too."""
     added = own.get_added_vocab()
     others = other.get_added_vocab()
     theirs = other.get_vocab()
@@ -328,19 +339,19 @@ def _find_odd_token(own: Any, other: Any) -> str:
 
 
 def _rules(tokenizer: Any) -> Any:
-    """How a tokenizer cuts text and writes it again, without the ids."""
+    """Return a tokenizer's rules for splitting text and for writing it again, without its ids."""
     if not hasattr(tokenizer, "backend_tokenizer"):
-        return tokenizer  # nothing to compare: equal to itself alone
+        return tokenizer  # its rules are unknown, so it is equal only to itself
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = {key: value for key, value in spec["model"].items() if key != "vocab"}
     return parts, spec["normalizer"], spec["pre_tokenizer"], spec["decoder"]
 
 
 def take_rows(model: Any, ids: Sequence[int]) -> None:
-    """Give a causal LM another vocabulary, in place: row i of embedding and head becomes the old
+    """Give a causal LM another vocabulary, in place. Row i of embedding and head becomes the old
     row ids[i].
 
-    Raises: ConfigError if the model reads ids elsewhere too.
+    Raises: ConfigError if the model uses token ids in other embeddings too.
     """
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     size = ends[0].weight.shape[0]
@@ -355,7 +366,7 @@ def take_rows(model: Any, ids: Sequence[int]) -> None:
         )
     for layer in ends:
         for name, old in list(layer.named_parameters(recurse=False)):
-            # a tied head stays tied
+            # a head tied to the embedding stays tied
             new = nn.Parameter(old.detach()[list(ids)], requires_grad=old.requires_grad)
             moved.setdefault(old, new)
             setattr(layer, name, moved[old])
@@ -366,8 +377,8 @@ def take_rows(model: Any, ids: Sequence[int]) -> None:
 
 
 def check_weights(model: Any, path: str, key: str = "model.path") -> None:
-    """Raise ConfigError naming the first weight with nan or infinity: no model can sample with
-    one."""
+    """Raise ConfigError naming the first weight with nan or infinity. No model can sample with such
+    a weight."""
     for name, weight in model.named_parameters():
         if not weight.is_floating_point():
             continue
@@ -382,8 +393,10 @@ def check_weights(model: Any, path: str, key: str = "model.path") -> None:
 
 
 def _find_source(path: str) -> str:
-    """The folder, file or hub id behind a model's path. Raises ConfigError for a model not fetched
-    yet."""
+    """Return the folder, the file or the hub id that a model's path stands for.
+
+    Raises: ConfigError for a model not fetched yet.
+    """
     if path.startswith(FETCHED):
         name = path.removeprefix(FETCHED)
         folder = find_fetched_folder(name)
@@ -394,22 +407,27 @@ def _find_source(path: str) -> str:
             )
         return str(folder)
     location = TINY if path in EMBEDDED else Path(path).expanduser()
-    # absolute: adapters remember it as their base, and are loaded from another folder
+    # An absolute path: adapters store it as the path of their base, and a process in another folder
+    # may load them.
     return str(location.absolute()) if location.exists() else path
 
 
 def find_fetched_folder(name: str) -> Path | None:
-    """The folder of `rlkit get NAME` for a model; None for a user without a cache folder, and for
-    an invalid name."""
+    """Return the folder of a model fetched by `rlkit get NAME`. Return None if the user has no
+    cache folder, or if the name is invalid."""
     cache = cache_folder()
     return cache / "models" / name if cache and re.fullmatch(r"\w+", name) else None
 
 
 @contextmanager
 def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
-    """Yield the arguments of `from_pretrained` for a model's path. Raises ConfigError if a folder
-    written by rlkit has changed since (`weights`: check weight files too), or if the block cannot
-    load it."""
+    """Yield the arguments of `from_pretrained` for a model's path.
+
+    Args:
+      weights: True also checks the weight files for changes.
+    Raises: ConfigError if a folder written by rlkit has changed since, or if the block cannot load
+    the model.
+    """
     source = _find_source(path)
     why = find_folder_damage(Path(source), weights=weights)
     if why:
@@ -435,7 +453,7 @@ def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
     except Exception as error:
         known = isinstance(error, OSError | ValueError)
         damaged = type(error).__name__ == "SafetensorError"
-        # transformers reads the keys of a GGUF file without asking whether they are there
+        # a GGUF file may lack keys, and transformers reads them unchecked, so any error may occur
         if not (known or damaged or "gguf_file" in place):
             raise
         said = str(error).partition("\n")[0] if known or damaged else repr(error)
@@ -450,10 +468,11 @@ def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
 
 
 def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
-    """Make a policy from a causal LM already built, also under PEFT, and its tokenizer.
+    """Make a policy from a tokenizer and a causal LM already in memory, with or without PEFT's
+    wrapper.
 
     Args:
-      template: enable_thinking, interruption, tools and render, of `make_renderer`.
+      template: enable_thinking, interruption, tools and render of `make_renderer`.
     Raises: TemplateError.
     """
     return _policy(model, make_renderer(tokenizer, **template))
@@ -470,8 +489,8 @@ def _policy(model: Any, renderer: Renderer) -> Policy:
 
 
 def remove_dropout(config: Any) -> Any:
-    """The config with every dropout 0: sampler and trainer must see the same policy, or ratios are
-    not 1 on the first pass."""
+    """Set every dropout in the config to 0. Otherwise the sampler and the trainer would see
+    different policies, and ratios would not be 1 on the first pass."""
     for name, value in vars(config).items():
         if "dropout" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -479,15 +498,19 @@ def remove_dropout(config: Any) -> Any:
 
 
 class Adapter(nn.Linear):
-    """A factor of an adapter: kept and trained in its own precision, computed in its input's."""
+    """A factor of an adapter. It is kept and trained in its own precision, and computes in the
+    precision of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn_functional.linear(x, self.weight.to(x.dtype))
 
 
 def add_lora(model: Any, lora: LoRA) -> Any:
-    """The model with float32 adapters on its attention and MLP projections, computed in the base's
-    precision; the base is frozen. Raises: ConfigError if no layer has the name of a target."""
+    """Add float32 adapters to the attention and MLP projections of a model, and freeze the model's
+    own weights. The adapters compute in the precision of the base.
+
+    Raises: ConfigError if no layer has the name of a target.
+    """
     from peft import LoraConfig, get_peft_model
 
     names = [f".{name}" for name, _ in model.named_modules()]
@@ -509,8 +532,8 @@ def add_lora(model: Any, lora: LoRA) -> Any:
 
 
 def compute_as_base(adapted: Any) -> Any:
-    """Make all plain adapters of a model under PEFT compute in the precision of their input, even
-    adapters added later."""
+    """Make all plain adapters of a PEFT model compute in the precision of their input, without
+    PEFT's cast to float32. Call this again after adding another adapter to the model."""
     for layer in lora_layers(adapted):
         if isinstance(layer.base_layer, nn.Linear) and not layer.lora_variant:
             layer.cast_input_dtype_enabled = False  # PEFT's cast to float32
@@ -520,7 +543,8 @@ def compute_as_base(adapted: Any) -> Any:
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id at the end of a reply: all of the generation config, and the tokenizer's."""
+    """Return every id that can end a reply: all end-of-sequence ids of the generation config, and
+    the tokenizer's."""
     configured = model.generation_config.eos_token_id
     ids = [configured] if isinstance(configured, int) else list(configured or ())
     if tokenizer.eos_token_id is not None:

@@ -1,10 +1,10 @@
-"""Pack rows without padding, every distinct beginning once, for the trunk in updates and scoring
-passes.
+"""Pack rows for the trunk in updates and scoring passes: without padding, and with every distinct
+beginning only once.
 
-The samples of one prompt begin alike, so rows are laid out as the forest of their prefixes. Each
-distinct prefix is one packed token. Linear layers compute each packed token once, and attention
-looks up the path to it. Causal states depend only on the prefix, so this changes no log-prob and no
-gradient. Several equal replies cost as much as one.
+The samples of one prompt begin alike. So the rows are stored as the forest of their prefixes, with
+one packed token for each distinct prefix. Linear layers compute each packed token once, and
+attention looks up the packed tokens on the path to it. Causal states depend only on the prefix, so
+packing changes no log-prob and no gradient. Several equal replies cost as much as one.
 """
 
 from __future__ import annotations
@@ -25,100 +25,104 @@ from rlkit.system.adapters import base_model
 from rlkit.system.sharding import find_sharded_modules
 
 ATTENTION = "rlkit_packed"
-# most new tokens of a row for attention through a mask: masks then grow linearly with the tokens of
-# a micro-batch
+# The most new tokens of a row for attention with a mask. With this limit, masks grow only linearly
+# with the tokens of a micro-batch.
 MASKED = 512
-STEP = 256  # shortest padded length of a call, for lengths in steps
-STEP_TOKENS = 4096  # of a call with stepped lengths, if a row is not longer
+STEP = 256  # with stepped lengths: the shortest padded length of a call
+STEP_TOKENS = 4096  # with stepped lengths: padded tokens in a call, unless one row has more
 
 
 class Kernels(NamedTuple):
-    """How a device attends to packed rows."""
+    """Select the attention kernels of a device for packed rows."""
 
-    varlen: bool  # in half precision: each row is a segment of one call, whatever its length
-    # otherwise: whole rows without a mask, one shape for each power of two (256 … 32,768), keys
-    # repeated for their heads
+    # True, in half precision: one call of variable-length attention, with each row as a segment
+    varlen: bool
+    # True, in all other cases: attention over whole rows without a mask. Their lengths are padded
+    # to a power of two (256 … 32,768), and keys are repeated for every query head.
     steps: bool
 
 
-# Compute capability → kernels. A device between two rows takes the older row. torch chooses among
-# its kernels of scaled_dot_product_attention in
-# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN's is excluded on all of them, since it
-# plans each new shape: 0.44 s forward and 0.55 s backward (FunASR#3704), and `pack` gives about 50
-# shapes a step.
+# Compute capability → kernels. A device between two rows of the table uses the older row. torch
+# chooses among its kernels for scaled_dot_product_attention in
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN's kernel is excluded on all devices:
+# it makes a plan for each new shape, in 0.44 s forward and 0.55 s backward (FunASR#3704), and
+# `pack` makes about 50 shapes a step.
 KERNELS = {
-    # On a CPU nothing is planned, and one kernel takes masks, grouped heads and any length, so
-    # exact lengths are the least work.
+    # A CPU plans nothing, and one kernel supports masks, grouped heads and any length. So exact
+    # lengths are the least work.
     (0, 0): Kernels(varlen=False, steps=False),
-    # Volta and Turing: flash needs sm_80. The memory-efficient kernel takes no grouped heads in
-    # torch 2.13 (pytorch#191085 came later).
+    # Volta and Turing: flash attention needs sm_80. The memory-efficient kernel does not support
+    # grouped heads in torch 2.13 (pytorch#191085 came later).
     (7, 0): Kernels(varlen=False, steps=True),
-    # A100: flash takes no mask, and with a mask and grouped heads torch falls to the kernel writing
-    # out all scores: 4 GiB at 4k tokens, 15 GiB at 8k (ComfyUI#15135). Variable-length flash needs
-    # no mask: its queries end at the end of a segment's keys. RTX 30 and 40 and the L4 as well, and
-    # Hopper and Blackwell, although torch would prefer cuDNN there.
+    # A100: flash attention supports no mask. With a mask and grouped heads, torch falls back to a
+    # kernel writing out all scores: 4 GiB at 4k tokens, 15 GiB at 8k (ComfyUI#15135).
+    # Variable-length flash attention needs no mask, because the last query of a segment is at its
+    # last key. The same holds for RTX 30 and 40, the L4, Hopper and Blackwell, although torch would
+    # prefer cuDNN on the last two.
     (8, 0): Kernels(varlen=True, steps=True),
 }
 
 
 def choose_kernels(device: torch.device) -> Kernels:
-    """The row of KERNELS for a device."""
+    """Return the row of KERNELS for a device."""
     if device.type != "cuda":
         return KERNELS[0, 0]
     own = torch.cuda.get_device_capability(device)
     kernels = KERNELS[max((row for row in KERNELS if (0, 0) < row <= own), default=(7, 0))]
-    # varlen attention takes grouped heads since then
+    # varlen attention supports grouped heads since torch 2.12
     return kernels._replace(varlen=kernels.varlen and torch.__version__ >= "2.12")
 
 
 class Paths(NamedTuple):
-    """Rows of nearly one size: queries, and the path each attends to."""
+    """Rows of nearly the same size: their queries, and the path of packed tokens each row attends
+    to."""
 
-    # [R, Q] packed tokens: the ones added by these rows, or whole rows; padding is token 0
+    # [R, Q] packed tokens: those added by these rows, or whole rows; padding is token 0
     queries: Tensor
-    keys: Tensor  # [R, L] packed tokens from the first of the row to its last; padding is token 0
-    starts: Tensor | None  # [R] position of the first query; None: all of them 0
+    keys: Tensor  # [R, L] all packed tokens of each row, in order; padding is token 0
+    starts: Tensor | None  # [R] position of each row's first query; None: all positions are 0
 
 
 class Segments(NamedTuple):
-    """All rows with new tokens, one behind the other. The packed tokens themselves are the queries,
+    """All rows with new tokens, one after the other. The queries are the packed tokens themselves,
     in their order."""
 
-    keys: Tensor  # [ΣL] packed tokens of every row, from its first to its last
-    # [2, R + 1] int32: the first query and the first key of each row, and the ends of the last
+    keys: Tensor  # [ΣL] all packed tokens of each row, in order
+    # [2, R + 1] int32: the first query and the first key of each row, and the ends of the last row
     ends: Tensor
-    longest: list[int]  # most queries and most keys of a row
+    longest: list[int]  # the most queries and the most keys in a row
 
 
 class Packed(NamedTuple):
-    """Rows as packed tokens, one for each distinct prefix with a prediction after it."""
+    """Rows as packed tokens. There is one packed token for each distinct prefix with a prediction
+    after it."""
 
     ids: Tensor  # [N] int64
-    positions: Tensor  # [N] int64, in its row
+    positions: Tensor  # [N] int64, the position of each token in its row
     paths: tuple[Paths, ...]
-    home: Tensor  # [N] int64, the place of each token among the queries of all paths, flattened
+    home: Tensor  # [N] int64, the index of each token in the flattened queries of all paths
     # [K] int64, the packed token that predicts each distinct sampled token
     parents: Tensor
-    targets: Tensor  # [K] int64, the ids of these sampled tokens
+    targets: Tensor  # [K] int64, the ids of the distinct sampled tokens
     # [M] int64, the index into K of each sampled token of the rows, in the order of the response
     # mask
     inverse: Tensor
-    response_mask: Tensor  # [B, T] bool, of the rows
-    tokens: int  # of the rows before packing
+    response_mask: Tensor  # [B, T] bool, the response mask of the rows
+    tokens: int  # number of tokens in the rows before packing
     kernels: Kernels
     segments: Segments | None  # None without kernels.varlen
 
 
 def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) -> Packed:
-    """Pack the forest of the prefixes of some rows. Each row is cut before its last sampled token,
-    because nothing is predicted from it.
+    """Pack rows as the forest of their prefixes. Each row is cut before its last sampled token,
+    because no token is predicted from it.
 
     Args:
-      ids: [B, T], right-padded. response_mask: [B, T], True on sampled tokens; the first token of a
-        row is never one.
-      kernels: None takes the device's.
-    Returns: N ≤ Σ row lengths, K ≤ M = response_mask.sum(); rows without a sampled token are not in
-      it.
+      ids: [B, T], right-padded.
+      response_mask: [B, T], True on sampled tokens. The first token of a row must not be sampled.
+      kernels: the attention kernels to pack for; None: the kernels for the device of `ids`.
+    Returns: N packed tokens, N ≤ Σ row lengths, and K distinct sampled tokens, K ≤ M =
+    response_mask.sum(). Rows without a sampled token are left out.
     Raises: ValueError if a row begins with a sampled token, because no state comes before it.
     """
     kernels = kernels or choose_kernels(ids.device)
@@ -169,19 +173,19 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
 
 
 class _Forest(NamedTuple):
-    """Rows laid out so that a shared prefix is there once."""
+    """Rows stored so that each shared prefix exists only once."""
 
     index: Any  # [B, T] row, position → packed token
-    added: list[tuple[int, int]]  # rows with new tokens, and the number of tokens each shares
-    tokens: list[Any]  # ids of the new tokens
-    depths: list[Any]  # and their positions
-    size: int  # packed tokens in all
+    added: list[tuple[int, int]]  # (a row with new tokens, number of tokens shared with others)
+    tokens: list[Any]  # for each of these rows: ids of the new tokens
+    depths: list[Any]  # for each of these rows: positions of the new tokens
+    size: int  # total number of packed tokens
 
 
 def _lay_out(rows: Any, lengths: Any) -> _Forest:
-    """Pack the first `lengths` tokens of the rows."""
+    """Build the forest from the first `lengths` tokens of each row."""
     index = np.zeros(rows.shape, dtype=np.int64)
-    # Once sorted, a row shares at least as much with the row before it as with any earlier one.
+    # In sorted order, a row shares at least as much with the row before it as with any earlier row.
     order = sorted(
         np.flatnonzero(lengths).tolist(),
         key=lambda row: rows[row, : lengths[row]].astype(">i8").tobytes(),
@@ -214,8 +218,11 @@ def _lay_out(rows: Any, lengths: Any) -> _Forest:
 def _place_part(
     part: Sequence[tuple[int, int, int]], index: Any, lengths: Any, home: Any, offset: int
 ) -> tuple[Any, Any]:
-    """The queries and the paths of the rows of one call. Writes into `home` the place of each
-    packed token among the queries; this call's begin at `offset`."""
+    """Return the queries and the paths of the rows in one call of attention.
+
+    Also write into `home` the index of each packed token among the queries of all calls. The
+    queries of this call begin at index `offset`.
+    """
     width = max(int(lengths[row]) for row, _, _ in part)
     queries = max(int(lengths[row]) - first for row, first, _ in part)
     own = np.zeros((len(part), queries), dtype=np.int64)
@@ -232,8 +239,9 @@ def _place_part(
 def _calls(
     added: list[tuple[int, int]], lengths: Any, kernels: Kernels
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """The rows attending in one call, as (row, its first query, number of shared tokens). A long
-    one is read whole, without a mask."""
+    """Group the rows into calls of attention; yield each call as a list of (row, position of its
+    first query, number of shared tokens). All tokens of a row become queries, without a mask, if
+    the row has many new tokens."""
     classes: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for row, shared in added:
         length = int(lengths[row])
@@ -250,25 +258,25 @@ def _calls(
 
 
 def step_length(length: int) -> int:
-    """The next power of two, at least STEP."""
+    """Round a length up to a power of two, at least STEP."""
     return max(STEP, 1 << (length - 1).bit_length())
 
 
 def size_class(length: int) -> int:
-    """Lengths of a class differ by less than a factor of √2, so attention is padded by less than
-    that."""
+    """Return the class of a length. Lengths in one class differ by less than a factor of √2, so
+    padding makes attention longer by less than this factor."""
     return int(2 * np.log2(length))
 
 
 def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
-    """The last hidden states [N, H] of all packed tokens.
+    """Compute the last hidden states [N, H] of all packed tokens.
 
-    A trunk reads the paths as rows if it cannot be packed (`allow_packing`), or if some layers do
-    not see the whole of the longest row. The states are the same, but shared beginnings are
-    computed again for each row.
+    The trunk reads the rows unpacked in two cases: it cannot attend to packed rows
+    (`allow_packing`), or some layers do not see the whole of the longest row. The states are the
+    same, but shared beginnings are computed again for each row.
     """
     if packed.ids.device.type == "cuda":
-        # for the process: gradient checkpointing attends again in the backward pass
+        # for the whole process, because gradient checkpointing attends again in the backward pass
         torch.backends.cuda.enable_cudnn_sdp(False)
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
@@ -280,7 +288,7 @@ def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
             return compute_fused_states(
                 trunk, packed.ids, packed.positions, partial(_attend_all, packed)
             )
-        # given, to avoid a mask of all pairs
+        # this mask is ignored, but without it transformers would build a mask of all pairs
         unused = packed.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
         states = trunk(
             input_ids=packed.ids[None],
@@ -303,11 +311,12 @@ def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
 
 
 def _read_rows(trunk: Any, packed: Packed) -> Iterator[Tensor]:
-    """The states [R, L, H] of the rows of each path. They are right-padded. Causal attention never
-    looks at padding, so no attention mask is built."""
+    """Yield the states [R, L, H] of the rows of each path. The rows are right-padded. Causal
+    attention never sees this padding, so no attention mask is built."""
     rows = [path.keys for path in packed.paths]
     if find_sharded_modules(trunk):
-        # One call, because other ranks have other numbers of paths, and each call gathers weights.
+        # Make one call: each call gathers weights on all ranks, and ranks differ in their number of
+        # paths.
         width = max(keys.shape[1] for keys in rows)
         padded = [nn_functional.pad(keys, (0, width - keys.shape[1])) for keys in rows]
         together = trunk(input_ids=packed.ids[torch.cat(padded)], use_cache=False)
@@ -318,11 +327,11 @@ def _read_rows(trunk: Any, packed: Packed) -> Iterator[Tensor]:
 
 
 def allow_packing(model: nn.Module) -> None:
-    """Let a causal LM read packed rows, if its layers attend as Hugging Face's "sdpa". Layers with
-    a window read rows up to its length in this way.
+    """Let a causal LM read packed rows, if its layers attend as Hugging Face's "sdpa" does. Layers
+    with a window read packed rows only up to the window's length.
 
-    For any other call nothing changes. The choice stays on the model, since gradient checkpointing
-    attends again in backward.
+    The model's other calls do not change. The choice is stored in the model's config, because
+    gradient checkpointing attends again in the backward pass.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
@@ -350,10 +359,12 @@ def attend_packed(
     packed: Packed | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of every packed token to its path; Hugging Face's own if nothing is packed.
+    """Compute causal attention of every packed token to its path. Without `packed`, call Hugging
+    Face's own attention.
 
     Args:
-      query: [1, Hq, N, D]. key, value: [1, Hk, N, D], Hk divides Hq.
+      query: [1, Hq, N, D].
+      key, value: [1, Hk, N, D]; Hk divides Hq.
     Returns: [1, N, Hq, D].
     """
     if packed is None:
@@ -363,8 +374,8 @@ def attend_packed(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
-    # In mixed precision the norms of queries and keys leave them in float32, because the norms'
-    # weights are float32.
+    # In mixed precision, queries and keys are float32 after their norms, because the weights of the
+    # norms are float32.
     q = q.to(v.dtype)
     k = k.to(v.dtype)
     segments = packed.segments
@@ -377,8 +388,8 @@ def attend_packed(
         from torch.nn.attention.varlen import varlen_attn
 
         inputs: Any = (q, k[segments.keys], v[segments.keys], *segments.ends, *segments.longest)
-        # (-1, 0): causal, from the end of each segment; a query sees the row's shared tokens, and
-        # itself.
+        # (-1, 0): causal attention, aligned at the end of each segment. So a query sees itself and
+        # all earlier tokens of its row, also the shared ones.
         out: Any = varlen_attn(*inputs, scale=scaling, window_size=(-1, 0), enable_gqa=True)
         return out[None], None
     if packed.kernels.steps:
@@ -388,7 +399,8 @@ def attend_packed(
 
 
 def _attend_all(packed: Packed, module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention [N, Hq, D] of every packed token to its path, [N, H, D]."""
+    """Compute attention [N, Hq, D] of every packed token to its path, from q, k and v [N, heads,
+    D]."""
     return torch.cat(
         [_attend(q, k, v, paths, packed.kernels, module.scaling) for paths in packed.paths]
     )[packed.home]
@@ -397,7 +409,7 @@ def _attend_all(packed: Packed, module: Any, q: Tensor, k: Tensor, v: Tensor) ->
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, paths: Paths, kernels: Kernels, scaling: float | None
 ) -> Tensor:
-    """Attention [R · Q, Hq, D] of rows of nearly one size."""
+    """Compute attention [R · Q, Hq, D] of rows of nearly the same size."""
     queries, keys, starts = paths
     count, length = queries.shape
     if kernels.steps:  # whole rows
