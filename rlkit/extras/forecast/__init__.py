@@ -1,5 +1,5 @@
-"""Seconds and memory of an RL step: on a card elsewhere, from sizes alone; on this machine, from
-timed passes.
+"""Forecast the seconds and the memory of an RL step: on a card elsewhere from sizes alone, and on
+this machine from timed passes.
 
 Files in the order of their imports: costs, roofline, load, timing, commands.
 """

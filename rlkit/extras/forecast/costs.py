@@ -1,4 +1,5 @@
-"""Seconds and bytes of a step and of a run, from a few timed passes: arithmetic alone."""
+"""Compute the seconds and bytes of a step and of a run from a few timed passes. This file is
+arithmetic alone."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ from typing import NamedTuple
 
 from rlkit.types import Rollout
 
-SHARE = 0.5  # of its limit, for a reply of unknown length; assumed
+SHARE = 0.5  # assumed length of a reply of unknown length, as a share of its limit
 
 
 class Counts(NamedTuple):
-    """Numbers of rollouts and of tokens. The samples of a group share their first prompt."""
+    """Numbers of groups, rollouts and tokens. The samples of a group share their first prompt."""
 
     groups: float
-    size: float  # rollouts of a group
+    size: float  # rollouts per group
     prompt: float  # tokens of the first prompt
-    later: float  # tokens a rollout that the policy reads after its own replies
-    drawn: float  # sampled tokens a rollout
+    later: float  # tokens per rollout read between its replies, such as tool results
+    drawn: float  # sampled tokens per rollout
 
     @property
     def rollouts(self) -> float:
@@ -26,12 +27,12 @@ class Counts(NamedTuple):
 
     @property
     def first(self) -> float:
-        """Tokens of the first prompts."""
+        """Return the tokens of the first prompts, each counted once per group."""
         return self.groups * self.prompt
 
     @property
     def read(self) -> float:
-        """Tokens read by sampling."""
+        """Return the tokens read by sampling."""
         return self.first + self.rollouts * self.later
 
     @property
@@ -40,38 +41,41 @@ class Counts(NamedTuple):
 
     @property
     def decoded(self) -> float:
-        """Sampled tokens without the first of each rollout, which needs no decoding step."""
+        """Return the number of decoded tokens: all sampled tokens except the first of each rollout,
+        which needs no decoding step."""
         return max(0.0, self.sampled - self.rollouts)
 
     @property
     def packed(self) -> float:
-        """Tokens read by an update."""
+        """Return the tokens read by an update."""
         return self.read + self.sampled
 
     @property
     def row(self) -> float:
-        """Tokens of one rollout."""
+        """Return the tokens of one rollout."""
         return self.prompt + self.later + self.drawn
 
 
 class Timed(NamedTuple):
-    """A pass over some rollouts, and its seconds."""
+    """The sizes of some rollouts, and the seconds of a pass over them."""
 
     of: Counts
     seconds: float
 
 
 class Passes(NamedTuple):
-    """The timed passes of a check. The second of a pair has at least as many tokens."""
+    """The timed passes of a check. In each pair, the second pass has at least as many tokens as the
+    first."""
 
-    sampling: tuple[Timed, Timed]  # the same prompts: with one token a reply, and with more
-    scoring: tuple[Timed, Timed]  # the part of the two updates without gradient
-    update: tuple[Timed, Timed]  # whole updates, scoring included
+    sampling: tuple[Timed, Timed]  # the same prompts, with one token per reply and with more tokens
+    scoring: tuple[Timed, Timed]  # the passes without gradient in the two updates
+    update: tuple[Timed, Timed]  # two whole updates, scoring included
     evaluation: Timed | None
 
 
 class Costs(NamedTuple):
-    """Seconds of the parts of a step, and of all evaluations of the run together."""
+    """The seconds of the parts of a step, and the seconds of all evaluations of the run
+    together."""
 
     prefill: float
     decode: float
@@ -94,8 +98,9 @@ class Costs(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Everything in memory at once: tokens of a micro-batch, entries of a chunk of logits, and
-    tokens with keys and values. In `forecast_peak` also bytes of one of each."""
+    """Three sizes in memory at the same time: tokens of a micro-batch, entries of a chunk of
+    logits, and tokens with keys and values. `forecast_peak` also uses this class for the bytes of
+    one token or entry."""
 
     tokens: float
     logits: float
@@ -103,7 +108,10 @@ class Room(NamedTuple):
 
 
 def count(rollouts: Sequence[Rollout]) -> Counts:
-    """The sizes of some rollouts, tokens as means. Raises: ValueError if no rollout has a step."""
+    """Count the sizes of some rollouts. Numbers of tokens are means.
+
+    Raises: ValueError if no rollout has a step.
+    """
     prompts: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for rollout in rollouts:
         prompts[rollout.group].update(step.prompt_ids for step in rollout.steps[:1])
@@ -117,13 +125,13 @@ def count(rollouts: Sequence[Rollout]) -> Counts:
 
 
 def expect_drawn(rollouts: Sequence[Rollout], limit: int, share: float | None = None) -> float:
-    """Expect the mean number of sampled tokens of a rollout of the run.
+    """Estimate the mean number of sampled tokens per rollout in the run.
 
     Args:
-      rollouts: of the check, perhaps cut at fewer tokens than a run's.
-      limit: tokens of a reply in the run.
-      share: part of the limit filled by each reply. None: a reply that ended by itself has its own
-        length; a shorter reply that was cut has SHARE of the limit.
+      rollouts: the rollouts of the check. Their replies may be cut at fewer tokens than in the run.
+      limit: the most tokens of a reply in the run.
+      share: length of each reply as a share of the limit. None: a reply that ended by itself keeps
+        its own length, and a shorter reply that was cut counts as SHARE of the limit.
     """
     total = 0.0
     for rollout in rollouts:
@@ -137,18 +145,25 @@ def expect_drawn(rollouts: Sequence[Rollout], limit: int, share: float | None = 
 
 
 def count_evaluations(steps: int, every: int) -> tuple[int, int]:
-    """Evaluations of a run on validation and on test problems, if it has such problems."""
+    """Return the number of evaluations in a run on the validation problems and on the test
+    problems."""
     return (1 + -(-steps // every) if every else 0), 2
 
 
 def scale_passes(timed: Passes, step: Counts, evaluated: Counts, steps: int) -> Costs:
-    """Scale timed passes to a run: `step` is one step, `evaluated` all evaluations together.
+    """Scale timed passes to a run.
 
-    Sampling costs p a prompt token and d a decoded token. p is the time of one-token replies
-    divided by the tokens read, so it holds the host's work for an episode too. d comes from the
-    extra time of longer replies, so it holds later turns. Turns reached only by longer replies are
-    read at p. All start from the larger pass, so a step timed whole costs exactly its time. Updates
-    are a straight line through their two passes, or one through zero.
+    Args:
+      timed: the timed passes.
+      step: the sizes of one step of the run.
+      evaluated: the sizes of all evaluations of the run together.
+      steps: the number of steps of the run.
+    Sampling costs p seconds per prompt token and d seconds per decoded token. p is the time of
+    one-token replies divided by the tokens read, so p includes the host's work for an episode. d
+    comes from the additional time of longer replies, so d includes their later turns. Tokens of
+    turns reached only by even longer replies cost p. All costs are extrapolated from the larger
+    pass, so a step that was timed as a whole costs exactly its time. The seconds of updates are a
+    straight line through the two timed updates, or a line through zero.
     """
     short, long = timed.sampling
     p = short.seconds / short.of.first
@@ -169,10 +184,11 @@ def scale_passes(timed: Passes, step: Counts, evaluated: Counts, steps: int) -> 
 
 
 def extend_line(small: Timed, large: Timed, tokens: float) -> float:
-    """Seconds at a number of packed tokens, by the line through two passes.
+    """Return the seconds at a number of packed tokens, by the line through two passes.
 
-    Its slope is at least 0 and at most the slope of a line through zero: no work costs less than
-    nothing. Two passes of one size give the line through zero.
+    The slope is at least 0, and at most the slope of the line through zero and the larger pass: no
+    work must not have a negative cost. If both passes have the same size, the line through zero is
+    used.
     """
     slope = large.seconds / large.of.packed
     gap = large.of.packed - small.of.packed
@@ -184,11 +200,16 @@ def extend_line(small: Timed, large: Timed, tokens: float) -> float:
 def size_room(
     of: Counts, *, minibatches: int = 1, micro: int, vocabulary: int, chunk: int, rows: int
 ) -> Room:
-    """The room of a step.
+    """Compute the room that a step needs in memory.
 
     Args:
-      micro: most tokens of a micro-batch; a prompt counts for each of its samples there.
-      chunk: most entries of logits at once. rows: most rollouts that decode at once.
+      of: the sizes of the step.
+      minibatches: number of minibatches of the step.
+      micro: the most tokens of a micro-batch. In this limit, a prompt counts once for each of its
+        samples.
+      vocabulary: entries of the logits of one token.
+      chunk: the most entries of logits held at once.
+      rows: the most rollouts decoded at once.
     """
     rollouts = max(1.0, of.rollouts / minibatches)
     share = min(1.0, max(micro, of.row) / (rollouts * of.row)) * rollouts / of.rollouts
@@ -197,7 +218,13 @@ def size_room(
 
 
 def forecast_peak(measured: float, taken: Room, needed: Room, size: Room) -> float:
-    """Forecast the bytes at the peak of a run, from the peak measured with the room `taken`; `size`
-    has the bytes of one of each."""
+    """Forecast the peak of a run in bytes.
+
+    Args:
+      measured: the measured peak in bytes.
+      taken: the room used when the peak was measured.
+      needed: the room that the run needs.
+      size: the bytes of one token or entry of each kind.
+    """
     more = (s * max(0.0, n - t) for t, n, s in zip(taken, needed, size, strict=True))
     return measured + sum(more)

@@ -1,4 +1,4 @@
-"""The load of a composed run's step. Only the model's config is read."""
+"""Find the load of one step of a composed run. Of the model, only the config is read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from rlkit.errors import ConfigError, RLKitError
 from rlkit.extras.forecast.roofline import KNOWN, Load, Shape, read_shape
 from rlkit.training.experiment import Experiment
 
-# assumed if neither the rows nor the user give the length of a prompt, or the part of its limit
-# that a reply fills
+# Assumed tokens of a prompt, and assumed length of a reply as a share of its limit. They are used
+# if neither the rows nor the user give these numbers.
 PROMPT = 200
 SHARE = 0.5
 
 
 def find_shape(x: Experiment) -> Shape:
-    """Sizes of the run's model; nothing is fetched for the models of conf/model. Raises:
-    ConfigError for a model without a path."""
+    """Find the sizes of the run's model. For the models of conf/model nothing is fetched.
+
+    Raises: ConfigError for a model without a path.
+    """
     from rlkit.models.load import pretrained_config
 
     path = x.model.path
@@ -30,7 +32,7 @@ def find_shape(x: Experiment) -> Shape:
 def measure_load(
     x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Load, str]:
-    """The load of a step of the run, and its lengths in words."""
+    """Return the load of a step of the run, and a description of its lengths."""
     a = x.algorithm
     limit = x.generation.max_new_tokens
     rank = x.model.rank
@@ -49,7 +51,7 @@ def measure_load(
         limit,
         int(given.get("turns", 2 if several else 1)),
         rank,
-        x.model.gradient_checkpointing is True,  # auto: see settle_checkpointing
+        x.model.gradient_checkpointing is True,  # for auto see settle_checkpointing
         x.trainer.micro_batch_tokens,
         engine.get("max_rows") or 256,
         engine.get("max_cached_tokens"),
@@ -67,8 +69,8 @@ def measure_load(
 
 
 def prompt_tokens(x: Experiment) -> int | None:
-    """Mean tokens of the first prompts, tools and template included; None if rows or tokenizer are
-    not on this machine."""
+    """Return the mean number of tokens of the first prompts, with tools and template. Return None
+    if the rows or the tokenizer are not on this machine."""
     from rlkit.environments import find_environment
     from rlkit.episodes.episode import read_opening
     from rlkit.models.chat import encode_prompt, make_renderer

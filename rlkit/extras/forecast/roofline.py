@@ -1,9 +1,11 @@
-"""Seconds and bytes of an RL step from sizes alone: nothing is loaded, no card is needed.
+"""Compute the seconds and bytes of an RL step from sizes alone. Nothing is loaded, and no card is
+needed.
 
-A pass takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson
-2009, "Roofline"). A decode step is bound by memory: it reads all weights once, and the keys and
-values of every row. The noise of the draw, adapters and the start of kernels are counted beside it.
-Everything is a pure function of a model's `Shape`, a step's `Load` and a `Card`.
+A pass takes the time of its arithmetic or of its memory traffic, whichever is longer (Williams,
+Waterman and Patterson 2009, "Roofline"). A decoding step is bound by memory: it reads all weights
+once, and the keys and values of every row. Three other costs are added to it: the noise of the
+draw, the adapters, and the starts of kernels. Everything is a pure function of a model's `Shape`, a
+step's `Load` and a `Card`.
 """
 
 from __future__ import annotations
@@ -14,59 +16,67 @@ from typing import Any, NamedTuple
 from rlkit.models.shape import read_model_shape
 from rlkit.training.activations import MOST_COUNTED
 
-# The decode engine: bytes moved by the sampling noise per row and vocabulary entry, at most.
-# Two-level Gumbel-max needs 2 √V numbers a row.
+# In decoding: the most bytes moved by the sampling noise, per row and vocabulary entry. Two-level
+# Gumbel-max needs 2 √V numbers per row.
 NOISE_BYTES = 8
-# the same by the logits: written in bfloat16, read, normalised and searched in float32
+# The same for the logits: they are written in bfloat16, then read, normalised and searched in
+# float32.
 LOGIT_BYTES = 16
-# Bytes moved by a decoding step on CUDA for each byte of keys and values that it needs. It gathers
-# pages: they are read, written and read again, over columns rounded up by a quarter on average. It
-# reads a row as far as the longest of its quarter, assumed to be a fifth further. A CPU reads pages
-# in place, each row its own.
+# Bytes moved by a decoding step on CUDA for each byte of keys and values it needs. The step gathers
+# pages: it reads, writes and reads them again, over a number of columns rounded up by a quarter on
+# average. Each row is read as far as the longest row in its quarter of the slots, assumed to be a
+# fifth further. A CPU reads each row's own pages in place.
 MOVED = 4.5
-# kernels of a layer, and of embedding, head, draw and bookkeeping
+# kernels per layer, and kernels per step for embedding, head, draw and bookkeeping
 LAYER_KERNELS = 24
 STEP_KERNELS = 40
-ADAPTER_KERNELS = 8  # of a layer: down and up of each of its four groups of projections
-ADAPTER_BYTES = 2  # moved per number of an adapter; the engine keeps it in bfloat16
-CACHE = 0.35  # the engine's share, for keys and values, of the memory left by the weights
-# graphs captured in a whole run, and seconds of each
+ADAPTER_KERNELS = 8  # per layer: down and up for each of its four groups of projections
+ADAPTER_BYTES = 2  # bytes moved per number of an adapter; the engine keeps it in bfloat16
+CACHE = 0.35  # share of the memory left by the weights, used by the engine for keys and values
+# CUDA graphs captured in a whole run, and seconds for each capture
 GRAPHS = 48
 CAPTURE_S = 0.1
-# The trainer.
-LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with everything made from it
-CHUNK = 1 << 25  # entries of a chunk, as in rlkit.models.log_probs
-# moved per trained number: weight, gradient and two moments read, all but the gradient written
+# In training: bytes per entry of a chunk of logits, including everything computed from the entry.
+LOGITS_HELD = 6 * 4
+CHUNK = 1 << 25  # entries of a chunk of logits, as in rlkit.models.log_probs
+# Bytes moved per trained number by an optimizer step. The step reads weight, gradient and two
+# moments, and writes all of these except the gradient.
 ADAM_BYTES = 28
-RESERVED = 1.5e9  # bytes of CUDA itself, kernels and workspaces
+RESERVED = 1.5e9  # bytes used by CUDA itself, for kernels and workspaces
 
 
 class Card(NamedTuple):
-    """A device, with rates reached by programs, not those of the data sheet."""
+    """A device. Its rates are reached by real programs; they are not those of the data sheet."""
 
     name: str
     memory: float  # bytes
-    bandwidth: float  # bytes a second
-    flops: float  # multiply-adds × 2 a second in training and prefill: bfloat16, float32 on a CPU
-    decode_flops: float  # the same with one token a row
-    kernel_s: float  # shortest time of a kernel inside a CUDA graph; on a CPU of a call
-    entry_s: float  # of a draw, per row and vocabulary entry
+    bandwidth: float  # bytes per second
+    # 2 × multiply-adds per second in training and prefill, in bfloat16 or, on a CPU, in float32
+    flops: float
+    decode_flops: float  # the same with one token per row
+    kernel_s: float  # shortest seconds of a kernel inside a CUDA graph; on a CPU, of a call
+    entry_s: float  # seconds of a draw, per row and vocabulary entry
     source: str
     itemsize: int = 2  # bytes of a number in the arithmetic
-    # beyond products, of a decoded token, layer and unit of width: a CPU does not hide elementwise
-    # work
+    # Seconds of elementwise work per decoded token, layer and unit of width. On a CPU this work is
+    # added to the products; a GPU hides it.
     touch_s: float = 0.0
-    train_touch_s: float = 0.0  # the same in forward and backward of an update
-    train_layer_s: float = 0.0  # of a micro-batch and layer, for any number of tokens
-    host_s: float = 1.5e-3  # Python of a reply: template, tokenizer, environment, reward, records
+    train_touch_s: float = 0.0  # the same per token in forward and backward of an update
+    train_layer_s: float = 0.0  # seconds per micro-batch and layer, for any number of tokens
+    # seconds of Python per reply: template, tokenizer, environment, reward, records
+    host_s: float = 1.5e-3
 
 
 def make_card(
     name: str, gigabytes: float, terabytes: float, teraflops: float, reached: float, source: str
 ) -> Card:
-    """Make a card from its data sheet: memory, bandwidth, dense bfloat16 arithmetic, and the share
-    of this arithmetic reached in training.
+    """Make a card from its data sheet.
 
+    Args:
+      gigabytes: memory in GB.
+      terabytes: bandwidth in TB/s.
+      teraflops: dense bfloat16 arithmetic in TFLOP/s.
+      reached: share of this arithmetic reached in training.
     Streaming kernels reach about 0.9 of the bandwidth (4.3 of 4.8 TB/s on an H200).
     """
     bandwidth = 0.9 * terabytes * 1e12
@@ -122,28 +132,28 @@ CARDS = {
 
 
 class Shape(NamedTuple):
-    """Sizes of a decoder-only transformer with gated MLPs."""
+    """The sizes of a decoder-only transformer with gated MLPs."""
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    mlp: int  # of one expert, if there are several
+    mlp: int  # intermediate size of the MLP, or of one expert if there are several
     vocab: int
-    tied: bool  # embedding and head are one matrix
+    tied: bool  # True if embedding and head are one matrix
     experts: int = 1
-    active: int = 1  # experts of one token
+    active: int = 1  # experts used for one token
     qk_norm: bool = True
 
     @property
     def parameters(self) -> int:
-        """All numbers of the model, biases aside."""
+        """Return the number of all parameters of the model, without biases."""
         norms = (
             2 * self.hidden
             + 2 * self.head_dim * self.qk_norm
             + self.experts * self.hidden * (self.experts > 1)
-        )  # and a router
+        )  # the last term is the router
         others = 3 * self.hidden * self.mlp * (self.experts - self.active) + norms
         return (
             self.used
@@ -154,7 +164,7 @@ class Shape(NamedTuple):
 
     @property
     def used(self) -> int:
-        """Numbers of the trunk that one token is multiplied by."""
+        """Return the number of the trunk's parameters used for one token."""
         return (
             self.layers
             * self.hidden
@@ -162,16 +172,16 @@ class Shape(NamedTuple):
         )
 
     def adapters(self, rank: int) -> int:
-        """Numbers of adapters of this rank on all projections."""
+        """Return the number of parameters in adapters of this rank on all projections."""
         ends = 4 * self.hidden + 2 * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * rank * (ends + 3 * (self.hidden + self.mlp) * self.experts)
 
     def kv_bytes(self, itemsize: int = 2) -> int:
-        """Bytes of the keys and values of one token."""
+        """Return the bytes of the keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
-# From their config.json on the hub, so they need no network.
+# Copied from each model's config.json on the hub, so these models need no network.
 KNOWN = {
     "Qwen/Qwen3-0.6B": Shape(28, 1024, 16, 8, 128, 3072, 151_936, True),
     "Qwen/Qwen3-1.7B": Shape(28, 2048, 16, 8, 128, 6144, 151_936, True),
@@ -182,7 +192,7 @@ KNOWN = {
 
 
 def read_shape(config: Any) -> Shape:
-    """Read the sizes in a Hugging Face config of a Llama-like model."""
+    """Read the sizes from a Hugging Face config of a Llama-like model."""
     own = read_model_shape(config)
     mlp = own.expert_width if own.experts > 1 else None
     return Shape(
@@ -201,29 +211,29 @@ def read_shape(config: Any) -> Shape:
 
 
 class Load(NamedTuple):
-    """The load of one RL step; lengths in tokens."""
+    """The load of one RL step. Lengths are in tokens."""
 
     prompts: int
     group: int
-    prompt: int  # mean of the first prompt
-    reply: int  # mean of a reply
-    longest: int  # generation.max_new_tokens
-    turns: int = 1  # replies of an episode
-    rank: int = 0  # of the adapters; 0: all weights are trained
+    prompt: int  # mean length of the first prompt
+    reply: int  # mean length of a reply
+    longest: int  # limit of a reply, generation.max_new_tokens
+    turns: int = 1  # replies per episode
+    rank: int = 0  # rank of the adapters; 0: all weights are trained
     checkpointing: bool = False
     micro_batch: int = 16384
     max_rows: int = 256
-    max_cached: int | None = None  # tokens; None: a share of the memory
-    scoring: int = 1  # passes without gradient: reference, old policy
-    copies: int = 0  # further copies of all weights: a reference beside trained weights
-    updates: int = 1  # optimizer steps
+    max_cached: int | None = None  # tokens in the cache; None: a share of the memory
+    scoring: int = 1  # number of scoring passes without gradient: by the reference, the old policy
+    copies: int = 0  # further copies of all weights, such as a reference beside trained weights
+    updates: int = 1  # number of optimizer steps
     epochs: int = 1
-    steps: int = 100  # of the run; the cost of one-time work is spread over them
+    steps: int = 100  # steps of the run; the cost of one-time work is divided by this number
 
 
 class Forecast(NamedTuple):
-    """Bytes and seconds by name, replies decoded at once, decoded tokens a second, and their share
-    of the bandwidth limit."""
+    """The forecast of a step: bytes and seconds by name, the number of replies decoded at once
+    (slots), decoded tokens per second, and their share of the bandwidth limit."""
 
     memory: Mapping[str, float]
     fits: bool
@@ -242,8 +252,9 @@ class Forecast(NamedTuple):
 
 
 def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float:
-    """rows · bandwidth / (weights + rows · context · bytes of a token's keys and values), tokens a
-    second: nothing else is read."""
+    """Return the most tokens per second that the memory's bandwidth allows: rows · bandwidth /
+    (weights + rows · context · bytes of a token's keys and values). Nothing but weights, keys and
+    values is read."""
     return (
         rows
         * card.bandwidth
@@ -254,7 +265,13 @@ def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float
 def decode_step(
     card: Card, shape: Shape, rows: float, context: float, rank: int = 0
 ) -> dict[str, float]:
-    """Seconds of one decode step by part: rows of this mean context, adapters of this rank."""
+    """Return the seconds of one decoding step by part.
+
+    Args:
+      rows: number of rows decoded at once.
+      context: their mean context in tokens.
+      rank: rank of the adapters; 0 for none.
+    """
     read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
     flops = 2 * rows * (shape.used + shape.hidden * shape.vocab)
     small = shape.adapters(rank)
@@ -277,12 +294,14 @@ def decode_step(
 
 
 def compute_memory(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], int]:
-    """Bytes by name, and the replies decoded at once. The engine's cache is `CACHE` of the memory
-    left by the weights, and no larger than `load.max_cached` tokens or `max_rows` longest contexts.
-    On a CPU it takes only as much as the replies need.
+    """Return the bytes of a step by name, and the number of replies decoded at once.
 
-    Backward keeps the norms, rotation, attention, gate, up and residuals of every layer; with
-    checkpointing those of one layer, and the states between layers.
+    The engine's cache is `CACHE` of the memory left by the weights. It holds at most
+    `load.max_cached` tokens and at most `max_rows` longest contexts. On a CPU it takes only as much
+    memory as the replies need.
+
+    For the backward pass, the trainer keeps norms, rotation, attention, gate, up and residuals of
+    every layer. With checkpointing it keeps those of one layer, and the states between layers.
     """
     base = shape.parameters
     size = card.itemsize
@@ -324,16 +343,17 @@ def compute_memory(card: Card, shape: Shape, load: Load) -> tuple[dict[str, floa
 
 
 def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
-    """Forecast bytes and seconds of one RL step.
+    """Forecast the bytes and seconds of one RL step.
 
-    Replies decode side by side until the longest ends; it is assumed to reach its limit. Each
-    prompt is read once for its group, in decoding and in training. An update is a forward and twice
-    its time for the gradients. Frozen weights need no gradient of their own, and checkpointing
-    takes one more forward. The head is applied again in backward.
+    Replies decode side by side until the longest reply ends, and it is assumed to reach the limit.
+    Each prompt is read once for its group, in decoding and in training. An update takes a forward
+    pass, and twice its time for the gradients. Frozen weights need no gradient of their own, and
+    checkpointing takes one more forward pass. The head is applied a second time in the backward
+    pass.
     """
     memory, slots = compute_memory(card, shape, load)
     replies = load.prompts * load.group * load.turns
-    tokens = replies * load.reply  # sampled
+    tokens = replies * load.reply  # sampled tokens
     steps = max(load.turns * load.longest, tokens / max(1, slots))
     context = load.prompt + load.turns * load.reply / 2
     step = decode_step(card, shape, tokens / steps, context, load.rank)
@@ -343,7 +363,7 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
     each = 2 * shape.used + 2 * shape.layers * shape.heads * shape.head_dim * context
     head = 2 * shape.hidden * shape.vocab
     trained = shape.adapters(load.rank) if load.rank else shape.parameters
-    # forward, gradient of the states, of the weights, forward again
+    # forward, gradient of the states; gradient of the weights; forward again
     factor = 2 + (not load.rank) + load.checkpointing
     elementwise = packed * shape.layers * shape.hidden * card.train_touch_s
     calls = (
@@ -378,8 +398,8 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
 
 
 def settle_checkpointing(card: Card, shape: Shape, load: Load) -> Load:
-    """Settle model.gradient_checkpointing=auto: as in a run, halve micro-batches down to
-    MOST_COUNTED tokens before recomputing activations."""
+    """Replace model.gradient_checkpointing=auto by a decision. As in a run, halve micro-batches
+    down to MOST_COUNTED tokens before recomputing activations."""
     tokens = load.micro_batch
     while True:
         tried = load._replace(micro_batch=tokens, checkpointing=False)
@@ -393,15 +413,14 @@ def settle_checkpointing(card: Card, shape: Shape, load: Load) -> Load:
 def propose_changes(
     card: Card, shape: Shape, load: Load, most: int = 3
 ) -> list[tuple[str, Forecast]]:
-    """Propose overrides that make the run fit, or a sampled token at least 5 % cheaper, each on top
-    of the earlier ones, with its forecast.
+    """Propose overrides, each with the forecast after it and after all earlier ones.
 
-    Adapters in place of all weights, and shorter replies, are proposed only if the run does not
-    fit.
+    Each override makes the run fit, or makes a sampled token at least 5 % cheaper. Adapters in
+    place of all weights, and shorter replies, are proposed only if the run does not fit.
     """
 
     def cost(at: Load) -> tuple[float, float]:
-        """Missing bytes, then seconds of a sampled token."""
+        """Return the missing bytes, and the seconds per sampled token."""
         found = forecast(card, shape, at)
         missing = 0.0 if found.fits else max(1.0, found.held - card.memory)
         return missing, found.total / (at.prompts * at.group * at.turns * at.reply)
@@ -424,7 +443,7 @@ def propose_changes(
 
 
 def list_candidates(load: Load, *, fits: bool) -> list[tuple[str, Load]]:
-    """Changes of one key each."""
+    """List the candidate changes; each changes one key."""
     rollouts = load.prompts * load.group
     toggled = not load.checkpointing
     half = max(1, load.longest // 2)

@@ -1,7 +1,9 @@
-"""Time passes of a run's own parts, so that `rlkit check` can forecast the run's cost here.
+"""Time passes of a run's own parts, so that `rlkit check` can forecast the run's cost on this
+machine.
 
-After one small step, a learner times sampling, updates and an evaluation, at the run's size if this
-is cheap and at a part of it otherwise. Seconds are the processor's or, on a GPU, the clock's.
+After one small step, a learner times sampling, updates and an evaluation. Each has the run's size
+if this is cheap, and otherwise a part of it. Seconds are processor time or, on a GPU, wall-clock
+time.
 """
 
 from __future__ import annotations
@@ -47,21 +49,24 @@ from rlkit.types import Rollout, Splits
 
 T = TypeVar("T")
 
-BUDGET = 4.0  # about the most seconds of a timed pass of sampling
-UPDATE_BUDGET = 8.0  # the same of an update
-CHEAP = 1.0  # seconds of a pass worth an untimed first run; dearer ones warm up by smaller passes
-LEAST = 4  # tokens after the first of a reply in the longer pass of sampling
-# Bytes on a CPU of modules imported by a run and not by a check, mostly Lightning; measured.
+BUDGET = 4.0  # approximately the most seconds of a timed pass of sampling
+UPDATE_BUDGET = 8.0  # the same for an update
+# A pass of fewer seconds is run once untimed before it is timed, as a warm-up. Longer passes are
+# warmed up by the smaller passes before them.
+CHEAP = 1.0
+LEAST = 4  # in the longer pass of sampling: the fewest tokens after the first of a reply
+# Bytes on a CPU of the modules imported by a run but not by a check, mostly Lightning. Measured.
 IMPORTS = 70 << 20
-# Resident bytes on a CPU for each byte kept by autograd. torch asks for aligned blocks, and glibc
-# reuses no freed block of the same size for them. Measured with glibc 2.36: 1.6 to 1.7.
+# Resident bytes on a CPU for each byte kept by autograd. torch requests aligned blocks, and glibc
+# does not reuse a freed block of the same size for such a request. Measured with glibc 2.36: 1.6
+# to 1.7.
 RESIDENT = 1.7
-# replies of one token are not sent to a verifier
+# a reward for timed passes with short replies: it gives 0, and calls no verifier
 UNSCORED = Reward("none", {"none": Term(1.0, lambda own: [0.0] * len(own), batched=True)})
 
 
 class Given(NamedTuple):
-    """Lengths set by the user, check.NAME; None leaves them to the check."""
+    """Lengths set by the user as check.NAME. None leaves a length to the check."""
 
     prompt_tokens: float | None = None
     reply_share: float | None = None
@@ -72,16 +77,16 @@ class RunCost(NamedTuple):
 
     costs: Costs
     step: Counts
-    source: str  # of the lengths, in words
+    source: str  # the source of the lengths, in words
     on: str  # the processor, in words
-    peak: float = 0.0  # bytes
-    activations: float = 0.0  # of them, of one micro-batch with its logits
-    cache: float = 0.0  # of them, of keys and values
+    peak: float = 0.0  # bytes of memory at the peak of the run
+    activations: float = 0.0  # bytes of this peak for one micro-batch with its logits
+    cache: float = 0.0  # bytes of this peak for keys and values
 
 
 class Reads:
-    """The forward passes of a learner (`Host.forward`). It adds up the seconds of passes without
-    gradient."""
+    """Run the forward passes of a learner (`Host.forward`), and add up the seconds of the passes
+    without gradient."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -96,7 +101,7 @@ class Reads:
 
 
 def read_clock(model: nn.Module) -> float:
-    """Seconds of this process's work on a model so far."""
+    """Return the seconds that this process has worked on a model so far."""
     if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -104,31 +109,34 @@ def read_clock(model: nn.Module) -> float:
 
 
 class Trial(NamedTuple):
-    """A learner after its small step, and the run behind it."""
+    """A learner after its small step, and the run it belongs to."""
 
-    learner: Learner  # its host's forward passes are `reads`
+    learner: Learner  # its host uses `reads` for forward passes
     x: Experiment  # the run at its first step
     tasks: Splits
     reads: Reads
-    small: Counts  # of the small step
-    update_s: float  # seconds a token of its update
-    prompt_s: float = 0.0  # seconds of one prompt's samples, with one token a reply
-    token_s: float = 0.0  # of a decoded token beside those of one group
+    small: Counts  # sizes of the small step
+    update_s: float  # seconds of the small step's update, per token
+    prompt_s: float = 0.0  # seconds of one prompt's samples, with one token per reply
+    token_s: float = 0.0  # seconds per decoded token if one group decodes
 
 
 def forecast_run(
     learner: Learner, x: Experiment, tasks: Splits, reads: Reads, given: Given
 ) -> RunCost:
-    """Time the passes and scale them to the run. The learner's weights move.
+    """Time the passes and scale them to the run. The learner's weights change.
 
-    The caller sets any precision other than that of the weights, as in `Learner`.
+    The caller sets any precision other than the precision of the weights, as in `Learner`.
 
     Args:
-      learner: after one small step; `reads` are its host's forward passes. x: the run at its first
-        step.
+      learner: a learner after one small step.
+      x: the run at its first step.
+      tasks: the problems of the run.
+      reads: the forward passes of the learner's host.
+      given: the lengths set by the user.
     """
     small = count(learner.rollouts)
-    spent = learner.metrics["perf/update_processor_s"]  # nan on a GPU
+    spent = learner.metrics["perf/update_processor_s"]  # it is nan on a GPU
     seconds = spent if spent == spent else learner.metrics["perf/update_s"]
     t = Trial(learner, x, tasks, reads, small, seconds / small.packed)
     critic = x.algorithm.critic._replace(warmup=0)
@@ -157,8 +165,11 @@ def forecast_run(
 
 
 def time_sampling(t: Trial) -> tuple[Timed, Timed, list[Rollout]]:
-    """Time the prompts of a step, or as many as are cheap, with one token a reply, and with as many
-    tokens as are cheap. Return both, and the longer replies."""
+    """Time two passes of sampling: with one token per reply, and with more tokens. Prompts and
+    tokens are those of a step, or fewer if this would take too long.
+
+    Returns: the two timed passes, and the rollouts of the longer pass.
+    """
     prompts = max(1, min(int(BUDGET / t.prompt_s), t.x.batch.prompts))
     group_s = t.x.batch.group_size * t.token_s
     tokens = 1 + max(LEAST, int(BUDGET / (prompts * group_s)))
@@ -173,10 +184,12 @@ def time_sampling(t: Trial) -> tuple[Timed, Timed, list[Rollout]]:
 def expect_step(
     t: Trial, rollouts: Sequence[Rollout], played: Counts, given: Given
 ) -> tuple[Counts, str]:
-    """Expect the sizes of a step of the run; say where the lengths are from.
+    """Estimate the sizes of a step of the run, and say where its lengths come from.
 
     Args:
-      rollouts: the longest of the check. played: by the longer pass of sampling.
+      rollouts: the rollouts of the check with the longest replies.
+      played: the sizes of the longer pass of sampling.
+      given: the lengths set by the user.
     """
     limit = t.x.generation.max_new_tokens
     own = count(rollouts)
@@ -191,12 +204,13 @@ def expect_step(
 
 
 def count_longest_reply(rollouts: Sequence[Rollout]) -> int:
-    """Tokens of the longest reply."""
+    """Return the number of tokens in the longest reply."""
     return max(len(step.response_ids) for own in rollouts for step in own.steps)
 
 
 def sample(t: Trial, prompts: int, tokens: int, reward: Reward) -> tuple[Timed, list[Rollout]]:
-    """Groups of the first prompts, with at most so many tokens a reply."""
+    """Sample the groups of the first `prompts` prompts, with at most `tokens` tokens per reply.
+    Return the timed pass, and its rollouts."""
     x = t.learner.begin()
     x = x._replace(
         batch=BatchSize(prompts, x.batch.group_size),
@@ -212,8 +226,12 @@ def sample(t: Trial, prompts: int, tokens: int, reward: Reward) -> tuple[Timed, 
 
 
 def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None, Counts]:
-    """Time greedy replies to training problems, as many as a step has rollouts or as are cheap.
-    Return this pass, and the sizes of all evaluations of the run."""
+    """Time greedy replies to training problems. Their number is the rollouts of a step, or fewer if
+    this would take too long.
+
+    Returns: the timed pass (None if the run evaluates nothing), and the sizes of all evaluations of
+    the run.
+    """
     evaluation = t.x.evaluation
     splits = t.tasks.validation, t.tasks.test
     passes = count_evaluations(t.x.trainer.steps, evaluation.every)
@@ -245,7 +263,11 @@ def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None,
 def time_updates(
     t: Trial, rollouts: Sequence[Rollout], step: Counts
 ) -> tuple[tuple[Timed, Timed], tuple[Timed, Timed]]:
-    """Time scoring and update of all cheap groups, and of half of them."""
+    """Time scoring and update, for half of the groups and for all of them. If all groups would take
+    too long, use fewer groups.
+
+    Returns: the two timed passes of scoring, and the two timed updates.
+    """
     token_s = t.update_s * t.x.algorithm.epochs
     groups = len({r.group for r in rollouts})
     groups = max(1, min(groups, int(UPDATE_BUDGET / (token_s * step.packed / step.groups))))
@@ -260,7 +282,7 @@ def time_updates(
 
 
 def update(t: Trial, rollouts: Sequence[Rollout]) -> tuple[Timed, Timed]:
-    """Time scoring and a whole update of these rollouts."""
+    """Time one update with these rollouts. Return its scoring, and the whole update."""
     version = ((0, t.learner.rl_step),)
     own = [
         r._replace(
@@ -283,10 +305,11 @@ def update(t: Trial, rollouts: Sequence[Rollout]) -> tuple[Timed, Timed]:
 def with_memory(
     t: Trial, found: RunCost, taken: Counts, played: Sequence[tuple[Counts, Counts]]
 ) -> RunCost:
-    """Add the memory to the forecast, from the peak so far.
+    """Add the memory to the forecast. It is computed from the peak so far.
 
     Args:
-      taken: of the largest update. played: of sampling and evaluation, here and in the run.
+      taken: the sizes of the largest update.
+      played: for sampling and for evaluation: the sizes of the timed pass, and those in the run.
     """
     model = t.learner.model
     device = next(model.parameters()).device
@@ -305,10 +328,10 @@ def with_memory(
     needed = room(found.step, minibatches=minibatches)._replace(cached=cached[1])
     critic = t.learner.critic
     trunks = [model, *([critic.model] if isinstance(critic, SeparateCritic) else [])]
-    # on a GPU the cache has its whole size from the start
+    # On a GPU, the cache has its whole size from the start. On a CPU it grows.
     on_cpu = device.type == "cpu"
     grows = isinstance(engine, Cached) and on_cpu
-    # bytes that one more token adds to a micro-batch of these rows: b + c·width
+    # bytes added to a micro-batch by one more token, for rows of this width: b + c·width
     fits = [fit_activations(trunk) for trunk in trunks]
     saved = sum(b + c * round(found.step.row) for _, b, c in fits)
     size = Room(
@@ -325,13 +348,13 @@ def with_memory(
 
 
 def count_vocabulary(model: Any) -> int:
-    """Entries of the logits of a token."""
+    """Return the number of logits per token."""
     return split_model(model)[1].weight.shape[0]
 
 
 def shorten_sampling(sampling: Sampling, tokens: int) -> Sampling:
-    """Limit the settings to so many tokens a reply, and drop a thinking budget out of reach of this
-    limit."""
+    """Limit the sampling settings to at most `tokens` tokens per reply. Drop a thinking budget that
+    is not below this limit."""
     tokens = min(tokens, sampling.max_new_tokens)
     budget = sampling.max_thinking_tokens
     kept = budget if budget is not None and budget < tokens else None
@@ -339,10 +362,10 @@ def shorten_sampling(sampling: Sampling, tokens: int) -> Sampling:
 
 
 def lengthen_rollouts(rollouts: Sequence[Rollout], tokens: int, vocabulary: int) -> list[Rollout]:
-    """Lengthen the last reply of each cut rollout to at least so many tokens.
+    """Lengthen the last reply of each cut rollout to at least `tokens` tokens.
 
-    The reply's own tokens repeat, moved by the number of the sample, so that no two samples share
-    them.
+    The reply's own token ids are repeated, plus the number of the sample. So no two samples share
+    the new tokens.
     """
     out = []
     for rollout in rollouts:

@@ -1,5 +1,5 @@
-"""vLLM as an engine, in this process or behind any number of `vllm serve`, and as a teacher behind
-servers.
+"""vLLM as an engine, in this process or behind any number of `vllm serve` processes, and as a
+teacher behind servers.
 
 Files in the order of their imports: request, weights, in_process, server, pool, teacher, engine.
 """

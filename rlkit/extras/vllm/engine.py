@@ -1,10 +1,11 @@
-"""The engine of `generation=vllm`: vLLM in this process, or servers.
+"""The engine of `generation=vllm`. It runs vLLM in this process, or asks servers.
 
     load ── the weights moved? ──▶ push (LoRA: the adapter alone) ──▶ vLLM
     generate ──▶ in this process: the service's next step │ servers: one HTTP request ──▶ completion
 
-Each load compares the weights themselves to see if they moved. So training, evaluation, rollouts
-and the start-up check all get the policy as it is, and none of them has to report a change.
+Each load compares the weights themselves with the weights pushed before. So training, evaluation,
+rollouts and the start-up check all sample from the current policy, and none of them has to report a
+change.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ INSTALL = (
     " makes an environment with it"
 )
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapters supported by vLLM
 
 
 @reaches(
@@ -42,25 +43,29 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
     arguments="program",
 )
 class VLLM:
-    """The contract `rlkit.types.Engine` with vLLM. It starts at the first load and remembers which
-    weights vLLM has.
+    """Implement the contract `rlkit.types.Engine` with vLLM. vLLM starts at the first load, and the
+    engine remembers the weights vLLM has.
 
     Args:
-      addresses: of running `vllm serve`; episodes are dealt to them by position. Empty runs vLLM in
-        this process, on the training device; [start] makes rlkit start one server. Several ranks
-        share the servers: rank 0 starts one and gives them the weights.
-      max_rows: completions sampled at once, of each server, > 0.
-      gpu_memory_utilization: share of the GPU for it, in (0, 1], weights and cache together. Not
-        for a foreign server.
-      sleep: leave the training GPU to the trainer while no episode is played. In this process and
-        on a GPU only.
-      merge: under LoRA, push base + adapter as whole weights, for models with adapters unknown to
-        vLLM.
-      restart_wait: seconds, >= 0, for a server to start, or to come back if no other is left.
-      devices: CUDA_VISIBLE_DEVICES of the server started by rlkit; null leaves it as it is.
-      folder: for the weights of servers, seen by all; null is a temporary folder of this machine.
-      arguments: further ones of vLLM, by the names of its LLM class; not for a foreign server.
-    Raises: ConfigError if vLLM is needed and not installed; ValueError for arguments out of range.
+      addresses: URLs of running `vllm serve` processes; each episode is assigned to one of them by
+        its key. Empty: run vLLM in this process, on the training device. [start]: rlkit starts one
+        server. Several ranks share the servers; rank 0 starts the server and pushes the weights.
+      max_rows: the most completions sampled at once by each server, > 0.
+      gpu_memory_utilization: share of the GPU's memory for vLLM, in (0, 1], for weights and cache
+        together. It does not apply to a server started by somebody else.
+      sleep: True frees vLLM's memory on the training GPU for the trainer while no episode is
+        played. It applies only to vLLM in this process, on a GPU.
+      merge: under LoRA, push base + adapter as whole weights. Use it for models whose adapters vLLM
+        does not support.
+      restart_wait: the most seconds, >= 0, to wait for a server to start, or to come back if no
+        server is left.
+      devices: CUDA_VISIBLE_DEVICES of the server started by rlkit. null leaves the variable
+        unchanged.
+      folder: a folder, visible to all servers, for passing weights to them. null is a temporary
+        folder of this machine.
+      arguments: further arguments of vLLM, by the names of its LLM class. They do not apply to a
+        server started by somebody else.
+    Raises: ConfigError if vLLM is needed and not installed. ValueError for arguments out of range.
     """
 
     def __init__(
@@ -96,22 +101,23 @@ class VLLM:
         self.folder = folder
         self.arguments = dict(arguments or {})
         self.backend: InProcess | ServerPool | None = None
-        self.model: Any = None  # the backend was started for it
+        self.model: Any = None  # the model that the backend was started for
         self.busy_s = 0.0
-        # number of completions in progress, and the time since there are any
+        # number of completions in progress, and the time at which the first of them began
         self.running = 0
         self.since = 0.0
-        self.told = False  # how answers join
-        # of servers used by two processes in turns: waits for the other one's end
+        self.told = False  # True after the note about generation.admission was printed
+        # If two processes use the servers in turns: a function to wait until the other one is done.
         self.lent: Callable[[], None] | None = None
 
     async def load(self, weights: Policy, version: int) -> None:
-        """Sample from this policy's weights as they are now. Weights are pushed only if they moved
-        since the last load.
+        """Sample from the present weights of this policy. Weights are pushed only if they have
+        changed since the last load.
 
         With servers and several ranks, all ranks call this at the same time.
-        Raises: EngineError if a server does not answer or refuses, or while completions are being
-          sampled.
+
+        Raises: EngineError if a server does not answer or refuses the weights, or while completions
+        are being sampled.
         """
         if self.running:
             raise EngineError(
@@ -131,12 +137,12 @@ class VLLM:
     async def generate(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion.
+        """Sample one completion.
 
-        Args: as in `rlkit.types.Engine`. Temperatures are 0, or 0.01 … 2; there is no thinking
-          budget. Log-probs are taken after temperature and cut. The context limits of the model and
-          of vLLM cut a completion further.
-        Raises: ConfigError for settings that vLLM cannot sample; EngineError before the first load,
+        Args: as in `rlkit.types.Engine`. The temperature is 0, or 0.01 … 2, and there is no
+          thinking budget. Log-probs are taken after temperature, top-k and top-p. A completion is
+          also cut at the context limits of the model and of vLLM.
+        Raises: ConfigError for settings that vLLM cannot sample. EngineError before the first load,
         and if no server answers.
         """
         check_reply(params)
@@ -162,13 +168,14 @@ class VLLM:
             self.busy_s += 0.0 if self.running else time.perf_counter() - self.since
 
     def release(self, key: int) -> None:
-        """End the episode. After the last one, vLLM in this process sleeps."""
+        """End the episode. After the last episode, vLLM in this process sleeps."""
         if self.backend is not None:
             self.backend.release(key)
 
     def problems(self, experiment: Any) -> list[str]:
-        """Refuse asynchrony=overlap without addresses, and addresses of one machine on several, as
-        in `rlkit.types.ChecksConfig`."""
+        """Report two problems of a config, as in `rlkit.types.ChecksConfig`: asynchrony=overlap
+        without addresses of servers, and an address of this machine in a run on several
+        machines."""
         problems = []
         if experiment.asynchrony.mode == "overlap" and self.addresses in ([], ["start"]):
             problems.append(
@@ -189,7 +196,7 @@ class VLLM:
     def _started(self, policy: Policy) -> InProcess | ServerPool:
         """Start a vLLM for this policy's model."""
         if not self.addresses:
-            # vLLM's UniProcExecutor is given "cuda" without a number.
+            # vLLM's UniProcExecutor gets the device "cuda" without a number: the first GPU.
             if ranks.size() > 1 and next(policy.model.parameters()).device.type == "cuda":
                 refused = "generation=vllm in this process takes the first GPU on every rank"
                 raise ConfigError(
@@ -223,18 +230,19 @@ class VLLM:
         return own[0] if own else Server(url, max_rows=self.max_rows)
 
     def _arguments(self, policy: Policy) -> dict[str, Any]:
-        """The arguments of vLLM, in this process or as a server, the user's own last."""
+        """Return the arguments of vLLM, in this process or for a server. The user's own arguments
+        come last and win."""
         lora = None if self.merge else lora_rank(policy.model)
         arguments: dict[str, Any] = {
             "dtype": name_dtype(policy.model),
             "max_model_len": policy.context_length,
             "max_num_seqs": self.max_rows,
-            "logprobs_mode": "processed_logprobs",  # after temperature
-            "generation_config": "vllm",  # none of the model's own defaults
-            "enable_prefix_caching": True,  # a turn costs its new tokens
+            "logprobs_mode": "processed_logprobs",  # log-probs after temperature, top-k and top-p
+            "generation_config": "vllm",  # do not use the model's own defaults
+            "enable_prefix_caching": True,  # a turn costs only its new tokens
         }
         if next(policy.model.parameters()).device.type == "cpu":
-            # seconds to start, and not most of the memory
+            # start in seconds, and do not take most of the memory
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
         else:
             arguments["gpu_memory_utilization"] = self.share
@@ -248,7 +256,10 @@ class VLLM:
 
 
 def _addresses(addresses: Sequence[str]) -> list[str]:
-    """The addresses as a list. Raises: ValueError for wrong ones."""
+    """Return the addresses as a list.
+
+    Raises: ValueError for invalid addresses.
+    """
     given = [addresses] if isinstance(addresses, str) else list(addresses)
     if given != ["start"] and (
         len({*given}) < len(given) or not all(a.startswith(("http://", "https://")) for a in given)
@@ -261,7 +272,7 @@ def _addresses(addresses: Sequence[str]) -> list[str]:
 
 
 def make_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of vLLM's LLM class as flags of `vllm serve`."""
+    """Convert arguments of vLLM's LLM class to flags of `vllm serve`."""
     out = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -273,7 +284,8 @@ def make_flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def name_dtype(model: Any) -> str:
-    """bfloat16 if the trainer computes in it, by its weights or under autocast."""
+    """Return "bfloat16" if the trainer computes in bfloat16, by its weights or under autocast. Else
+    return "float32"."""
     weight = next(model.parameters())
     half = weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(weight.device.type)
     return "bfloat16" if half else "float32"

@@ -1,5 +1,5 @@
-"""vLLM in this process, on the policy's device: a decoder driven by the service, one step of vLLM's
-own loop at a time."""
+"""vLLM in this process, on the policy's device. It is a decoder driven by the service: each call of
+`advance` runs one step of vLLM's own loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlkit.types import Generation, Policy, SamplingParams
 
 
 class InProcess(Service):
-    """The engine around one vLLM."""
+    """Serve completions from one vLLM in this process."""
 
     def __init__(self, policy: Policy, arguments: Mapping[str, Any], *, merge: bool, sleeps: bool):
         super().__init__()
@@ -31,7 +31,8 @@ class InProcess(Service):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Sleep once no episode asks for more; a later one wakes it again."""
+        """Wake vLLM at the beginning of the block, and let it sleep when no episode requests a
+        completion."""
         if self.vllm.asleep:
             self.vllm.ready()
         try:
@@ -46,13 +47,13 @@ class InProcess(Service):
 
 
 class InProcessDecoder:
-    """vLLM's LLM class as `rlkit.engines.service.Decoder`. It starts with random weights; the
-    policy's are pushed.
+    """Use vLLM's LLM class as `rlkit.engines.service.Decoder`. It starts with random weights, and
+    `ready` pushes the policy's weights to it.
 
     Args:
-      arguments: of vLLM's LLM class.
+      arguments: arguments of vLLM's LLM class.
       merge: under LoRA, push base + adapter as whole weights.
-      sleeps: leave its memory to the trainer between collects; on a GPU only.
+      sleeps: on a GPU, free vLLM's memory for the trainer while no episode is played.
     """
 
     @weights.use_plain_numerics()
@@ -63,7 +64,8 @@ class InProcessDecoder:
         self.adapted = not merge and weights.lora_rank(policy.model) is not None
         self.sleeps = sleeps and cuda
         self.asleep = False
-        self.base: Any = None  # marks of the pushed weights
+        # fingerprints of the base weights and of the adapter pushed to vLLM
+        self.base: Any = None
         self.adapter: Any = None
         self.lora_request: Any = None
         self.pushed = self.rounds = 0
@@ -87,12 +89,15 @@ class InProcessDecoder:
         return not self.running
 
     def accepts(self, params: SamplingParams) -> bool:
-        return True  # a request has parameters of its own
+        return True  # each request has its own parameters
 
     def submit(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> None:
-        """Raise ConfigError if the prompt leaves no token to sample."""
+        """Give a completion to vLLM.
+
+        Raises: ConfigError if the prompt leaves no token to sample.
+        """
         from vllm import SamplingParams as Params
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -108,7 +113,7 @@ class InProcessDecoder:
 
     @weights.use_plain_numerics()
     def advance(self) -> list[tuple[int, Generation]]:
-        """Take one step of vLLM."""
+        """Run one step of vLLM, and return the completions that have ended."""
         self.rounds += 1
         ended = {int(o.request_id): o.outputs[0] for o in self.llm.llm_engine.step() if o.finished}
         self.running -= ended.keys()
@@ -122,7 +127,8 @@ class InProcessDecoder:
         ]
 
     def release(self, key: int) -> None:
-        """Give up a running completion; vLLM's prefix cache forgets by itself."""
+        """Abort a running completion. vLLM's prefix cache needs no call: it evicts old entries by
+        itself."""
         if key in self.running:
             self.running.discard(key)
             self.llm.llm_engine.abort_request([str(key)])
@@ -131,18 +137,18 @@ class InProcessDecoder:
 
     @weights.use_plain_numerics()
     def ready(self) -> None:
-        """Wake it, and give it any missing weights or adapter."""
+        """Wake vLLM, and push the weights or the adapter if they have changed."""
         if self.asleep:
             torch.cuda.empty_cache()  # memory that the trainer no longer uses
             self.llm.wake_up(tags=["weights"])
-            if self.adapted:  # the base never moves; it waited in the memory of the CPU
+            if self.adapted:  # the base never changes; vLLM has kept it in the CPU's memory
                 self.wake_cache()
             else:
                 self.base = None
         model = self.policy.model
         base = weights.base_mark(model, merge=self.merge)
         if base != self.base:
-            self.base = self.adapter = None  # an interrupted push is made again, whole
+            self.base = self.adapter = None  # so an interrupted push is repeated from its start
             self.llm.collective_rpc(
                 "reload_weights",
                 kwargs={"weights_iterator": weights.list_weights(model, merge=self.merge)},
@@ -158,30 +164,31 @@ class InProcessDecoder:
             self.pushed += 1
             folder = self.folder / f"adapter-{self.pushed}"
             weights.save_adapter(model, folder)
-            # A new name each time, so that nothing cached under an old one is used again.
+            # Use a new name each time, so that vLLM uses nothing cached under an old name.
             self.lora_request = LoRARequest(folder.name, self.pushed, str(folder))
             self.llm.llm_engine.add_lora(self.lora_request)
             shutil.rmtree(folder)
             self.adapter = adapter
 
     def wake_cache(self) -> None:
-        """Wake the cache after the weights are pushed: until then they may need the room."""
+        """Allocate vLLM's cache again. Call it only after the weights are pushed, because the push
+        may need the memory."""
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
 
     def sleep(self) -> None:
-        """Leave the memory to the trainer."""
+        """Free vLLM's memory for the trainer."""
         if self.sleeps and not self.asleep:
-            # 2 forgets the weights: they are pushed when it wakes
+            # level 2 also drops the weights: `ready` pushes them when vLLM wakes
             self.llm.sleep(level=1 if self.adapted else 2)
             self.asleep = True
 
 
 @contextmanager
 def use_own_process() -> Iterator[None]:
-    """Start vLLM in this process. It prints errors alone, and leaves the trainer's threads and
-    random numbers as they are."""
+    """Start vLLM in this process within the block. vLLM prints only errors, and leaves the
+    trainer's number of threads and random numbers unchanged."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     quiet = {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -197,4 +204,4 @@ def use_own_process() -> Iterator[None]:
         with torch.random.fork_rng():
             yield
     finally:
-        torch.set_num_threads = set_num_threads  # on a CPU vLLM takes it away
+        torch.set_num_threads = set_num_threads  # on a CPU vLLM replaces this function

@@ -1,18 +1,20 @@
-"""Several `vllm serve` as one engine.
+"""Several `vllm serve` processes as one engine.
 
     key ── its position ──▶ a server, always the same one ──▶ completion
     load ── the weights moved? ──▶ written once ──▶ every server reads them
 
-With several ranks, rank 0 alone gives the servers their weights. It then tells the other ranks
-which servers have them, and under which name. All ranks load at the same time.
+With several ranks, only rank 0 pushes weights to the servers. It then tells the other ranks which
+servers have the weights, and under which name. All ranks load at the same time.
 
-After a server is lost, the others sample its completions again, whole and from the same seeds. The
-server stays out until a later `load` gets an answer from it and gives it the weights. If no server
-is left, the completions wait for any of them to come back, at most `restart_wait` seconds. Then
-each waiting rank gives this server its own copy of the weights: rank 0 may have played its episodes
-already, and wait for the others.
+After a server is lost, the other servers sample its completions again, from the beginning and from
+the same seeds. The lost server is not used until a later `load` gets an answer from it and pushes
+the weights to it.
 
-If a healthy server loses the same completion three times, it is an error.
+If no server is left, the completions wait at most `restart_wait` seconds for any server to come
+back. Then each waiting rank pushes its own copy of the weights to this server. Rank 0 cannot do it
+for them: it may have played all its episodes already, and wait for the other ranks.
+
+If a healthy server loses the same completion three times, an error is raised.
 """
 
 from __future__ import annotations
@@ -38,35 +40,36 @@ from rlkit.extras.vllm.weights import (
 )
 from rlkit.types import Generation, Policy, SamplingParams
 
-PUSH = 600.0  # seconds for a server to read weights
-POLL = 0.5  # seconds between two looks at absent servers
-MOST_WAITS = 5  # for all servers, between two loads
-MOST_LOSSES = 3  # of one completion, by a healthy server
+PUSH = 600.0  # the most seconds for a server to read weights
+POLL = 0.5  # seconds between two requests to absent servers
+MOST_WAITS = 5  # the most waits with no server left, between two loads
+MOST_LOSSES = 3  # a healthy server may lose the same completion fewer times than this
 
 
 class Missed(NamedTuple):
-    """Addresses of the servers that a rank has lost since the load before."""
+    """The addresses of the servers that a rank has lost since the previous load."""
 
     urls: tuple[str, ...]
 
 
 class Served(NamedTuple):
-    """A server's state after a push, in the view of rank 0."""
+    """The state of a server after a push, as rank 0 knows it."""
 
-    has: bool  # the due weights
+    has: bool  # whether the server has the present weights
     name: str
     adapter: str
     max_length: int
 
 
 class ServerPool:
-    """The engine on top of servers.
+    """Sample with several servers.
 
     Args:
-      merge: under LoRA, push base + adapter as whole weights. Otherwise a server has the base of an
-        adapter from its start.
-      restart_wait: seconds for servers to come (back) if none is left.
-      folder: for their weights; None is a temporary folder of this machine.
+      merge: under LoRA, push base + adapter as whole weights. Otherwise only the adapter is pushed,
+        and a server must have the adapter's base from its start.
+      restart_wait: the most seconds to wait for a server to start or come back if none is left.
+      folder: a folder for passing weights to the servers; None is a temporary folder of this
+        machine.
     """
 
     def __init__(
@@ -76,21 +79,21 @@ class ServerPool:
         self.merge = merge
         self.restart_wait = restart_wait
         self.folder = make_temporary_folder(self, folder)
-        self.due: Any = None  # mark of the weights for the completions
-        self.bringing: asyncio.Task[None] | None = None  # gives them to the servers
+        self.due: Any = None  # fingerprint of the weights that the servers must have
+        self.bringing: asyncio.Task[None] | None = None  # the task that pushes these weights
         self.pushed = self.waits = 0
-        self.kept = self.folder / "none"  # the servers' adapter
-        self.losses = [server.losses for server in servers]  # at the load before
+        self.kept = self.folder / "none"  # the folder of the adapter used by the servers
+        self.losses = [server.losses for server in servers]  # counts at the previous load
 
     async def load(self, policy: Policy, version: int) -> None:
-        """Give the weights to every server that answers, if they have moved. With several ranks all
-        of them call this at the same time, and rank 0 does it.
+        """Push the weights, if they have changed, to every server that answers. With several ranks,
+        all of them call this at the same time, and rank 0 pushes.
 
-        Raises: EngineError if an address has never answered, a server refuses, or none comes back;
-          RankError with its text on the other ranks.
+        Raises: EngineError if an address has never answered, if a server refuses the weights, or if
+        no server comes back. RankError with the same text on the other ranks.
         """
         if self.bringing is not None:
-            self.bringing.cancel()  # of abandoned completions
+            self.bringing.cancel()  # it belonged to completions that were abandoned
         self.policy = policy
         self.version = version
         self.waits = 0
@@ -110,15 +113,18 @@ class ServerPool:
     async def generate(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion, by the server of this key. Raises: EngineError if a server loses it three
-        times and takes the weights again each time."""
+        """Sample one completion on the server of this key.
+
+        Raises: EngineError if a server loses the completion three times, and accepts the weights
+        again each time.
+        """
         lost: list[Server] = []
         waits = self.waits
         while True:
             server = await self._choose_server(key)
             losses = server.losses
             version = self.version
-            if self.waits != waits:  # the servers had gone away
+            if self.waits != waits:  # all servers were gone in the meantime
                 lost.clear()
                 waits = self.waits
             try:
@@ -143,7 +149,8 @@ class ServerPool:
         return  # nothing is kept here
 
     def forget(self) -> None:
-        """Forget the servers' weights: others may have given them new ones since."""
+        """Forget the weights of the servers: another process may have pushed other weights
+        since."""
         for server in self.servers:
             server.has = None
 
@@ -158,8 +165,8 @@ class ServerPool:
         return [server for server in self.servers if server.has == self.due]
 
     async def _choose_server(self, key: int) -> Server:
-        """Choose the server at the key's position, so that all turns of an episode find their
-        prefix in its cache; else another one."""
+        """Choose the server at the key's position. So all turns of an episode find their prefix in
+        this server's cache. If this server is lost, choose another server."""
         while not (able := self._list_able()):
             if self.bringing is None or self.bringing.done():
                 self.bringing = asyncio.create_task(self._bring())
@@ -168,7 +175,8 @@ class ServerPool:
         return home if home in able else able[key // len(self.servers) % len(able)]
 
     def _lose(self, server: Server, losses: int, why: Lost) -> None:
-        """Leave a server out. Among its running completions, the first to notice says so."""
+        """Stop using a server. The first of its running completions to notice the loss prints a
+        warning."""
         if server.losses == losses:
             server.forget()
             print(
@@ -179,7 +187,8 @@ class ServerPool:
             )
 
     async def _bring_for_all(self) -> None:
-        """Rank 0 brings the weights. Then all ranks ask the same servers for the same names."""
+        """Push the weights from rank 0, and tell all ranks the result. Then all ranks send requests
+        to the same servers under the same names."""
         now = [server.losses for server in self.servers]
         missed = [
             server.url
@@ -196,7 +205,7 @@ class ServerPool:
         if ranks.rank() == 0:
             for server in self.servers:
                 if any(server.url in own.urls for own in found):
-                    server.forget()  # it may have been started again
+                    server.forget()  # the server may have been started again, without the weights
             try:
                 await self._bring()
             except Exception as error:
@@ -221,7 +230,7 @@ class ServerPool:
         self.losses = [server.losses for server in self.servers]
 
     async def _bring(self) -> None:
-        """Give the servers the due weights, and wait for a server if none is left."""
+        """Push the present weights to the servers. If no server is left, wait for one."""
         await self._push()
         if self._list_able():
             return
@@ -253,7 +262,8 @@ class ServerPool:
             await self._push()
 
     async def _push(self) -> None:
-        """Write the due weights once, and make every answering server without them read them."""
+        """Write the present weights to a folder, and make each answering server without these
+        weights read them."""
         due = self.due
         adapted = self.adapted
         model = self.policy.model
@@ -264,7 +274,7 @@ class ServerPool:
             return
         self._agree()
         self.pushed += 1
-        # the adapter's name, unlike that of any other run
+        # the folder's name is also the adapter's name, and no other run uses it
         folder = self.folder / f"{self.folder.name}-{self.pushed}"
         try:
             try:
@@ -273,7 +283,7 @@ class ServerPool:
                     if adapted
                     else save_weights(model, folder, merge=self.merge)
                 )
-            except Exception as error:  # safetensors has an error of its own
+            except Exception as error:  # safetensors raises its own kind of error
                 raise EngineError(
                     f"generation.engine.folder={self.folder}: the weights of version {self.version}"
                     f" cannot be written there ({error}); make room, or name another folder that"
@@ -287,8 +297,8 @@ class ServerPool:
             self.kept = folder if adapted else self.kept
 
     def _agree(self) -> None:
-        """Raise EngineError if two servers serve different models: an adapter would be sampled on
-        another base."""
+        """Raise EngineError if two servers serve different models. The same adapter would then be
+        sampled on different bases."""
         named = {server.name: server for server in reversed(self.servers) if server.name}
         if len(named) > 1:
             (one, first), (other, second) = list(named.items())[:2]
@@ -298,7 +308,10 @@ class ServerPool:
             )
 
     async def _has_met(self, server: Server) -> bool:
-        """Whether it answers. Raises: EngineError if an address from outside rlkit never has."""
+        """Return whether the server has told the name of its model, asking it if necessary.
+
+        Raises: EngineError if a server not started by rlkit has never answered.
+        """
         try:
             if not server.name:
                 await server.meet()

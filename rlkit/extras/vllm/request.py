@@ -1,4 +1,4 @@
-"""vLLM's request for one completion, and its answer. They are the same in this process and over
+"""vLLM's request for one completion, and its answer. Both are the same in this process and over
 HTTP."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 from rlkit.errors import ConfigError
 from rlkit.types import Generation, Policy, SamplingParams
 
-# vLLM raises lower temperatures, except 0, and refuses higher ones
+# vLLM raises a temperature between 0 and COLDEST, and refuses a temperature above HOTTEST.
 COLDEST = 0.01
 HOTTEST = 2.0
 UNUSED = {
@@ -37,8 +37,8 @@ def check_reply(params: SamplingParams) -> None:
 def request(
     policy: Policy, max_length: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
 ) -> dict[str, Any]:
-    """The arguments of vLLM's SamplingParams. All are set, so no default of vLLM or of the model
-    decides anything.
+    """Make the arguments of vLLM's SamplingParams. Every argument is set, so no default of vLLM or
+    of the model has an effect.
 
     Args:
       max_length: vLLM's limit for the tokens of a prompt and its completion together.
@@ -67,6 +67,7 @@ def request(
 def make_generation(
     policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]
 ) -> Generation:
-    """A completion of vLLM: it ends with an end-of-sequence id ("stop") or was cut ("length")."""
+    """Make a completion from vLLM's answer. It ends with an end-of-sequence id ("stop") or was cut
+    ("length")."""
     ended = bool(token_ids) and token_ids[-1] in policy.eos_token_ids
     return Generation(tuple(token_ids), tuple(logprobs), "stop" if ended else "length")

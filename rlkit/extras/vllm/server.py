@@ -1,8 +1,10 @@
-"""One `vllm serve`, over HTTP: token ids as prompts, weights through a folder seen by both.
+"""One `vllm serve` process, over HTTP. Prompts are sent as token ids, and weights go through a
+folder visible to both sides.
 
-It needs `--logprobs-mode processed_logprobs --generation-config vllm`. In its environment it needs
-VLLM_SERVER_DEV_MODE=1 for whole weights, or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with `--enable-lora
---max-lora-rank RANK` for adapters. A server started by rlkit has all of it.
+The server needs `--logprobs-mode processed_logprobs --generation-config vllm`. To receive whole
+weights, it also needs VLLM_SERVER_DEV_MODE=1 in its environment. To receive adapters, it needs
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and `--enable-lora --max-lora-rank RANK`. A server started by
+rlkit has all of these.
 """
 
 from __future__ import annotations
@@ -30,26 +32,27 @@ from rlkit.extras.vllm.request import make_generation, request
 from rlkit.system.waiting import waiting, waiting_outside
 from rlkit.types import Generation, Policy, SamplingParams
 
-LONGEST = 3600.0  # seconds for one answer
-SOON = 10.0  # the same without any computing
-LAST_LINES = 15  # of a dead server's log
+LONGEST = 3600.0  # the most seconds to wait for an answer
+SOON = 10.0  # the same for an answer without any computation
+LAST_LINES = 15  # number of lines shown from a dead server's log
 
 
 class Lost(Exception):
-    """The server no longer answers. It may come back."""
+    """Report that the server no longer answers. It may come back."""
 
 
 class NotAsked(Lost):
-    """The server was lost while a request waited for its turn."""
+    """Report that the server was lost while a request waited for its turn, so the server never got
+    it."""
 
 
 class Server:
     """A server at an address.
 
     Args:
-      url: its address.
-      max_rows: requests at once, > 0.
-      process, log: of a server started by rlkit.
+      url: the server's address.
+      max_rows: the most requests at once, > 0.
+      process, log: the process and the log file of a server started by rlkit, else None.
     """
 
     def __init__(
@@ -69,23 +72,30 @@ class Server:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def forget(self) -> None:
-        """Mark the server as lost. If it comes back, it has the weights of its start."""
+        """Mark the server as lost. If it comes back, it has only the weights of its start."""
         self.losses += 1
-        self.has: Any = None  # mark of its weights
-        # of its model, and of the adapter on top
+        # fingerprint of the weights pushed to the server; None: no push since its start
+        self.has: Any = None
+        # names of the server's model, and of the adapter on top of it
         self.name = ""
         self.adapter = ""
         self.max_length = 0
 
     async def meet(self) -> None:
-        """Read the server's model. Raises: Lost."""
+        """Read the name and the context length of the server's model.
+
+        Raises: Lost.
+        """
         models = json.loads(await self.ask("/v1/models", limit=SOON))["data"]
         model = next(m for m in models if not m.get("parent"))
         self.name = model["id"]
         self.max_length = int(model["max_model_len"])
 
     async def push_weights(self, folder: Path) -> None:
-        """Make it read whole weights. Raises: Lost; EngineError if it refuses."""
+        """Make the server read whole weights from a folder.
+
+        Raises: Lost. EngineError if the server refuses.
+        """
         hint = (
             "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and let it see"
             " generation.engine.folder"
@@ -99,8 +109,11 @@ class Server:
         self.adapter = ""
 
     async def push_adapter(self, folder: Path) -> None:
-        """Make it read an adapter with the folder's name, and forget the previous one. Raises: as
-        `push_weights`."""
+        """Make the server read an adapter from a folder, under the folder's name, and drop the
+        previous adapter.
+
+        Raises: as `push_weights`.
+        """
         hint = (
             "start it with --enable-lora --max-lora-rank RANK and"
             " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let it see generation.engine.folder; or push"
@@ -117,8 +130,11 @@ class Server:
     async def complete(
         self, policy: Policy, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """Sample one completion. If the caller stops waiting, the connection closes, and the server
-        gives the completion up. Raises: Lost."""
+        """Sample one completion. If the caller stops waiting, the connection closes and the server
+        abandons the completion.
+
+        Raises: Lost.
+        """
         body = request(policy, self.max_length, prompt_ids, seed, params)
         body |= {
             "model": self.adapter or self.name,
@@ -128,7 +144,7 @@ class Server:
         }
         losses = self.losses
         async with self.slots():
-            # it may have come back during the wait, without the weights
+            # the server may have been lost and come back during the wait, without the weights
             if self.losses != losses:
                 raise NotAsked
             with waiting_outside():
@@ -136,12 +152,13 @@ class Server:
         return make_generation(policy, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     async def score(self, ids: Sequence[int], k: int) -> list[Any]:
-        """The log-probs of a row's tokens at temperature 1, and of the k likeliest: position → {id:
-        {logprob}}, None at the first.
+        """Score a row's tokens at temperature 1.
 
-        Raises: Lost; EngineError if the server refuses or the row is too long for it.
+        Returns: for each position {id: {logprob}}, with the log-probs of the row's token and of the
+        k likeliest tokens. The first position has None.
+        Raises: Lost. EngineError if the server refuses, or if the row is too long for it.
         """
-        if len(ids) >= self.max_length:  # it samples one token more
+        if len(ids) >= self.max_length:  # the server must also sample one token
             raise EngineError(
                 f"{self.url}: a row has {len(ids)} of its {self.max_length} tokens; raise its"
                 " --max-model-len"
@@ -154,14 +171,17 @@ class Server:
             "temperature": 0.0,
         }
         async with self.slots():
-            # its own default is 20
+            # by default a server gives at most 20 log-probs
             hint = f"start it with --max-logprobs {k} or more" if k > 20 else ""
             with waiting("the server", self.url):
                 answer = json.loads(await self.ask("/v1/completions", body, hint=hint))
             return list(answer["choices"][0]["prompt_logprobs"])
 
     async def decode_text(self, ids: Sequence[int]) -> str:
-        """Decode ids by the server's tokenizer. Raises: as `ask`."""
+        """Decode ids with the server's tokenizer.
+
+        Raises: as `ask`.
+        """
         return str(
             json.loads(await self.ask("/detokenize", {"model": self.name, "tokens": list(ids)}))[
                 "prompt"
@@ -169,8 +189,8 @@ class Server:
         )
 
     def slots(self) -> asyncio.Semaphore:
-        """Hold at most so many requests at once. A semaphore belongs to one event loop, and a
-        collect may run in a loop of its own."""
+        """Return a semaphore for `max_rows` requests at once. A semaphore belongs to one event
+        loop, and each collect may run in a new loop, so a new loop gets a new semaphore."""
         if self.loop is not asyncio.get_running_loop():
             self.loop = asyncio.get_running_loop()
             self.free = asyncio.Semaphore(self.max_rows)
@@ -184,11 +204,17 @@ class Server:
         hint: str = "",
         limit: float = LONGEST,
     ) -> bytes:
-        """POST a body, or GET. Raises: Lost; EngineError with the hint if the server refuses."""
+        """Send a request and return the answer: POST with a body, GET without.
+
+        Args:
+          hint: advice for the message of an EngineError.
+          limit: the most seconds to wait.
+        Raises: Lost. EngineError with the hint if the server refuses.
+        """
         try:
             async with asyncio.timeout(limit):
                 status, text = await fetch(self.url + path, body)
-        except (OSError, HTTPException) as error:  # refused, reset, or closed in the middle
+        except (OSError, HTTPException) as error:  # connection refused, reset, or closed too early
             raise Lost(str(error) or type(error).__name__) from error
         if status >= 500 and not await self.healthy():
             raise Lost(f"it answers {status}")
@@ -200,7 +226,7 @@ class Server:
         return text
 
     async def healthy(self) -> bool:
-        """Whether the server reports that it is healthy."""
+        """Return whether the server reports that it is healthy."""
         try:
             async with asyncio.timeout(SOON):
                 return (await fetch(self.url + "/health"))[0] < 400
@@ -208,7 +234,7 @@ class Server:
             return False
 
     def obituary(self) -> str:
-        """The last lines of its log, if rlkit started it."""
+        """Return the last lines of the server's log if rlkit started it; else an empty string."""
         lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:] if self.log else ()
         return (
             "\n".join(["; the last lines of its log:", *(f"  {line}" for line in lines)])
@@ -218,8 +244,10 @@ class Server:
 
 
 async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
-    """Fetch status and content of a URL, with POST if there is a body. Raises: OSError and
-    HTTPException."""
+    """Fetch the status and the content of a URL. Use POST if there is a body, else GET.
+
+    Raises: OSError and HTTPException.
+    """
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     data = b"" if body is None else json.dumps(body).encode()
@@ -244,8 +272,8 @@ async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, b
 def start_server(
     model: Path, flags: Sequence[str], *, max_rows: int, devices: str | None
 ) -> Server:
-    """Start `vllm serve` of a saved model on a free port of this machine. It ends with this
-    process, even on SIGKILL."""
+    """Start `vllm serve` for a saved model, on a free port of this machine. The server ends when
+    this process ends, even if it was killed by SIGKILL."""
     from rlkit.system.parent import guard_command
 
     with socket.socket() as free:
@@ -257,12 +285,12 @@ def start_server(
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    # set if vLLM has run in this process
+    # this process has the variable if vLLM has run in it
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     environment |= {"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}
-    # `vllm serve` asks for the package vllm, but on a CPU it has another name
+    # The command `vllm serve` needs a package named vllm, but for a CPU it has another name.
     server = "vllm.entrypoints.openai.api_server"
-    # two servers of one model have one name, in any folder
+    # two servers of one model get the same name, whatever their folders are
     kind = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:12]
     address = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", f"rlkit-{kind}"]
     command = [sys.executable, "-m", server, "--model", str(model), *address, *flags]
@@ -281,7 +309,7 @@ def start_server(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and the processes it started."""
+    """End a server and all processes started by it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

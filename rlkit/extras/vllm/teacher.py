@@ -1,12 +1,12 @@
-"""A teacher behind `vllm serve`: the log-probs of the sampled tokens, and of its likeliest ones,
-over HTTP.
+"""A teacher behind `vllm serve`. The server gives, over HTTP, the teacher's log-probs of the
+sampled tokens and of its own likeliest tokens.
 
     rows of ids ──▶ /v1/completions, prompt_logprobs=k ──▶ k + 1 named tokens at each position ──▶
     logits [m, V]
 
-The tokens without a name from the server share the rest of its probability evenly, so the logits
-are a distribution. A divergence of named tokens alone is exact; all others are refused before a
-model is loaded.
+The named tokens are the tokens with a log-prob from the server. All other tokens share the rest of
+the probability evenly, so the logits are a distribution. A divergence that reads only named tokens
+is exact. All other divergences are refused before a model is loaded.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from rlkit.types import Reference, reaches, safe
 if TYPE_CHECKING:
     from rlkit.training.experiment import Experiment
 
-TINY = 1e-12  # least probability left for the tokens without a name
+TINY = 1e-12  # the least probability shared by the tokens without a log-prob from the server
 
 
 def count_named_tokens(loss: Any) -> int | None:
-    """Number of the teacher's likeliest tokens that a divergence reads beside the sampled one; None
-    if it reads the whole distribution."""
+    """Return the number of the teacher's likeliest tokens that a divergence reads beside the
+    sampled token. Return None if the divergence reads the whole distribution."""
     function, given = loss, {}
     if isinstance(loss, functools.partial):
         function, given = loss.func, loss.keywords
@@ -47,11 +47,11 @@ def count_named_tokens(loss: Any) -> int | None:
 
 
 class ServedTeachers(Teacher):
-    """Teachers behind servers. They refuse anything that servers cannot give."""
+    """Teachers behind servers. They refuse every setting that servers cannot serve."""
 
     def problems(self, experiment: Experiment) -> list[str]:
-        """Refuse divergences of whole distributions, and temperatures other than 1: a server gives
-        the log-probs of single tokens at temperature 1."""
+        """Refuse divergences of whole distributions, and temperatures other than 1. A server gives
+        only the log-probs of single tokens at temperature 1."""
         loss = experiment.algorithm.streams["teacher"].loss
         temperature = experiment.generation.temperature
         problems = []
@@ -80,21 +80,21 @@ def vllm_teacher(
     model: str | None = None,
     max_rows: int = 64,
 ) -> Teacher:
-    """Other models with the policy's vocabulary, behind `vllm serve`; no part of them is loaded
-    here.
+    """Use other models with the policy's vocabulary as teachers, behind `vllm serve`. No part of
+    them is loaded in this process.
 
-    A server gives the log-probs of single tokens, at temperature 1. So the divergence is
+    A server gives the log-probs of single tokens, at temperature 1. So the divergence must be
     `sampled_divergence`, or `top_k_divergence` with chosen_by=teacher, and generation.temperature
-    is 1. Log-probs are normalised over all rows of the served model.
+    must be 1. Log-probs are normalised over all rows of the served model's vocabulary.
 
     Args:
-      addresses: of the servers. Rows are dealt to them in turn; a server that no longer answers is
-        passed over.
-      parts: part of a mixture → addresses of its own teacher's servers, or one; then `addresses` is
-        empty.
-      model: its name on the servers, checked at the start; None takes any.
-      max_rows: requests at once to each server, > 0.
-    Raises: ValueError without a proper address.
+      addresses: URLs of the servers. Rows are assigned to them in turn. If a server no longer
+        answers, the next server gets its rows.
+      parts: for each part of a mixture, the addresses, or one address, of its own teacher's
+        servers. `addresses` is then empty.
+      model: the model's name on the servers, checked at the start. None accepts any model.
+      max_rows: the most requests at once to each server, > 0.
+    Raises: ValueError if an address is missing or invalid.
     """
     given = {
         part: [own] if isinstance(own, str) else list(own)
@@ -122,12 +122,14 @@ def vllm_teacher(
 
 
 class ServedTeacher:
-    """A model behind one or several `vllm serve`; rows are dealt to them in turn.
+    """A model behind one or several `vllm serve` processes. Rows are assigned to the servers in
+    turn.
 
     Args:
-      addresses: of the servers, all of the same model. max_rows: requests at once to each, > 0.
-      model: its name on the servers; None takes any.
-      key: the option with the addresses, for messages.
+      addresses: URLs of the servers, all with the same model.
+      max_rows: the most requests at once to each server, > 0.
+      model: the model's name on the servers. None accepts any model.
+      key: the config key of the addresses, for messages.
     """
 
     def __init__(
@@ -145,7 +147,10 @@ class ServedTeacher:
 
     def check(self, path: str, **hub: Any) -> None:
         """Check that every server answers, serves the model, and gives each id of the policy's
-        tokenizer the same text. Raises: ConfigError."""
+        tokenizer the same text.
+
+        Raises: ConfigError.
+        """
         if not self.checked:
             tokenizer = pretrained_tokenizer(path, **hub)
             run(run_together(self._check(server, tokenizer, path) for server in self.servers))
@@ -161,7 +166,7 @@ class ServedTeacher:
                 )
             ids = sorted(tokenizer.get_vocab().values())
             if await _differs(server, tokenizer, ids):
-                # the shortest differing prefix lies in (same, odd]
+                # bisect: the length of the shortest differing prefix is in (same, odd]
                 same = 0
                 odd = len(ids)
                 while odd - same > 1:
@@ -191,21 +196,24 @@ class ServedTeacher:
     def score_tokens(
         self, ids: Tensor, mask: Tensor, *, divergence: Callable[..., Any], columns: int
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """As in `rlkit.types.TokenScorer`."""
+        """Score tokens as `rlkit.types.TokenScorer` describes."""
         return self.read(ids, mask, k=count_named_tokens(divergence) or 0, columns=columns)
 
     def read(
         self, ids: Tensor, mask: Tensor, *, k: int, columns: int
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Turn the servers' answers on the sampled tokens into the last states and the head of a
-        model.
+        """Ask the servers for the log-probs of the sampled tokens. Return the answers in the form
+        of a model's last hidden states and its head.
 
         Args:
-          ids: [B, T] int64. mask: [B, T] bool, M of them. k: of the likeliest tokens, ≥ 0. columns:
-            V of the policy.
+          ids: [B, T] int64.
+          mask: [B, T] bool, True on the M sampled tokens.
+          k: number of the likeliest tokens to read, ≥ 0.
+          columns: V, the size of the policy's vocabulary.
         Returns: [M, 2k + 3] float32 in the order of the mask, and the function from rows of it to
-          log-probs [m, V].
-        Raises: EngineError if no server answers, one refuses, or a row is too long for it.
+        log-probs [m, V].
+        Raises: EngineError if no server answers, if a server refuses, or if a row is too long for
+        it.
         """
         rows = [
             (i, own.nonzero().flatten().tolist()) for i, own in enumerate(mask.cpu()) if own.any()
@@ -222,7 +230,8 @@ class ServedTeacher:
         )
 
     async def _score(self, row: int, ids: list[int], k: int) -> list[Any]:
-        """Read a row's log-probs from its own server, or from the next one that answers."""
+        """Read a row's log-probs from its own server. If this server does not answer, ask the next
+        one."""
         why = ""
         for turn in range(len(self.servers)):
             server = self.servers[(row + turn) % len(self.servers)]
@@ -241,8 +250,8 @@ async def _differs(server: Server, tokenizer: Any, ids: list[int]) -> bool:
 
 
 def _entry(said: Mapping[str, Mapping[str, float]], k: int, columns: int) -> list[float]:
-    """One position: k + 1 ids, their log-probs, and the log-prob of each other token. Missing ids
-    repeat the first."""
+    """Make the table entry of one position: k + 1 ids, their log-probs, and the log-prob of each
+    other token. If the server gave fewer ids, the first id is repeated."""
     named = [(float(token), max(entry["logprob"], math.log(TINY))) for token, entry in said.items()]
     left = max(1 - math.fsum(math.exp(logp) for _, logp in named), TINY)
     other = math.log(left / max(1, columns - len(named)))
@@ -262,8 +271,8 @@ def served(
     max_rows: int = 64,
     key: str = "teacher.addresses",
 ) -> Reference:
-    """A model on a server only. Its `model` gives a `ServedTeacher`, and streams ask it in place of
-    a forward pass."""
+    """Make a reference from a model on servers. Its `model` gives a `ServedTeacher`, and the
+    streams ask the servers in place of a forward pass."""
     teacher = ServedTeacher(addresses, model=model, max_rows=max_rows, key=key)
     init = functools.partial(_meet, served=teacher)
     return Reference(

@@ -1,5 +1,5 @@
-"""A policy in the form of vLLM: weights by their names in a checkpoint, adapters, and folders for
-it to read."""
+"""A policy in the form that vLLM reads: weights by their names in a checkpoint, adapters, and
+folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from rlkit.types import Policy
 
 @contextmanager
 def use_plain_numerics() -> Iterator[None]:
-    """Compute for vLLM in its own precision, outside the trainer's autocast. Also a decorator."""
+    """Compute for vLLM in its own precision, without the trainer's autocast and without gradient.
+    It works as a context manager and as a decorator."""
     with (
         torch.autocast("cuda", enabled=False),
         torch.autocast("cpu", enabled=False),
@@ -32,8 +33,8 @@ def use_plain_numerics() -> Iterator[None]:
 
 
 def base_mark(model: Any, *, merge: bool) -> Any:
-    """The fingerprint of the weights pushed as a whole: only the base's, if an adapter is pushed by
-    itself."""
+    """Compute a fingerprint of the weights that are pushed as a whole. If the adapter is pushed
+    separately, these are only the weights of the base."""
     adapted = not merge and lora_rank(model) is not None
     return fingerprint(
         t for name, t in model.named_parameters() if not (adapted and "lora_" in name)
@@ -41,16 +42,17 @@ def base_mark(model: Any, *, merge: bool) -> Any:
 
 
 def adapter_mark(model: Any) -> Any:
-    """The fingerprint of the active adapter."""
+    """Compute a fingerprint of the active adapter."""
     active = adapter_name(model)
     return fingerprint(t for name, t in model.named_parameters() if f".{active}." in name)
 
 
 def list_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by their names in a checkpoint. Under LoRA they are the base's, with `merge` plus
-    the adapter.
+    """Yield the parameters by their names in a checkpoint. Under LoRA these are the parameters of
+    the base; with `merge` the adapter is added to them.
 
-    A head shared with the embedding is there too: vLLM may keep a copy of it in another layout.
+    A head shared with the embedding is yielded too, because vLLM may keep a copy of it in another
+    layout.
     """
     lora = has_adapters(model)
     base = base_model(model)
@@ -72,34 +74,35 @@ def list_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_name(model: Any) -> str:
-    """The active adapter."""
+    """Return the name of the active adapter."""
     active = model.active_adapter
     return active if isinstance(active, str) else active[0]
 
 
 def lora_rank(model: Any) -> int | None:
-    """The rank of the adapter; None for a model without one."""
+    """Return the rank of the active adapter. Return None for a model without adapters."""
     return model.peft_config[adapter_name(model)].r if has_adapters(model) else None
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter in PEFT's format, straight into the folder."""
+    """Write the active adapter in PEFT's format, directly into the folder."""
     active = adapter_name(model)
     model.save_pretrained(folder, selected_adapters=[active], save_embedding_layers=False)
-    if active != "default":  # PEFT makes a folder of each other one
+    if active != "default":  # PEFT writes any other adapter into a folder with its name
         for file in (folder / active).iterdir():
             file.rename(folder / file.name)
 
 
 def make_temporary_folder(owner: Any, where: str | None = None) -> Path:
-    """Make a folder that goes with its owner, or at the end of the process."""
+    """Make a folder. It is deleted together with its owner, or at the end of the process."""
     folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=where))
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def save_model(policy: Policy) -> Path:
-    """Write a folder for `vllm serve`: config, tokenizer and weights, under LoRA the base's."""
+    """Write a folder for `vllm serve`: the config, the tokenizer and the weights. Under LoRA these
+    are the weights of the base."""
     folder = make_temporary_folder(policy.model)
     save_config(policy.model, folder)
     policy.renderer.tokenizer.save_pretrained(folder)

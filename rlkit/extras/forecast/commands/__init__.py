@@ -1,1 +1,1 @@
-"""A file a command."""
+"""The commands of this extra. Each file has one command."""

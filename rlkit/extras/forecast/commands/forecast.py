@@ -26,8 +26,8 @@ RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4
 
 
 def command(arguments: Arguments) -> Answer:
-    """Print what a run takes: on the card that check.device names, or here beside what its small
-    step did.
+    """Print the time and memory of a run. With check.device it forecasts them for another card;
+    without it, it runs a small step here and measures.
 
     check.device=CARD  without a step, from the numbers of this card
     KEY=VALUE          the overrides of the run; GROUP=OPTION an option
@@ -60,7 +60,8 @@ def measure_here(
     """Run the small step of `rlkit check`, and forecast the cost of the run on this machine.
 
     Args:
-      x: the run at its first step. given: the settings check.NAME.
+      x: the run at its first step.
+      given: the settings check.NAME.
     """
     from rlkit.extras.forecast.timing import Given, Reads, forecast_run
     from rlkit.system.device import autocast
@@ -80,7 +81,7 @@ def measure_here(
 
 
 def list_costs(forecast: RunCost, held: check.Memory) -> list[tuple[str, str]]:
-    """The cost of a step and of the run, as (name, numbers)."""
+    """List the cost of a step and of the run, as (name, numbers in words)."""
     costs = forecast.costs
     of = forecast.step
     parts = {
@@ -115,7 +116,7 @@ def list_costs(forecast: RunCost, held: check.Memory) -> list[tuple[str, str]]:
 
 
 def say_time(seconds: float) -> str:
-    """Write seconds, minutes or hours with about two digits."""
+    """Write a time in seconds, minutes or hours, with about two digits."""
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} hours"
     if seconds >= 120:
@@ -124,8 +125,10 @@ def say_time(seconds: float) -> str:
 
 
 def split_settings(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split off the settings check.NAME from the other overrides. Raises: ConfigError for an
-    unknown name or card, or a wrong number."""
+    """Split the settings check.NAME off from the other overrides.
+
+    Raises: ConfigError for an unknown name or card, or for an invalid number.
+    """
     given: dict[str, Any] = {
         o[6:].partition("=")[0]: o.partition("=")[2].lower()
         for o in overrides
@@ -159,7 +162,7 @@ def split_settings(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]
 def forecast_card(
     x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Forecast the run on a card, and the effect of changing one key."""
+    """Forecast the run on a card, and the effect of changing one key at a time."""
     card = CARDS[given["device"]]
     shape = find_shape(x)
     load, lengths = measure_load(x, config, given)
@@ -175,7 +178,8 @@ def forecast_card(
 
 
 def format_forecast(data: Mapping[str, Any]) -> str:
-    """Write the forecast: lengths, memory, seconds by part, decoding, and proposed changes."""
+    """Write the forecast as text: lengths, memory, seconds by part, decoding, and proposed
+    changes."""
     card = data["device"]
     load = data["load"]
     found = data["forecast"]
