@@ -1,4 +1,4 @@
-"""Collectives for one run on several processes. All ranks compute the same result.
+"""Collectives for one run on several processes, the ranks. All ranks compute the same result.
 
 Every rank holds all rollouts of a step, because they are small. So every rank computes refill,
 baselines, advantages, weights and metrics on the whole batch, as a single process would. Only the
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 
 class RankError(RLKitError, RuntimeError):
-    """Another rank failed, ended, or did not answer within trainer.timeout."""
+    """Report that another rank failed, ended, or did not answer within trainer.timeout."""
 
 
 class RankOSError(RankError, OSError):
-    """Another rank could not read or write. For example, its disk is full."""
+    """Report that another rank could not read or write, for example because its disk is full."""
 
     elsewhere = True  # the failed rank itself reports the error
 
@@ -282,7 +282,7 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for part in find_sharded_modules(model):
         part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)  # Gloo knows no scaled sum
+        part.set_force_sum_reduction_for_comms(True)  # Gloo does not support a scaled sum
     model.call_inside = lambda function, *arguments, **settings: function(*arguments, **settings)
     register_fsdp_forward_method(model, "call_inside")
     with torch.no_grad():

@@ -90,7 +90,7 @@ class Service:
         self.over: set[int] = set()  # episodes in `due` already released by their callers
         self.answered: dict[int, SamplingParams] = {}  # episodes with a reply from this round
         self.driver: asyncio.Task[None] | None = None
-        self.news = asyncio.Event()  # set by requests and releases
+        self.news = asyncio.Event()  # set by every call of `generate` or `release`
 
     def make_decoder(self, policy: Policy) -> Decoder:
         """Make the decoder for these weights, or return the present decoder if it can use them."""

@@ -230,7 +230,7 @@ class ThinkingBudget:
         self.inside = torch.zeros(rows, dtype=torch.bool, device=device)  # True in a thinking block
         self.used = torch.zeros(rows, dtype=torch.int64, device=device)  # thinking tokens so far
         self.written = torch.zeros_like(self.used)  # tokens of the closing tag written so far
-        self.tails = [""] * rows  # for tags of several tokens: text that may begin a tag
+        self.tails = [""] * rows  # for tags of several tokens: end of the text, it may begin a tag
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]]) -> None:
         """Begin a reply to each of these contexts."""

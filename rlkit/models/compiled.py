@@ -75,10 +75,10 @@ class Recipe(NamedTuple):
     """Everything a compiled library depends on."""
 
     source: Path
-    function: str  # a function in the library
+    function: str  # name of a function in the library
     compiler: str
     flags: tuple[str, ...]
-    name: str  # of its file
+    name: str  # name of the library's file
 
 
 def load_library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
@@ -350,7 +350,7 @@ def open_own_folder(path: Path, *, make: bool) -> int | None:
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, RuntimeError):  # a loop of links
+    except (OSError, RuntimeError):  # RuntimeError: a loop of symbolic links
         return None
     found = os.fstat(descriptor)
     if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
@@ -444,7 +444,7 @@ def wait_for(descriptor: int) -> None:
             return
         except BlockingIOError:
             waited = time.monotonic() - began
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             return
         if waited > LIMIT:
             return

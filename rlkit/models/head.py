@@ -100,8 +100,8 @@ class _Computed:
 
 
 class _States(tuple):
-    """A trunk's result: its last hidden states first, and None for every other field of a model's
-    output."""
+    """Stand in for a trunk's output: the last hidden states come first, and every other field is
+    None."""
 
     def __new__(cls, states: Tensor) -> _States:
         return super().__new__(cls, (states,))

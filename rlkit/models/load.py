@@ -536,7 +536,7 @@ def compute_as_base(adapted: Any) -> Any:
     PEFT's cast to float32. Call this again after adding another adapter to the model."""
     for layer in lora_layers(adapted):
         if isinstance(layer.base_layer, nn.Linear) and not layer.lora_variant:
-            layer.cast_input_dtype_enabled = False  # PEFT's cast to float32
+            layer.cast_input_dtype_enabled = False  # switches PEFT's cast to float32 off
             for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
                 factor.__class__ = Adapter
     return adapted

@@ -97,7 +97,7 @@ class Packed(NamedTuple):
     """Rows as packed tokens. There is one packed token for each distinct prefix with a prediction
     after it."""
 
-    ids: Tensor  # [N] int64
+    ids: Tensor  # [N] int64, the id of each packed token
     positions: Tensor  # [N] int64, the position of each token in its row
     paths: tuple[Paths, ...]
     home: Tensor  # [N] int64, the index of each token in the flattened queries of all paths
@@ -110,7 +110,7 @@ class Packed(NamedTuple):
     response_mask: Tensor  # [B, T] bool, the response mask of the rows
     tokens: int  # number of tokens in the rows before packing
     kernels: Kernels
-    segments: Segments | None  # None without kernels.varlen
+    segments: Segments | None  # None unless kernels.varlen
 
 
 def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) -> Packed:
@@ -175,7 +175,7 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
 class _Forest(NamedTuple):
     """Rows stored so that each shared prefix exists only once."""
 
-    index: Any  # [B, T] row, position → packed token
+    index: Any  # [B, T] the packed token of each row and position
     added: list[tuple[int, int]]  # (a row with new tokens, number of tokens shared with others)
     tokens: list[Any]  # for each of these rows: ids of the new tokens
     depths: list[Any]  # for each of these rows: positions of the new tokens
@@ -412,7 +412,7 @@ def _attend(
     """Compute attention [R · Q, Hq, D] of rows of nearly the same size."""
     queries, keys, starts = paths
     count, length = queries.shape
-    if kernels.steps:  # whole rows
+    if kernels.steps:  # all tokens of the rows are queries
         step = step_length(length)
         queries = keys = nn_functional.pad(
             keys, (0, step - length, 0, max(1, STEP_TOKENS // step) - count)

@@ -42,7 +42,7 @@ def save_policy(
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
-    # "auto" asks the hub
+    # PEFT's default for save_embedding_layers, "auto", would send a request to the hub
     settings: dict[str, Any] = {"save_embedding_layers": False} if has_adapters(model) else {}
     if state is not None:
         settings["state_dict"] = dict(state)

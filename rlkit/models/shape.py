@@ -12,7 +12,7 @@ class ModelShape(NamedTuple):
     family: str  # model_type; "" if the config names none
     context: int | None  # the most positions; None: the config has no limit
     vocab: int | None  # rows of the vocabulary; None: the config does not say
-    heads: int  # 0: the config does not say
+    heads: int  # heads of queries; 0: the config does not say
     kv_heads: int  # heads of keys and values; as many as `heads` if the config does not say
     head_dim: int
     experts: int  # experts in a layer; 1: the model has no choice of experts

@@ -130,7 +130,7 @@ class Pages:
             self.values.append(allocate_zeros(shape, value))
         at = places.flatten()
         for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
-            # Under mixed precision a norm with float32 weights makes the keys float32.
+            # In mixed precision, a norm with float32 weights makes keys float32, so convert them.
             own = new.to(kept.dtype).transpose(0, 1).flatten(1, 2)
             kept.flatten(1, 2).index_copy_(1, at, own)
 

@@ -20,7 +20,7 @@ from rlkit.engines.cached.products import Derive, Projection, find_plain_part, m
 from rlkit.models.fused import find_head_norms, is_standard
 from rlkit.models.head import Float32Head, Head
 
-# queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
+# (queries [R, Hq, m, D], keys and values [R, Hk, m, D], number of the layer) → [R, m, Hq, D]
 Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
 
     module: Any
     project: Projection  # from normalised tokens to queries, keys and values, side by side
-    out: Projection  # from attention to the residual stream
+    out: Projection  # from attention's output to the residual stream
     gates: Projection  # from normalised tokens to gate and up, side by side
     down: Projection  # from the gated MLP activations to the residual stream
     scale: Tensor | None  # [Hq + Hk, D], weights of the norms of queries and keys

@@ -62,7 +62,7 @@ class Graphs:
         """Drop all graphs. Call it when their buffers or weights have moved."""
         self.started = set()
         self.replays = {}
-        self.pool = None  # the allocator frees a pool with its last graph
+        self.pool = None  # the allocator frees a pool when its last graph is freed
 
     def __call__(self, shape: Shape, step: Callable[[], None]) -> None:
         """Run a step of this shape, as a graph if possible."""

@@ -27,14 +27,15 @@ from rlkit.types import Policy
 class Seen(NamedTuple):
     """Describe the places where a pass writes its new tokens, and the tokens each row attends to.
 
-    places: [R, m], the places for the keys and values of the new tokens (`Pages.places`).
-    table: [R, n], the pages to read. None for a pass over whole contexts: then each context attends
-    only to itself.
-    mask: [R, 1, m, n · page], True if a token sees a position.
-    lengths: [R] int32, the number of positions each row sees. Used instead of a mask if the pages
-    are read in place.
-    parts: ranges of rows of similar length, each with its own number of positions to read. Empty:
-    all rows read all pages.
+    Attributes:
+      places: [R, m], the places for the keys and values of the new tokens (`Pages.places`).
+      table: [R, n], the pages to read. None for a pass over whole contexts: then each context
+        attends only to itself.
+      mask: [R, 1, m, n · page], True if a token sees a position.
+      lengths: [R] int32, the number of positions each row sees. Used instead of a mask if the pages
+        are read in place.
+      parts: ranges of rows of similar length, each with its own number of positions to read. Empty:
+        all rows read all pages.
     """
 
     places: Tensor

@@ -33,7 +33,7 @@ class Saved(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     forced: tuple[bool, ...]
-    budget: tuple[bool, int, int, str] | None  # inside, used, written, tail
+    budget: tuple[bool, int, int, str] | None  # as `ThinkingBudget.save` returns it
 
 
 class Sampler:

@@ -38,7 +38,7 @@ MOST_READ = 1 << 14  # the most tokens read in one pass, padding included
 READ_AT = 32
 WAIT = 4
 QUARTERS = 4  # a captured step is cut into this many parts
-SLOTS = 8  # the numbers of slots of captured steps are multiples of this
+SLOTS = 8  # the number of slots in a captured step is a multiple of this, or all slots
 SAMPLERS = 8  # the most samplers kept, one for each kind of sampling parameters
 
 

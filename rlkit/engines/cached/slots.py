@@ -26,24 +26,25 @@ from rlkit.types import agreement
 # costs the host less than giving single pages.
 AHEAD = 4
 PLENTY = 2 * AHEAD
-FOREVER = 1 << 60  # steps
+FOREVER = 1 << 60  # a number of steps that no run reaches
 
 
 @dataclass(eq=False)
 class Row:
     """Hold a running completion, or an episode between two of its completions.
 
-    key: the key of the episode.
-    prompt: the tokens before the completion.
-    seed: the seed of the completion.
-    need: upper bound of the tokens in prompt and completion together.
-    known: the number of leading tokens with keys and values in the pages.
-    pages: the numbers of the row's pages, in the order of the tokens.
-    saved: the part of the completion drawn before the row was cut, that is, before it lost its slot
-    and pages; None if it was not cut.
-    tokens: used only between two completions: the tokens with keys and values in the pages.
-    slot: the row's slot; -1 if it has none.
-    reads: True if the model must still read a part of the context.
+    Attributes:
+      key: the key of the episode.
+      prompt: the tokens before the completion.
+      seed: the seed of the completion.
+      need: upper bound of the tokens in prompt and completion together.
+      known: the number of leading tokens with keys and values in the pages.
+      pages: the numbers of the row's pages, in the order of the tokens.
+      saved: the part of the completion drawn before the row was cut, that is, before it lost its
+        slot and pages; None if it was not cut.
+      tokens: used only between two completions: the tokens with keys and values in the pages.
+      slot: the row's slot; -1 if it has none.
+      reads: True if the model must still read a part of the context.
     """
 
     key: int
@@ -75,12 +76,13 @@ class Slots:
     The slots in use are the first ones. A None among the rows is a free slot between them (a hole);
     `fill` closes holes.
 
-    clock: the number of decoding steps for which pages were given out.
-    start: for each slot, the clock when it began to draw, minus the number of tokens it held then.
-    So clock - start is the most tokens it can hold now.
-    most: for each slot, an upper bound of its tokens; 0 if it does not draw.
-    room: for each slot, the number of tokens its pages can hold; 0 if it does not draw.
-    safe: no slot needs another page while the clock is at most this number.
+    Attributes:
+      clock: the number of decoding steps for which pages were given out.
+      start: for each slot, the clock when it began to draw, minus the number of tokens it held
+        then. So clock - start is the most tokens it can hold now.
+      most: for each slot, an upper bound of its tokens; 0 if it does not draw.
+      room: for each slot, the number of tokens its pages can hold; 0 if it does not draw.
+      safe: no slot needs another page while the clock is at most this number.
     """
 
     def __init__(self, pages: Pages):
@@ -96,8 +98,8 @@ class Slots:
         self.start, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
         self.clock = 0
         self.safe = -1
-        self.oldest = 0  # lowest `start` at the last `extend`
-        self.furthest = 1  # highest `most` at the last `extend`
+        self.oldest = 0  # lowest value of `start` at the last call of `extend`
+        self.furthest = 1  # highest value of `most` at the last call of `extend`
 
     @property
     def reach(self) -> np.ndarray:

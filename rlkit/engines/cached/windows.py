@@ -32,7 +32,7 @@ class Windowed(Scheduler):
         within = policy._replace(context_length=window)
         super().__init__(within, causal, max_rows=max_rows, **settings)
         self.longer = Transformers(max_rows=max_rows).make_decoder(policy)
-        self.attention = causal.config._attn_implementation  # the model's own
+        self.attention = causal.config._attn_implementation  # the model's own implementation
 
     @property
     def idle(self) -> bool:

@@ -78,7 +78,7 @@ def prompt_tokens(x: Experiment) -> int | None:
 
     if x.model.path is None:
         return None
-    os.environ["HF_DATASETS_OFFLINE"] = "1"  # nothing is fetched for an estimate
+    os.environ["HF_DATASETS_OFFLINE"] = "1"  # an estimate must not download a data set
     try:
         renderer = make_renderer(pretrained_tokenizer(x.model.path, local_files_only=True))
         openings = [

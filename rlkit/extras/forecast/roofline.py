@@ -49,7 +49,7 @@ class Card(NamedTuple):
     """A device. Its rates are reached by real programs; they are not those of the data sheet."""
 
     name: str
-    memory: float  # bytes
+    memory: float  # bytes of memory
     bandwidth: float  # bytes per second
     # 2 × multiply-adds per second in training and prefill, in bfloat16 or, on a CPU, in float32
     flops: float
@@ -113,7 +113,7 @@ CARDS = {
         0.4,
         "data sheet, 2023; the 242 TFLOP/s there are of sparse matrices",
     ),
-    # One thread; experiments/benchmarks/roofline.py measures these numbers on any machine.
+    # Rates of one thread. experiments/benchmarks/roofline.py measures these numbers on any machine.
     "cpu": Card(
         "one thread of an AMD EPYC",
         25e9,
@@ -326,7 +326,7 @@ def compute_memory(card: Card, shape: Shape, load: Load) -> tuple[dict[str, floa
     keys = shape.head_dim * shape.kv_heads
     kept = (
         6 * shape.hidden + 5 * queries + 6 * keys + 4 * shape.mlp * shape.active
-    ) * size + 8 * shape.hidden  # norms in float32
+    ) * size + 8 * shape.hidden  # the last term: norms in float32
     layers = (
         shape.layers * shape.hidden * size + kept if load.checkpointing else shape.layers * kept
     )

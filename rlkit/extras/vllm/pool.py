@@ -146,7 +146,7 @@ class ServerPool:
                 return reply._replace(versions=((0, version),))
 
     def release(self, key: int) -> None:
-        return  # nothing is kept here
+        return  # the pool keeps nothing for an episode
 
     def forget(self) -> None:
         """Forget the weights of the servers: another process may have pushed other weights
