@@ -26,8 +26,8 @@ RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4
 
 
 def command(arguments: Arguments) -> Answer:
-    """Print the time and memory of a run. With check.device it forecasts them for another card;
-    without it, it runs a small step here and measures.
+    """Print the time and memory that a run takes: forecast for another card if check.device names
+    one, else measured on this machine with a small step.
 
     check.device=CARD  without a step, from the numbers of this card
     KEY=VALUE          the overrides of the run; GROUP=OPTION an option
