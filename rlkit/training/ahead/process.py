@@ -78,9 +78,8 @@ class SamplingProcess:
             engine.lent = self.idle
             self.journal = Journal(folder / "journal", tasks, x.seed) if folder else None
         self.requests: dict[int, Request] = {}  # step → its request, until the answer arrives
-        self.here: dict[
-            int, Answer
-        ] = {}  # step → its answer, kept because a checkpoint may need it
+        # step → its answer, kept because a checkpoint may need it
+        self.here: dict[int, Answer] = {}
         self.failure: BaseException | None = None  # the reason why no more answers come, if any
         self.slots: WeightSlots | None = None
         self.weights = ""  # fingerprint of the published weights, for the journal
@@ -214,7 +213,8 @@ class SamplingProcess:
         return self.slots
 
     def send(self, message: Any) -> None:
-        """Send a message to the sampling process. Raise EngineError if this process is gone."""
+        """Send a message to the sampling process. Raise EngineError if the sampling process is
+        gone."""
         # `Connection.send` would pass tensors through shared memory, and then both sides need the
         # same authentication key
         data = pickle.dumps(message)
