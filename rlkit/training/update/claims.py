@@ -98,8 +98,8 @@ class Claims:
 
     def __init__(self) -> None:
         self.kept: dict[int, list[Tensor]] = {}  # version → weights, on the CPU
-        # digits that prove the claimed version, and digits that prove another version; nan until two
-        # versions have been compared
+        # Digits that prove the claimed version, and digits that prove another version. Both are nan
+        # until two versions have been compared.
         self.right = NAN
         self.wrong = NAN
 

@@ -15,8 +15,8 @@ def has_signal(u: Update, batch: Weighted) -> bool:
     The gradient is 0 for a batch without a trained token. It is also 0 if none of these terms has a
     gradient:
 
-    policy loss     it has none if every advantage is 0 and the loss declares by `@vanishes` that its
-                    gradient is then 0
+    policy loss     it has none if every advantage is 0 and the loss declares by `@vanishes` that
+                    its gradient is then 0
     KL in the loss  it has none if the reference is the policy (`references.is_policy`) and the
                     estimator declares by `@vanishes` that its gradient is then 0
     entropy bonus   it has none if its coefficient is 0
