@@ -40,8 +40,8 @@ MARGIN = 1.2  # warn above MARGIN · the difference between the model's own two 
 TYPICAL = 0.05
 FEW = 64  # with this many tokens the mean is accurate to about one eighth of its value
 # The unit roundoff of bfloat16. A difference between two paths counts as at least this. Logits
-# from 8 to 16 are rounded to multiples of 1/16. So the mean reaches this value if one token in 16 is
-# rounded up in one path and down in the other.
+# from 8 to 16 are rounded to multiples of 1/16. So the mean reaches this value if one token in 16
+# is rounded up in one path and down in the other.
 ROUNDOFF = 2**-8
 FORWARD_ROWS = 4  # number of rows that the model's own forward reads for the comparison
 FORWARD_TOKENS = 32  # tokens of each of these rows that are read one by one
