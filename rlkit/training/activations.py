@@ -64,7 +64,7 @@ class Needs(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The decision for gradient_checkpointing=auto, and the figures behind it."""
+    """The decision for model.gradient_checkpointing=auto, and the figures behind it."""
 
     recompute: bool
     needs: Needs
@@ -128,13 +128,13 @@ def fit_activations(model: nn.Module) -> tuple[float, float, float]:
     device = next(model.parameters()).device
     kernels = choose_kernels(device)._replace(
         steps=False
-    )  # a single row would be padded to thousands
+    )  # otherwise a single row would be padded to thousands of tokens
     small, middle, large = (
         saved_bytes(partial(_read_row, model, length, device, kernels), apart)
         for length in (n, 2 * n, 4 * n)
     )
     c = ((large - middle) / (2 * n) - (middle - small) / n) / (3 * n)
-    if c < 0:  # rounding to whole blocks
+    if c < 0:  # an effect of rounding memory to whole blocks
         c = 0.0
     b = (large - middle) / (2 * n) - 6 * n * c
     a = large - 4 * n * b - 16 * n * n * c
@@ -253,7 +253,7 @@ def _count_held_bytes(
         weights += 2 * sum(p.numel() for p in model.parameters())  # the copy for decoding
     alone = device.type == "cuda" and torch.cuda.device_count() > 1
     if x.asynchrony.mode == "overlap" and not alone:
-        weights += base  # of the sampling process
+        weights += base  # the weights of the sampling process
     return weights, training
 
 

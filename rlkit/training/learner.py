@@ -45,9 +45,9 @@ class Learner:
                 )
                 metrics = learner.step(sampled, trained)
 
-    This loop gives the weights of `rlkit train`, bit for bit. The rollouts may come from anywhere,
-    but they must be scored. They may come from `rlkit.collect` and `rlkit.score`, or from an engine
-    that runs ahead.
+    This gives the weights of `rlkit train`, bit for bit. The rollouts may come from anywhere, but
+    they must be scored. Two sources are `rlkit.collect` with `rlkit.score`, and an engine that runs
+    ahead.
 
     The learner's state is explicit: the weights and the optimizers, `rl_step`, `progress` (phase
     and controllers), `moments` (of the rewards), `kept` (references and teachers) and `micro`

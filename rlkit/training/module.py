@@ -97,7 +97,7 @@ class RLModule(L.LightningModule):
         self.policy = policy
         self.tasks = tasks
         self.source = source
-        # attributes, so that Lightning moves and saves them
+        # models are attributes of the module, so that Lightning moves and saves them
         self.model = policy.model
         self.critic = self.learner.critic
         self.constants: dict[str, float] = {}
@@ -203,7 +203,7 @@ class RLModule(L.LightningModule):
             and ranks.size() > 1
             and not find_sharded_modules(self.model)
         ):
-            self.learner.optimizers.made.clear()  # they hold the whole weights
+            self.learner.optimizers.made.clear()  # these optimizers hold the unsharded weights
             mixed = precision(self.experiment, self.device) == "bf16-mixed"
             self.learner.kept.shard(self.device_mesh["data_parallel"], mixed=mixed)  # type: ignore[index]
 

@@ -236,7 +236,7 @@ class Moving(NamedTuple):
     buffers: Mapping[str, Tensor]  # always copies of the policy's buffers
     # the copied model with these tensors; None under LoRA, because the policy holds both adapters
     model: nn.Module | None
-    kl: float = 0.0  # nats since the last copy (on_kl)
+    kl: float = 0.0  # on_kl: sum of the steps' KL since the last copy, in nats per token
 
 
 def shard_state(

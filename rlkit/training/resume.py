@@ -56,7 +56,7 @@ def go_on_as_before(
     said = []
     threads = state["threads"] or torch.get_num_threads()
     if x.trainer.threads is None and threads != torch.get_num_threads():
-        torch.set_num_threads(threads)  # the same sums in the same order
+        torch.set_num_threads(threads)  # so that sums are added in the same order
         said.append(f"computes with {threads} thread(s), as the run did so far")
     # activations first, because the update kernel depends on them
     recompute = state["gradient_checkpointing"]

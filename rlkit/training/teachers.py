@@ -35,7 +35,7 @@ class Teacher(NamedTuple):
 
 
 def no_teacher() -> Teacher:
-    """No teacher."""
+    """No teacher: the teacher stream is not used."""
     return Teacher()
 
 

@@ -101,7 +101,7 @@ class Watchdog(L.Callback):
         self.module: Any = None
 
     def place(self) -> str:
-        """ "step 7 hangs in generate"; "" between steps."""
+        """Return, for example, "step 7 hangs in generate". Between steps return ""."""
         if self.module is None:
             return ""
         part = self.module.clock.current or "between generate, reward and update"

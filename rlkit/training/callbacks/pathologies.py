@@ -27,7 +27,7 @@ def with_least_bad(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
     least = 1.0
     for row in rows:
         bad = row.get("group/frac_all_bad")
-        least = least if bad is None else min(least, bad)  # not nan
+        least = least if bad is None else min(least, bad)  # ignores nan
         yield {**row, LEAST_BAD: least}
 
 
@@ -153,7 +153,7 @@ def reward_failures(row: Row) -> str | None:
 def ratio_off(row: Row) -> str | None:
     """Report that the ratio of the first minibatch is not 1, although this minibatch is
     on-policy."""
-    ratio = row["ratio/first_mean"]  # nan is not compared
+    ratio = row["ratio/first_mean"]  # nan reports nothing
     return (
         f"the ratio of the first minibatch is {ratio:.3f}, not 1: the log-probs in the update"
         " differ from those of the pass before it"
@@ -265,7 +265,7 @@ def waits_for_cores(row: Row) -> str | None:
     """
     took = row["perf/update_s"]
     worked = row["perf/update_processor_s"]
-    if not (took >= 2 * worked and took - worked >= 1):  # nan: it was not measured
+    if not (took >= 2 * worked and took - worked >= 1):  # also if a time is nan, not measured
         return None
     return (
         f"the update took {took:.1f} s, and the processor worked only {worked:.1f} s of them: other"

@@ -58,7 +58,8 @@ class StopOnSignal(L.Callback):
             " second signal ends it now"
         )
         with suppress(OSError):  # after SIGHUP there may be no terminal
-            os.write(2, f"\n{line}\n".encode())  # a handler may interrupt a `print`
+            # no `print`, because the signal may have interrupted a `print`
+            os.write(2, f"\n{line}\n".encode())
         if drop:
             raise Interrupted(signum)
 

@@ -100,7 +100,7 @@ def prepare_drift(
       before the updates. If the step has a single update, the log-probs of its own rollouts are
       added after this update (`add_terms`).
     """
-    if u.x.algorithm.episodes is not None:  # the policy has not sampled them
+    if u.x.algorithm.episodes is not None:  # the policy has not sampled the episodes
         return None, start
     own = select_few(batch, batch.logprobs_old)
     if not updates_once(u, batch):

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class OutOfMemory(RLKitError, MemoryError):
-    """Memory ran out, and a smaller micro-batch does not help. The message names the key to
+    """Raised if memory runs out and smaller micro-batches do not help. The message names the key to
     lower."""
 
 
