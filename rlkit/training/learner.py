@@ -247,8 +247,8 @@ class Learner:
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the value of `save`. Call it before loading the weights, because references that
-        began with the run are made from the weights of model.path."""
+        """Restore the state that `save` returned. Call this before loading the weights, because
+        references that began with the run are made from the weights of model.path."""
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1
         self.moments, self.updates = Moments(*state["moments"]), dict(state["updates"])

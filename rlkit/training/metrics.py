@@ -380,7 +380,7 @@ def _owners(batch: Weighted, terms: UpdateTerms) -> Tensor | None:
 
 
 def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, float]:
-    """Return mismatch/* of some tokens [M], at least one."""
+    """Compute the metrics mismatch/* on some tokens [M], at least one."""
     mask = torch.ones_like(old, dtype=torch.bool)
     gap = (old - sampler).abs()
     ratio = (old - sampler).clamp(-20, 20).exp()

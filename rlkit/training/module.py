@@ -62,12 +62,14 @@ def _forward_to_learner(name: str) -> Any:
 class RLModule(L.LightningModule):
     """A Lightning module that takes one RL step in each training_step.
 
-    It owns four things: the groups in flight with the position in the prompts (`flight`), the
-    groups to learn from again (`kept`), the random generators, and the length of the run.
+    It owns the groups in flight and the position in the prompts (both in `flight`), and the groups
+    to learn from again (`kept`). It also owns the random generators and the length of the run.
     Everything else belongs to the learner. `source` samples the groups
-    (`rlkit.training.ahead.modes.group_source`). After each step `metrics` holds the row to log,
-    `rollouts` the scored episodes, and `trained` the rollouts in `batch`. `mismatch_bound` is
-    `Agreement.bound` of the check before the first step. In half precision every row contains it.
+    (`rlkit.training.ahead.modes.group_source`).
+
+    After each step `metrics` holds the row to log, `rollouts` the scored episodes, and `trained`
+    the rollouts in `batch`. `mismatch_bound` is `Agreement.bound` of the check before the first
+    step. In half precision every row contains it.
     """
 
     rl_step, x, experiment, metrics, rollouts = map(
@@ -154,9 +156,9 @@ class RLModule(L.LightningModule):
     def log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         """Log a metric of your own: `module.log("mine/share", 0.5)` in any hook of a callback.
 
-        The step's row in metrics.jsonl, in metrics.csv and in every logger gets the mean of all
-        values logged under this name since the last row, over all ranks. Lightning's other
-        arguments have no effect.
+        All values logged under this name since the last row are averaged, over all ranks. The mean
+        goes into the step's row in metrics.jsonl, in metrics.csv and in every logger. Lightning's
+        other arguments have no effect.
 
         Raises: PartError if the value is no single number.
         """

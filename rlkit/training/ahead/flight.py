@@ -87,8 +87,8 @@ def compute_version(step: int, staleness: int) -> int:
 
 
 def list_due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
-    """List the steps to request now. They come after the last step in flight, and the weights of
-    version `now` may sample their groups."""
+    """List the steps to request now. They come after the last step in flight, and their groups may
+    be sampled by the weights of version `now`."""
     first = flight.ahead[-1].step + 1 if flight.ahead else now
     steps = range(first, max(x.trainer.steps, now + 1))
     return [*takewhile(lambda step: compute_version(step, x.asynchrony.staleness) <= now, steps)]

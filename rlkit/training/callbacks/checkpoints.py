@@ -382,9 +382,9 @@ def set_foreign_aside(run: Path, identity: str) -> None:
 def supersede(folder: Path, step: int) -> None:
     """Rename the checkpoints after `step`, because the run continues from `step`.
 
-    If they kept their names and the run were killed, the next resume would take them for the newest
-    checkpoints, although the run has replaced the rows up to them. The next save deletes the intact
-    ones. Damaged ones are kept as evidence.
+    Suppose they kept their names and the run were killed. The next resume would then take them for
+    the newest checkpoints, although the run has replaced the rows up to them. The next save deletes
+    the intact ones. Damaged ones are kept as evidence.
     """
     for path in list_checkpoints(folder):
         if parse_step(path) <= step:

@@ -121,8 +121,8 @@ def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
     """Estimate the seconds that remain in a run: for its steps, and for its evaluations. Each step
     counts with the median of `taken`.
 
-    The median is used because some steps are unusual, such as one that compiles code or writes a
-    checkpoint to a slow disk. They say nothing about other steps.
+    The median is used because single steps may be unusually slow and say nothing about other steps.
+    Such a step compiles code, or writes a checkpoint to a slow disk.
 
     Args:
       steps: number of steps that remain.

@@ -263,7 +263,7 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
     """Return the progress after an RL step with these `metrics`.
 
     Controllers are updated. If the phase's end condition holds, the next phase begins. Controllers
-    of the new phase itself then start again, and shared controllers continue.
+    that the new phase defines start again. Controllers shared by both phases continue.
     """
     phase, x = _find_current(experiment, progress)
     now = find_controllers(x)

@@ -14,12 +14,12 @@ engine, claimed and other are log-probs. `there` counts the telling tokens neare
 `here` the telling tokens nearer to `claimed`.
 
 Suppose that the engine is honest and its rounding is symmetric. Then the mean rounding is at most
-twice the noise. So a telling token lies nearer to `other` with a probability of at most 1/8:
-Markov's inequality bounds the probability of a rounding this large by 1/4, and half of these
-roundings go towards `other`. 4 and 4/7 are then the likelihood ratios of 1/2 against 1/8. So n rows
-of an honest engine reach 6 digits with a probability of at most n · 1e-6. An engine with another
-version reaches 6 digits after 10 telling tokens if all of them lie nearer to the other version, or
-after 34 if half of them do. The same sum with `here` and `there` exchanged proves the claimed
+twice the noise. So a telling token lies nearer to `other` with a probability of at most 1/8.
+Markov's inequality gives this bound: the probability of a rounding this large is at most 1/4, and
+half of these roundings go towards `other`. 4 and 4/7 are then the likelihood ratios of 1/2 against
+1/8. So n rows of an honest engine reach 6 digits with a probability of at most n · 1e-6. An engine
+with another version reaches 6 digits after 10 telling tokens if all of them lie nearer to the other
+version. If only half of them do, it reaches 6 digits after 34 telling tokens. The same sum with `here` and `there` exchanged proves the claimed
 version. If neither version is proved, the two versions differ by less than the engine rounds.
 
 Source: Page 1954, "Continuous inspection schemes", applied to likelihood ratios.
