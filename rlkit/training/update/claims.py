@@ -19,8 +19,9 @@ Markov's inequality gives this bound: the probability of a rounding this large i
 half of these roundings go towards `other`. 4 and 4/7 are then the likelihood ratios of 1/2 against
 1/8. So n rows of an honest engine reach 6 digits with a probability of at most n · 1e-6. An engine
 with another version reaches 6 digits after 10 telling tokens if all of them lie nearer to the other
-version. If only half of them do, it reaches 6 digits after 34 telling tokens. The same sum with `here` and `there` exchanged proves the claimed
-version. If neither version is proved, the two versions differ by less than the engine rounds.
+version. If only half of them do, it reaches 6 digits after 34 telling tokens. The same sum with
+`here` and `there` exchanged proves the claimed version. If neither version is proved, the two
+versions differ by less than the engine rounds.
 
 Source: Page 1954, "Continuous inspection schemes", applied to likelihood ratios.
 """
