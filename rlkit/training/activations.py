@@ -1,8 +1,8 @@
 """Decide whether the updates of a run keep their activations or recompute them. This settles
 model.gradient_checkpointing=auto once, from a measurement on a few tokens.
 
-The measurement (`measure_activations`) and the rule (`fits`) are separate. A resumed run keeps the
-decision, even on a machine with more or less memory.
+One function measures (`measure_activations`), and another one decides (`fits`). A resumed run keeps
+the decision, even on a machine with more or less memory.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from rlkit.training.schedules import list_phases
 from rlkit.types import Policy, Task, bound
 
 AUTO = "auto"
-# The usable share of a device's total. The rest is for temporaries of one layer and for
-# gaps between blocks; assumed.
+# The usable share of a device's memory. The rest is for temporary tensors of one layer and for
+# gaps between blocks. The share is an assumption.
 USABLE = 0.9
-# Bytes of the libraries, or of CUDA with its kernels. Imports take 0.45 GiB on a CPU; the figure of
-# a GPU is assumed.
+# Bytes of the libraries, or of CUDA with its kernels. Imports take 0.45 GiB on a CPU; for a GPU the
+# figure is an assumption.
 LIBRARIES = 1 << 30
-# Bytes of one entry of a chunk of logits, with everything computed from it: six float32.
+# Bytes for one logit of a chunk, together with everything computed from it: six float32 numbers.
 LOGITS = 6 * 4
 # On a GPU, memory is counted for at most this many tokens of a micro-batch. The memory probe halves
-# larger micro-batches until they fit, which costs less than recomputing activations; assumed.
+# larger micro-batches until they fit. We assume that this costs less than recomputing activations.
 MOST_COUNTED = 4096
-MEASURED = 128  # tokens of the longest measured row
+MEASURED = 128  # tokens of the longest row in the measurement
 
 
 class Needs(NamedTuple):
-    """Bytes on one device during an update that keeps its activations."""
+    """The memory in bytes that an update needs on one device if it keeps its activations."""
 
     weights: int  # of policy, critic, references and the copy for decoding
-    training: int  # gradients, and two moments per trained parameter
+    training: int  # of gradients, and of two moments per trained parameter
     activations: int  # of one micro-batch
-    logits: int  # of one chunk
+    logits: int  # of one chunk of logits
 
     @property
     def update(self) -> int:
@@ -64,18 +64,18 @@ class Needs(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The decision for gradient_checkpointing=auto, and the figures behind it."""
+    """The decision for model.gradient_checkpointing=auto, and the figures behind it."""
 
     recompute: bool
     needs: Needs
     cache: int  # bytes of the engine's keys and values
-    tokens: int  # of the micro-batch
-    total: int  # bytes of the device, or this process's share
+    tokens: int  # number of tokens in the micro-batch
+    total: int  # bytes of the device's memory, or this process's share of it
 
 
 def fits(needs: Needs, cache: int, total: int) -> bool:
-    """Whether an update with activations kept fits, in bytes:
-    needs + cache + LIBRARIES ≤ USABLE · total."""
+    """Return whether an update that keeps its activations fits into memory, in bytes: needs + cache
+    + LIBRARIES ≤ USABLE · total."""
     return needs.update + cache + LIBRARIES <= USABLE * total
 
 
@@ -83,13 +83,18 @@ def fits(needs: Needs, cache: int, total: int) -> bool:
 
 
 def saved_bytes(run: Callable[[], Any], apart: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd keeps for the backward pass of `run`'s result, each storage once. The
-    storages of the tensors `apart`, for example weights, do not count."""
+    """Count the bytes that autograd keeps for the backward pass of `run`'s result. Tensors that
+    share memory count once.
+
+    Args:
+      run: a function with the forward pass.
+      apart: tensors whose memory does not count, for example weights.
+    """
     storages: dict[int, Any] = {}
 
     def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage  # held, so its address is not used again
+        storages[storage.data_ptr()] = storage  # kept alive, so that its address is not reused
 
     with torch.enable_grad(), saved_tensors_hooks(note, _no_backward):
         given = run()
@@ -104,18 +109,18 @@ def _no_backward(_: Any) -> Tensor:
 
 
 def measure_activations(model: nn.Module, rows: int, width: int) -> int:
-    """Bytes kept by a trunk for the backward pass of `rows` packed rows of `width` tokens:
-    a + rows · (b·width + c·width²), see `fit_activations`."""
+    """Measure the bytes that a model's trunk keeps for the backward pass of `rows` packed rows of
+    `width` tokens: a + rows · (b·width + c·width²), see `fit_activations`."""
     a, b, c = fit_activations(model)
     return int(a + rows * (b * width + c * width * width))
 
 
 def fit_activations(model: nn.Module) -> tuple[float, float, float]:
-    """Coefficients of a + b·L + c·L², the bytes kept by a trunk for the backward pass of a row
-    of L tokens.
+    """Fit the coefficients of a + b·L + c·L², the bytes that a model's trunk keeps for the backward
+    pass of a row of L tokens.
 
-    The trunk reads three rows, of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 is for the weights cast
-    by autocast; c is 0 unless attention writes out its scores.
+    The trunk reads three rows, of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 counts the weights that
+    autocast converts. `c` is 0 unless attention stores its scores.
     """
     context = read_model_shape(base_model(model).config).context or MEASURED
     n = max(2, min(MEASURED, context) // 4)
@@ -123,13 +128,13 @@ def fit_activations(model: nn.Module) -> tuple[float, float, float]:
     device = next(model.parameters()).device
     kernels = choose_kernels(device)._replace(
         steps=False
-    )  # a single row would be padded to thousands
+    )  # otherwise a single row would be padded to thousands of tokens
     small, middle, large = (
         saved_bytes(partial(_read_row, model, length, device, kernels), apart)
         for length in (n, 2 * n, 4 * n)
     )
     c = ((large - middle) / (2 * n) - (middle - small) / n) / (3 * n)
-    if c < 0:  # rounding to whole blocks
+    if c < 0:  # an effect of rounding memory to whole blocks
         c = 0.0
     b = (large - middle) / (2 * n) - 6 * n * c
     a = large - 4 * n * b - 16 * n * n * c
@@ -137,7 +142,8 @@ def fit_activations(model: nn.Module) -> tuple[float, float, float]:
 
 
 def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any) -> Tensor:
-    """Hidden states of one row of `length` tokens; all but the first count as sampled."""
+    """Compute hidden states of one row of `length` tokens. All tokens but the first count as
+    sampled."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     ids = torch.arange(length + 1, device=device)[None] % embedding.num_embeddings
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -146,14 +152,16 @@ def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any)
 
 
 class Lengths(NamedTuple):
-    """Tokens of the shortest prompt among the first tasks, and of the longest context."""
+    """The shortest prompt among the first tasks, and the longest possible context, both in
+    tokens."""
 
     prompt: int
     width: int
 
 
 def longest_lengths(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> Lengths:
-    """How long the first tasks, the environment and the model let a rollout become."""
+    """Return the shortest prompt and the longest possible rollout. The first 16 tasks, the
+    environment and the model's context limit the rollout."""
     turns = [(find_environment(x.environment, task), task) for task in tasks[:16]]
     openings = [read_opening(task, environment) for environment, task in turns]
     prompts = [len(encode_prompt(policy.renderer, own.prompt, own.schemas)) for own in openings]
@@ -167,12 +175,13 @@ def longest_lengths(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> Len
 
 
 def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.device) -> Decision:
-    """Measure the needs of the run's updates on a device, and decide.
+    """Measure the memory that the run's updates need on a device, and decide whether to recompute
+    activations.
 
-    The micro-batch has trainer.micro_batch_tokens tokens, or all rollouts of an update at their
-    longest if this is less. On one GPU at most MOST_COUNTED tokens are counted, because the memory
-    probe halves larger micro-batches before the first step. Scheduled numbers count with
-    their first value.
+    The micro-batch has trainer.micro_batch_tokens tokens. It is smaller if all rollouts of an
+    update, at their longest, have fewer tokens. On one GPU at most MOST_COUNTED tokens are counted,
+    because the memory probe halves larger micro-batches before the first step. A scheduled number
+    counts with its first value.
     """
     with rng.keep_generators(), autocast(x, device, updates=True):
         width = max(
@@ -192,7 +201,7 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
 
 
 def _rows(x: Experiment, width: int, device: torch.device) -> int:
-    """How many rollouts of `width` tokens the micro-batch has that must fit into memory."""
+    """Return how many rollouts of `width` tokens a micro-batch must be able to hold in memory."""
     tokens = x.trainer.micro_batch_tokens
     if device.type == "cuda" and ranks.size() == 1:
         tokens = min(tokens, MOST_COUNTED)
@@ -201,7 +210,8 @@ def _rows(x: Experiment, width: int, device: torch.device) -> int:
 
 
 def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
-    """A separate critic like the run's, only for the measurement; None if the run has none."""
+    """Make a separate critic like the run's, only for the measurement. Return None if the run has
+    no separate critic."""
     critics = [phase.algorithm.critic for phase in list_phases(x).values()]
     if any(critic.active and critic.model == "separate" for critic in critics):
         made = make_critic(model, model="separate")
@@ -213,7 +223,8 @@ def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
 def _count_held_bytes(
     x: Experiment, model: nn.Module, critic: nn.Module | None, device: torch.device
 ) -> tuple[int, int]:
-    """Bytes of weights, and of gradients with two moments in float32, on this device.
+    """Count the bytes on this device of the weights, and of the gradients with two moments in
+    float32.
 
     A reference or a teacher loaded from a path counts as one copy of the policy's base.
     """
@@ -242,7 +253,7 @@ def _count_held_bytes(
         weights += 2 * sum(p.numel() for p in model.parameters())  # the copy for decoding
     alone = device.type == "cuda" and torch.cuda.device_count() > 1
     if x.asynchrony.mode == "overlap" and not alone:
-        weights += base  # of the sampling process
+        weights += base  # the weights of the sampling process
     return weights, training
 
 
@@ -254,9 +265,9 @@ def _cache(
     total: int,
     device: torch.device,
 ) -> int:
-    """Bytes that the engine's cache holds during an update. On a CPU the cache holds at most
-    max_rows rows at their longest, because untouched pages take no memory. Other engines hold
-    none."""
+    """Return the bytes that the engine's cache holds during an update. On a CPU the cache takes
+    memory for at most max_rows rows at their longest, because untouched pages take no memory.
+    Engines other than `Cached` hold no cache."""
     engine = x.generation.engine
     if not isinstance(engine, Cached) or not engine.keep_cache:
         return 0
@@ -269,13 +280,13 @@ def _cache(
 def settle_activations(
     x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.device
 ) -> str:
-    """Settle model.gradient_checkpointing=auto for the whole run, the same way on all ranks.
+    """Settle model.gradient_checkpointing=auto for the whole run, in the same way on all ranks.
+    Change the policy's setting, and return a line about it. The line is empty if the config names a
+    value.
 
-    Changes the policy and returns a line about it; empty if the config names a value.
-
-    Call it before the kernels are settled and before a critic is made: both take over the policy's
-    setting. With model.kernel=fused activations are always kept, and the line says so if they do
-    not fit.
+    Call this before the kernels are settled and before a critic is made, because both take over the
+    policy's setting. With model.kernel=fused activations are always kept, and the line says so if
+    they do not fit.
     """
     if x.model.gradient_checkpointing != AUTO:
         return ""
@@ -288,8 +299,12 @@ def settle_activations(
 
 
 def activations_line(decision: Decision, *, fused: bool = False) -> str:
-    """`activations: kept (one micro-batch of 9,600 tokens takes 0.41 GiB; everything together …)`.
-    `fused`: model.kernel=fused keeps them, whatever the decision."""
+    """Return a line such as `activations: kept (one micro-batch of 9,600 tokens takes 0.41 GiB;
+    everything together …)`.
+
+    Args:
+      fused: whether model.kernel=fused keeps the activations, whatever the decision.
+    """
     gib = 2**30
     together = decision.needs.update + decision.cache + LIBRARIES
     figures = (
@@ -311,7 +326,7 @@ def keep_activations(
     x: Experiment, model: nn.Module, critic: nn.Module | None, recompute: bool
 ) -> str:
     """Keep the decision of a checkpoint if the config says auto, also in a separate critic. Return
-    a sentence if this machine would have decided otherwise."""
+    a sentence if this machine would have decided otherwise, and an empty string if not."""
     if x.model.gradient_checkpointing != AUTO or is_checkpointed(model) == recompute:
         return ""
     checkpoint_activations(model, recompute)

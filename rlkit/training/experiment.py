@@ -1,4 +1,4 @@
-"""A whole experiment as plain data, made from a config or built by hand in a notebook."""
+"""An experiment as plain data. It is made from a config, or built by hand in a notebook."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rlkit.types import (
 
 @ranges(prompts=(1, None), group_size=(1, None))
 class BatchSize(NamedTuple):
-    """prompts × group_size rollouts make one RL step."""
+    """The size of an RL step: prompts × group_size rollouts."""
 
     prompts: int
     group_size: int
@@ -44,7 +44,7 @@ class BatchSize(NamedTuple):
 
 @ranges(temperature=(0, None), max_new_tokens=(1, None), admission_rounds=(1, None))
 class Sampling(NamedTuple):
-    """How replies are sampled. Training samples from the full distribution: it refuses a `top_p`
+    """How replies are sampled. Training samples from the full distribution, so it refuses a `top_p`
     below 1 and a `top_k` above 0."""
 
     engine: Engine
@@ -53,16 +53,16 @@ class Sampling(NamedTuple):
     max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
-    # when an episode decodes again after an outside answer (SamplingParams)
+    # when an episode continues to decode after an answer from outside (SamplingParams)
     admission: Literal["rounds", "barrier", "free"] = "rounds"
     admission_rounds: int = 16
-    # `kernel` and `cache` of the cached engine (`Cached`), with the same choices
+    # `kernel` and `cache` of the cached engine (`Cached`), with its choices
     kernel: Literal["auto", "eager", "fused"] = "auto"
     cache: Literal["gather", "varlen"] = "gather"
 
     @property
     def params(self) -> dict[str, Any]:
-        """The fields of SamplingParams: all except the engine, its kernel and its cache."""
+        """The fields of SamplingParams: all fields except the engine, its kernel and its cache."""
         own = self._asdict()
         return {name: own[name] for name in SamplingParams._fields}
 
@@ -79,21 +79,21 @@ class Sampling(NamedTuple):
     max_time=(0.001, None),
 )
 class Evaluation(NamedTuple):
-    """Evaluation with its own settings and verifier: on validation tasks during training, on test
+    """Settings and verifier of evaluations. Validation tasks are evaluated during training, test
     tasks before and after it."""
 
     reward: Reward
-    n: int = 256  # tasks of each of the two splits; 0 evaluates nothing
-    every: int = 0  # RL steps between evaluations of validation tasks; 0 plays none of them
+    n: int = 256  # number of tasks of each of the two splits; 0 evaluates nothing
+    every: int = 0  # RL steps between evaluations on validation tasks; 0: no such evaluation
     samples: int = 8  # sampled replies per task in `rlkit evaluate`, besides the greedy one
-    k: Sequence[int] = (1, 4, 8)  # of pass@k
+    k: Sequence[int] = (1, 4, 8)  # the values of k in pass@k
     temperature: float = 1.0  # of the sampled replies
     max_new_tokens: int | None = None  # None: as in training
     seed: int = 0  # of the sampled replies
-    # temperature of the one reply per task before, during and after training; 0 is greedy
+    # temperature of a run's own evaluations, with one reply per task; 0 is greedy
     curve_temperature: float = 0.0
-    stop_at: float | None = None  # training ends at this validation accuracy
-    max_time: float | None = None  # minutes of one evaluation; None: no limit
+    stop_at: float | None = None  # training ends when validation accuracy reaches this value
+    max_time: float | None = None  # the most minutes that one evaluation may take; None: no limit
 
 
 @ranges(
@@ -116,37 +116,37 @@ class TrainerSettings(NamedTuple):
     precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
     micro_batch_tokens: int = 16384
     max_grad_norm: float = 1.0
-    max_time: float | None = None  # minutes
+    max_time: float | None = None  # minutes of training; None: no limit
     threads: int | None = None  # of torch on the CPU; None: by the model's size and the cores
     strategy: Literal["single", "ddp", "fsdp"] = "single"
-    devices: int = 1  # processes of a node, each with a device of its own
+    devices: int = 1  # processes on each node; every process has a device of its own
     nodes: int = 1
-    timeout: float = 1800.0  # longest wait of a rank for the others, in seconds
-    max_step_time: float | None = 60.0  # minutes without progress; None: no limit
-    # the run stops after this many skipped updates in a row (loss or gradient not finite)
+    timeout: float = 1800.0  # the most seconds that a rank waits for the other ranks
+    max_step_time: float | None = 60.0  # the most minutes without progress; None: no limit
+    # the run stops after this many updates in a row whose loss or gradient was not finite
     max_nonfinite: int = 5
-    # whether a SLURM job asks to be queued again after a signal, once its state is saved
+    # whether a SLURM job is queued again after a signal has ended it and its state is saved
     requeue: bool = False
 
 
 @safe("device")
 @ranges(threads=(1, None))
 class SamplerProcess(NamedTuple):
-    """The device and threads of the second process of asynchrony=overlap. With as many threads as
-    the trainer it samples bit for bit as asynchrony=lag does."""
+    """The device and threads of the second process of asynchrony=overlap. If it has as many threads
+    as the trainer, it samples bit for bit the same as asynchrony=lag."""
 
     threads: int = 1  # of torch on the CPU
-    device: str = "auto"  # of torch; auto: as the trainer, or the second GPU if there are several
+    device: str = "auto"  # of torch; auto: the trainer's, or the second GPU if there are several
 
 
 @ranges(staleness=(0, None))
 class Asynchrony(NamedTuple):
     """How far sampling runs ahead of training.
 
-    none    every RL step samples with its own weights before training
+    none    every RL step first samples with the current weights and then trains
     lag     step s samples with the weights after step s - staleness, or with the first weights;
-            in one process, repeatable
-    overlap the same, bit for bit; a second process samples while this one updates
+            everything happens in one process and is repeatable
+    overlap the same as lag, bit for bit, but a second process samples while this process updates
     """
 
     mode: Literal["none", "lag", "overlap"] = "none"
@@ -156,26 +156,26 @@ class Asynchrony(NamedTuple):
 
 @ranges(groups=(0, None), staleness=(0, None))
 class Reuse(NamedTuple):
-    """Keeps groups with their versions, and learns from them again in place of groups with equal
-    rewards.
+    """Keep groups and learn from them again, in place of groups whose rewards are all equal.
 
-    Source: TRL's replay buffer for groups without variance (grpo_with_replay_buffer), here
-    with a bound on the staleness and the correction of algorithm/correction.
+    Source: TRL's replay buffer for groups without variance (grpo_with_replay_buffer). Here the
+      staleness is limited, and algorithm/correction corrects for it.
     """
 
-    groups: int = 0  # kept at most; 0 keeps none
-    # greatest age of a group's sampling weights, in RL steps; 0 uses no kept group
+    groups: int = 0  # the most groups to keep; 0 keeps none
+    # greatest age of a kept group's sampling weights, in RL steps; 0 uses no kept group
     staleness: int = 0
 
     @property
     def active(self) -> bool:
-        """Whether any group is ever used again."""
+        """Whether kept groups are ever used again."""
         return self.groups > 0 and self.staleness > 0
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How to load a policy, and what is known about it beforehand. None: not known."""
+    """A function that loads a policy, and the facts known before it is loaded. A value of None
+    means that the fact is not known."""
 
     load: Callable[..., Policy]  # (device=…) → policy
     path: str | None = None  # folder or hub id read by `load`
@@ -184,31 +184,32 @@ class ModelSpec:
     lora: LoRA | None = None
     interruption: str | None = None
     gradient_checkpointing: bool | Literal["auto"] | None = None
-    origin: str | None = None  # source of the weights of an already loaded policy
+    origin: str | None = None  # where the weights of an already loaded policy come from
     # suggested numbers for other config groups
     suggests: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, **settings: Any) -> Policy:
-        """The policy; its weights go to `device`."""
+        """Load the policy and return it. Its weights go to the device given as `device`."""
         return self.load(**settings)
 
     @property
     def rank(self) -> int:
-        """Rank of the adapters; 0 trains all weights."""
+        """The rank of the LoRA adapters; 0 if all weights are trained."""
         return self.lora.rank if self.lora else 0
 
     @property
     def hub(self) -> dict[str, Any]:
-        """The settings of a download, apart from the path."""
+        """The settings for a download from the hub, without the path."""
         return {"revision": self.revision, "trust_remote_code": bool(self.trust_remote_code)}
 
 
-# Keywords of a policy's loading function, read by other parts of a run too.
+# Keywords of a policy's loading function that other parts of a run read too.
 READ = ("path", "revision", "trust_remote_code", "lora", "interruption", "gradient_checkpointing")
 
 
 def model_spec(load: Callable[..., Policy], suggests: Mapping[str, Any] = {}) -> ModelSpec:
-    """The spec of a policy's loading function, from the keywords bound by a config."""
+    """Make the spec of a policy's loading function, from the keywords that a config has bound to
+    it."""
     if isinstance(load, ModelSpec):
         return replace(load, suggests=suggests)
     known = {name: bound(load).get(name) for name in READ}
@@ -217,18 +218,19 @@ def model_spec(load: Callable[..., Policy], suggests: Mapping[str, Any] = {}) ->
 
 @dataclass(frozen=True)
 class TaskSource:
-    """The source of a run's tasks, their order, and how often they are played."""
+    """A source of tasks: a function that loads them, the order of play, and the groups to learn
+    from again."""
 
-    # (split=train, validation or test) → its tasks; no problem is in two splits
+    # (split=train, validation or test) → the tasks of this split; no problem is in two splits
     load: Callable[..., Sequence[Task]]
     sampler: TaskSampler = UNIFORM  # chooses the next problem
     # chooses the groups to learn from again
     reuse: Reuse = Reuse()  # noqa: RUF009  (a NamedTuple: immutable)
 
     def __call__(self, *, split: Split, **settings: Any) -> Sequence[Task]:
-        """The tasks of a split; `settings`, for example max_samples, are `load`'s.
+        """Load the tasks of a split. `settings`, for example max_samples, are passed to `load`.
 
-        Raises: ConfigError, DataError if `load` gives anything else.
+        Raises: ConfigError, and DataError if `load` returns anything other than tasks.
         """
         return make_tasks(self.load(split=split, **settings), split)
 
@@ -236,7 +238,8 @@ class TaskSource:
 @safe("name", "task", "environment", "model")
 @ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))
 class RolloutRun(NamedTuple):
-    """Episodes without training: the config groups an episode needs, and how many to play."""
+    """A run that plays episodes without training: the config groups of an episode, and the number
+    of episodes."""
 
     name: str
     seed: int
@@ -248,7 +251,7 @@ class RolloutRun(NamedTuple):
     reward: Reward
     trainer: TrainerSettings
     num_return_sequences: int = 1
-    max_steps: int | None = None  # replies of an episode; None leaves the environment's own limit
+    max_steps: int | None = None  # most replies of an episode; None: the environment's own limit
     split: Split = "test"
     format: Literal["jsonl.gz", "jsonl"] = "jsonl.gz"  # of the file of rollouts
     sandbox: Sandbox = Sandbox()  # parts that run code refer to it (`${sandbox}`)
@@ -258,7 +261,7 @@ class RolloutRun(NamedTuple):
 @safe("model", "system_prompt")
 @ranges(max_turns=(1, None), max_calls=(1, None), max_chars=(1, None), timeout=(0.001, None))
 class AgentRun(NamedTuple):
-    """A question to answer with tools: the model that answers, and its limits."""
+    """A question to answer with tools: the model that answers it, and the limits of the answer."""
 
     tools: Sequence[str]  # names of shipped tools, or module.function
     model: ModelSpec
@@ -266,10 +269,10 @@ class AgentRun(NamedTuple):
     parse_calls: ToolParser
     trainer: TrainerSettings
     system_prompt: str | None = None
-    max_turns: int = 10  # replies
-    max_calls: int = 8  # answered in one reply
-    max_chars: int = 2000  # longest result of a call that the policy reads, in characters
-    timeout: float | None = 30.0  # seconds of a call; None: no limit
+    max_turns: int = 10  # the most replies
+    max_calls: int = 8  # the most tool calls answered in one reply
+    max_chars: int = 2000  # the most characters of a call's result that the policy reads
+    timeout: float | None = 30.0  # the most seconds of a call; None: no limit
     seed: int = 0
     sandbox: Sandbox = Sandbox()  # of the python tool
 
@@ -277,7 +280,7 @@ class AgentRun(NamedTuple):
 @reaches(resume="path")
 @safe("name", "task", "environment", "model", "optimizer", "logger", "callbacks")
 class Experiment(NamedTuple):
-    """Everything a run needs, as functions and numbers. One field per config group."""
+    """All settings of a run, as functions and numbers. There is one field per config group."""
 
     name: str
     seed: int
@@ -303,8 +306,8 @@ class Experiment(NamedTuple):
     takeover: bool = False  # whether to take over the run folder from a process that works in it
 
     def held_out(self, temperature: float) -> dict[str, Any]:
-        """The parts to play and score an evaluation at this temperature: its own verifier and limit
-        of tokens, the rest as in training."""
+        """Return the parts that play and score an evaluation at this temperature. The verifier and
+        the limit of tokens come from `evaluation`, everything else is as in training."""
         limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
         sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
         parts = {
@@ -316,22 +319,24 @@ class Experiment(NamedTuple):
 
     @property
     def sampler(self) -> TaskSampler:
-        """The choice of the next problem (task.sampler)."""
+        """The function that chooses the next problem (task.sampler)."""
         return self.task.sampler
 
     @property
     def reuse(self) -> Reuse:
-        """The choice of groups to learn from again (task.reuse)."""
+        """The settings for learning from groups again (task.reuse)."""
         return self.task.reuse
 
     @property
     def staleness(self) -> int:
-        """The most RL steps between a group's sampling weights and its learning step."""
+        """The greatest number of RL steps between a group's sampling weights and its learning
+        step."""
         return max(self.asynchrony.staleness, self.reuse.staleness if self.reuse.active else 0)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the KL may count in any phase, now or after a schedule raises its coefficient."""
+        """Whether any phase needs the reference, either from its start or after a schedule raises
+        the KL's coefficient."""
         return any(
             x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths)
             for x in list_phases(self).values()
@@ -339,18 +344,22 @@ class Experiment(NamedTuple):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether any phase has a stream in need of the teacher."""
+        """Whether any phase has a stream that uses the teacher."""
         return any("teacher" in x.algorithm.streams for x in list_phases(self).values())
 
 
 def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
-    """The experiment, and all of its phases, with `algorithm/correction=auto` settled for this
-    run.
+    """Replace `algorithm/correction=auto` by the correction for this run, in the experiment and all
+    of its phases.
 
-    There is no correction if sampler and old policy are the same: the check before the first step
-    found `exact` log-probs, in float32, and every step samples with the weights it then trains.
-    There is also none if the loss's own ratio is already relative to the sampler. Otherwise the
-    correction is the token factor truncated at 2.
+    There is no correction if sampling policy and old policy are the same. They are the same if the
+    check before the first step found `exact` log-probs in float32, and every step trains the
+    weights it has sampled with. There is also no correction if the loss's own ratio is already
+    relative to the sampling policy. In all other cases the correction is the token factor truncated
+    at 2.
+
+    Args:
+      exact: whether the check found that the engine gives the trainer's log-probs.
     """
 
     def settled(algorithm: Algorithm) -> Algorithm:
@@ -368,7 +377,8 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
 
 def describe_correction(x: Experiment, *, exact: bool) -> str:
-    """A line on how `algorithm/correction=auto` was settled; empty if no phase uses auto."""
+    """Return a line that says how `algorithm/correction=auto` was settled. The line is empty if no
+    phase uses auto."""
     automatic = [
         phase.algorithm for phase in list_phases(x).values() if _is_automatic(phase.algorithm)
     ]
@@ -380,7 +390,8 @@ def describe_correction(x: Experiment, *, exact: bool) -> str:
 
 
 def describe_kl(x: Experiment) -> str:
-    """The KL at the start of an experiment, such as `k3 × 0.05 in the loss`, or `none`."""
+    """Describe the KL at the start of an experiment, for example as `k3 × 0.05 in the loss`, or as
+    `none`."""
     if not x.needs_reference:
         return "none"
     coef = x.kl.coef.init()["value"] if isinstance(x.kl.coef, Controller) else x.kl.coef
@@ -393,7 +404,7 @@ def describe_kl(x: Experiment) -> str:
 
 
 def _settle_correction(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any, str]:
-    """The settled `algorithm/correction=auto`, and why."""
+    """Return the correction for `algorithm/correction=auto`, and the reason for it."""
     if algorithm.old == "sampler" or asks_for(algorithm.policy_loss, "logprobs_sampler"):
         return no_correction, "none (auto: the ratio of the loss is to the sampler itself)"
     if staleness:

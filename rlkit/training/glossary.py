@@ -1,5 +1,5 @@
-"""The meaning of each metric, from glossary.yaml beside this file: for the documentation, and for
-tests of its completeness."""
+"""The meaning of each metric, from glossary.yaml beside this file. The documentation shows it, and
+tests check that it is complete."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import yaml
 
 
 class Entry(NamedTuple):
-    """The facts that a reader needs about one or several metrics."""
+    """The facts that a reader needs about one metric, or about several metrics."""
 
-    names: tuple[str, ...]  # words in capitals stand for any name
+    names: tuple[str, ...]  # a word in capitals stands for any name
     means: str
     unit: str
     usual: str  # the healthy range
@@ -22,7 +22,7 @@ class Entry(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Metrics read together."""
+    """A group of metrics that are read together."""
 
     title: str
     computed: tuple[str, ...]  # the functions that compute them
@@ -31,7 +31,7 @@ class Section(NamedTuple):
 
 @functools.cache
 def read_sections() -> tuple[Section, ...]:
-    """The whole glossary in the order of its file."""
+    """Read the whole glossary, in the order of its file."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return tuple(
         Section(
@@ -39,7 +39,7 @@ def read_sections() -> tuple[Section, ...]:
             tuple(part["computed"]),
             tuple(_entry(names, said) for names, said in part["metrics"].items()),
         )
-        for part in yaml.load(text, yaml.BaseLoader)  # all of it is text, a plain 0 too
+        for part in yaml.load(text, yaml.BaseLoader)  # reads every value as text, even a plain 0
     )
 
 
@@ -48,7 +48,8 @@ def _entry(names: str, said: dict[str, str]) -> Entry:
 
 
 def find_meaning(metric: str) -> Entry | None:
-    """The entry of a metric. An exact name takes precedence over a name with words in capitals.
+    """Return the entry of a metric, or None. An exact name takes precedence over a name with words
+    in capitals.
 
     >>> find_meaning("reward/format/mean").unit
     'units of the term'
@@ -63,8 +64,8 @@ def find_meaning(metric: str) -> Entry | None:
 
 @functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
-    """A regular expression for a name with words in capitals: NAME matches the rest of the metric's
-    name, any other word one level of it."""
+    """Make a regular expression for a name with words in capitals. NAME matches the rest of the
+    metric's name. Any other such word matches one level of the name."""
     parts = (
         {"NAME": ".+"}.get(p, "[^/]+") if p.isupper() else re.escape(p)
         for p in re.split(r"([A-Z]{4,})", name)

@@ -1,5 +1,5 @@
-"""The data of an RL step: prompts of the stream, episodes sampled from the policy, their
-rewards, and refills."""
+"""Collect the data of an RL step: draw prompts from the stream, sample episodes from the policy,
+and score them. Refills draw further prompts."""
 
 from __future__ import annotations
 
@@ -31,21 +31,24 @@ def experience(
     version: int | None = None,
     clock: Clock | None = None,
 ) -> tuple[list[Rollout], list[Rollout], StreamState]:
-    """All scored episodes of a step, the rollouts to train on, and the state of the stream of
-    prompts after them.
+    """Sample and score the episodes of a step. Return all episodes, the rollouts to train on, and
+    the state of the prompt stream after them.
 
-    With `max_refills` only groups accepted by the group filter are trained on, and further prompts
-    are played, at most `max_refills` times, until there are batch.prompts accepted groups (dynamic
-    sampling, DAPO, Yu et al. 2025, section 3.2). If the filter accepts none, all episodes are
-    returned, and the filter later leaves nothing to train on. If the advantage asks for
-    `greedy_rewards`, each task is also played once greedily; only the reward of this rollout is
-    kept, as `greedy_reward` of the task's other rollouts.
+    With `max_refills`, only groups accepted by the group filter are trained on. If fewer than
+    batch.prompts groups are accepted, further prompts are played, at most `max_refills` times
+    (dynamic sampling, DAPO, Yu et al. 2025, section 3.2). If the filter accepts no group, all
+    episodes are returned as rollouts to train on, and the filter later removes them from the loss.
+
+    If the advantage asks for `greedy_rewards`, each task is also played once greedily. Only the
+    reward of this greedy rollout is kept, as `greedy_reward` of the task's other rollouts.
 
     Args:
-      x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done
-        before this one.
+      x: the experiment of this step (`Learner.begin`).
+      tasks: the training tasks of the whole run.
+      stream: the state of the prompt stream before this step.
+      step: RL steps done before this one.
       version: how many RL steps had trained the sampling weights; None: `step`.
-      clock: the seconds of the parts are added to it.
+      clock: receives the seconds of each part of the work.
     """
     place: Any = {"step": step, "version": version, "clock": clock or Clock()}
     sampled: list[Rollout] = []
@@ -55,7 +58,8 @@ def experience(
         if not missing:
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed, sampler=x.sampler)
-        drawn = copy_value(drawn)  # a callback may change a rollout's task, but not the run's
+        # a callback may change a rollout's task, but not the run's own task
+        drawn = copy_value(drawn)
         first = len(sampled) // x.batch.group_size
         rollouts = score_fresh(x, policy, drawn, first=first, **place)
         if asks_for(x.algorithm.advantage, "greedy_rewards"):
@@ -86,10 +90,11 @@ def score_fresh(
     first: int,
     clock: Clock,
 ) -> list[Rollout]:
-    """Episodes sampled from the current policy, with their rewards. `first`: position of the first
-    task in the step.
+    """Sample episodes from the current policy, and score them. Every rank plays some of the tasks,
+    and gets the episodes of all tasks.
 
-    Every rank plays the episodes of some tasks, and gets the episodes of all.
+    Args:
+      first: position of the first task in the step.
     """
 
     def own(tasks: Sequence[Task], begin: int) -> list[Rollout]:
@@ -121,7 +126,7 @@ def score_fresh(
 
 
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
-    """The groups with at least one rollout kept by the group filter."""
+    """Return the rollouts of all groups with at least one rollout kept by the group filter."""
     given = assemble(rollouts, pad_token_id=policy.pad_token_id).quantities
     kept = {
         r.group

@@ -1,5 +1,5 @@
-"""Which engine and kernels a run decodes and updates with. A run decides its kernels once, prints
-them in one line, notes them in run.json, and keeps them when it is resumed."""
+"""The engine and the kernels of a run, for decoding and for updates. A run decides its kernels
+once, prints them in one line, writes them to run.json, and keeps them when it is resumed."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ LARGE = 4_000_000_000  # parameters; from here on a GPU should sample with vLLM
 
 
 def read_kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
-    """`decoding` and `updates` → eager or fused. `decoding` is absent for an engine with kernels of
-    its own."""
+    """Return the kernels in use: `decoding` and `updates` → eager or fused. `decoding` is missing
+    if the engine has kernels of its own."""
     updates: dict[str, str] = {"updates": update_kernel(model)}
     if not isinstance(engine, KernelEngine):
         return updates
-    # the decoder may still be the previous one
+    # the engine's decoder may still be the previous one, so its setting comes first
     decoding = "eager" if engine.kernel == "eager" else engine.decodes
     return ({"decoding": decoding} if decoding else {}) | updates
 
 
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
-    """Settle `auto` for the whole run, the same way on all ranks. Return a line with the kernels
-    and the reason for a fallback. On a GPU, a line on the engine comes before it.
+    """Settle `auto` for the whole run, in the same way on all ranks. Return a line with the kernels
+    and the reason for any fallback. On a GPU, a line about the engine comes before it.
 
-    Call it once the engine has its weights. `sharded`: the weights will be sharded. `auto` is then
-    eager, because compiled code cannot read shards.
+    Call this when the engine has its weights.
+
+    Args:
+      sharded: whether the weights will be sharded. `auto` then means eager, because compiled code
+        cannot read shards.
     """
     own = engine if isinstance(engine, KernelEngine) else None
     decodes = own.decodes if own else None
@@ -60,9 +63,11 @@ def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
 
 
 def engine_line(engine: Any, device: torch.device, parameters: int) -> str:
-    """`engine: Cached, …`: the engine of a run on a GPU, and how it decodes; empty on a CPU.
+    """Return the line `engine: Cached, …`. It names the run's engine, and says where the engine
+    decodes and from which weights. On a CPU the line is empty.
 
-    From LARGE parameters on, the line advises vLLM instead of an engine of this process.
+    From LARGE parameters on, the line recommends vLLM instead of an engine in the trainer's
+    process.
     """
     if device.type != "cuda":
         return ""
@@ -79,7 +84,7 @@ def engine_line(engine: Any, device: torch.device, parameters: int) -> str:
 
 
 def kernels_line(engine: Any, model: Any) -> str:
-    """`kernels: decoding fused, updates eager (there is no C compiler …)`."""
+    """Return a line such as `kernels: decoding fused, updates eager (there is no C compiler …)`."""
     reasons = {
         "decoding": engine.why_eager if isinstance(engine, KernelEngine) else "",
         "updates": get_update_kernel(split_model(model)[0]).reason,
@@ -94,8 +99,8 @@ def kernels_line(engine: Any, model: Any) -> str:
 def keep_kernels(
     engine: Any, model: Any, state: Mapping[str, Any], critic: Any = None
 ) -> list[str]:
-    """Keep the kernels named by a checkpoint, unless the config names others. Return sentences for
-    the user."""
+    """Use the kernels of a checkpoint, unless the config names others. Return sentences for the
+    user about each change."""
     before = read_kernels_in_use(engine, model)
     said = []
     kernel = state["kernel"]  # None if the engine has kernels of its own
@@ -115,8 +120,8 @@ def keep_kernels(
 
 
 def record_choices(engine: Any, model: Any) -> dict[str, Any]:
-    """The settled choices of a run, for run.json and summary.json: its kernels, and whether updates
-    recompute their activations."""
+    """Return the settled choices of a run for run.json and summary.json: its kernels, and whether
+    updates recompute their activations."""
     return {
         "kernels": read_kernels_in_use(engine, model),
         "gradient_checkpointing": is_checkpointed(model),
@@ -124,8 +129,8 @@ def record_choices(engine: Any, model: Any) -> dict[str, Any]:
 
 
 def note_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Add `record_choices` to the entry of run.json for the process that works in the folder. A
-    folder without run.json stays as it is."""
+    """Add the value of `record_choices` to run.json. It goes into the entry of the process that
+    works in the folder. A folder without run.json stays unchanged."""
     path = folder / "run.json"
     try:
         starts = json.loads(path.read_text())

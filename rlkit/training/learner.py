@@ -1,5 +1,5 @@
-"""The learner: one value with policy, critic, references, optimizers and everything else that
-affects later steps. The only training loop is in the docstring of `Learner`."""
+"""The learner: one object with policy, critic, references, optimizers and everything else with an
+effect on later steps. The only training loop is in the docstring of `Learner`."""
 
 from __future__ import annotations
 
@@ -45,22 +45,25 @@ class Learner:
                 )
                 metrics = learner.step(sampled, trained)
 
-    This gives the weights of `rlkit train`, bit for bit. The rollouts may come from anywhere, if
-    they are scored: from `rlkit.collect` and `rlkit.score`, or from an engine that runs ahead.
+    This gives the weights of `rlkit train`, bit for bit. The rollouts may come from anywhere, but
+    they must be scored. Two sources are `rlkit.collect` with `rlkit.score`, and an engine that runs
+    ahead.
 
-    Its state is explicit: the weights and the optimizers, `rl_step`, `progress` (phase and
-    controllers), `moments` (of the rewards), `kept` (references and teachers) and `micro`
+    The learner's state is explicit: the weights and the optimizers, `rl_step`, `progress` (phase
+    and controllers), `moments` (of the rewards), `kept` (references and teachers) and `micro`
     (micro-batches). After a step `metrics` holds its row, `rollouts` the scored episodes and
     `trained` the rollouts in `batch`.
 
     Args:
-      experiment: the whole run. policy: trained in place, in evaluation mode.
+      experiment: the experiment of the whole run.
+      policy: the policy to train, in place and in evaluation mode.
       exact: whether the check found that the engine gives the trainer's log-probs; this decides how
         algorithm/correction=auto is settled.
-      host: how to run forward, backward and optimizer step. For another precision than the weights
-        have, the caller writes `with autocast(x, device, updates=True)`.
-      critic, optimizers: in place of the experiment's; optimizers of the policy and, if there is
-        one, of the critic.
+      host: hooks to run forward, backward and optimizer step. To compute in another precision than
+        the weights', the caller writes `with autocast(x, device, updates=True)`.
+      critic: used in place of the experiment's critic.
+      optimizers: used in place of the experiment's: one for the policy and, if there is a critic,
+        one for the critic.
     """
 
     def __init__(
@@ -95,26 +98,26 @@ class Learner:
         # a few rollouts of the first step, with their log-probs at the start
         self.start: drift.Few | None = None
         self.claims = Claims()  # the engine's claims about its versions of the weights
-        # version (RL steps done) → steps of the policy's optimizer so far; only the latest versions
+        # version (RL steps done) → steps of the policy's optimizer until then; latest versions only
         self.updates = {0: 0}
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
         self.trained: list[Rollout] = []
         self.batch: Weighted | None = None
-        self.clock = Clock()  # of the step under way
+        self.clock = Clock()  # the clock of the present step
 
     def settle(self, experiment: Experiment, *, exact: bool) -> None:
-        """Use this experiment from the next step on. `exact` settles algorithm/correction=auto in
-        every phase."""
+        """Use this experiment from the next step on. `exact` decides how algorithm/correction=auto
+        is settled in every phase."""
         self.configured = experiment
         self.exact = exact
         self.experiment = settle_correction(experiment, exact=exact)
-        # name of a phase → its whole experiment; "" is the only one if there are no phases
+        # name of a phase → its whole experiment; the only name is "" if there are no phases
         self.phases = schedules.list_phases(self.experiment)
 
     def begin(self) -> Experiment:
-        """The experiment of the next step, also for sampling its rollouts. The clock of the step
-        starts with the first call."""
+        """Return the experiment of the next step. Call it before the step's rollouts are sampled,
+        because sampling uses this experiment too. The first call starts the clock of the step."""
         if self.begun < self.rl_step:
             self.advance()
             self.begun = self.rl_step
@@ -125,7 +128,8 @@ class Learner:
     def step(
         self, rollouts: Sequence[Rollout], trained: Sequence[Rollout] | None = None
     ) -> dict[str, Any]:
-        """Rewards → advantages → updates → reference; the metrics of the step.
+        """Take one RL step: rewards → advantages → updates → reference. Return the metrics of the
+        step.
 
         Args:
           rollouts: all scored episodes of the step, group by group.
@@ -159,7 +163,7 @@ class Learner:
         return self.metrics
 
     def record(self) -> Update:
-        """The record of the current step; its passes and updates read it."""
+        """Return the record of the current step. The passes and updates of the step read it."""
         x = self.x
         self.micro.tokens = x.trainer.micro_batch_tokens
         critic = x.algorithm.critic
@@ -179,9 +183,9 @@ class Learner:
 
     def advance(self) -> str:
         """Apply a step's metrics, once: update the controllers, and begin the next phase if it is
-        due. Return a line if a phase begins.
+        due. If a phase begins, return a line about it.
 
-        `begin` and `save` call it. Until then callbacks may add to `metrics`, as
+        `begin` and `save` call this method. Until then callbacks may add to `metrics`, as
         evaluations do.
         """
         before = self.progress
@@ -197,8 +201,8 @@ class Learner:
         )
 
     def enter_phase(self) -> list[str]:
-        """Begin the phase named by `progress`: its reference starts from the present policy. Return
-        the reset parts."""
+        """Begin the phase named by `progress`. Reset its reference and the optimizers' moments if
+        the phase asks for it. Return the names of the reset parts."""
         reset = ["reference"] if self.kept.enter(self.progress, self.x.reference) else []
         if "optimizer" in schedules.find_resets(self.experiment, self.progress):
             self.optimizers.forget()
@@ -208,8 +212,8 @@ class Learner:
     # ------------------------------------------------------------------------------------ its state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything with an effect on later steps, except the prompts and the generators, as in a
-        checkpoint of `rlkit train`."""
+        """Return everything with an effect on later steps, in the format of a checkpoint of `rlkit
+        train`. The position in the prompts and the random generators are not part of it."""
         return {
             "state_dict": select_trained_state(self.nets.state_dict(), self.model),
             "optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers.made],
@@ -225,8 +229,8 @@ class Learner:
             own.load_state_dict(saved)
 
     def save(self) -> dict[str, Any]:
-        """The content of a checkpoint except weights and optimizers, as plain types and tensors.
-        With shards, all ranks must call it."""
+        """Return the content of a checkpoint except weights and optimizers, as plain types and
+        tensors. If the weights are sharded, all ranks must call it."""
         self.advance()
         return {
             "rl_step": self.rl_step,
@@ -243,8 +247,8 @@ class Learner:
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore what `save` returned. Call it before loading the weights: references that began
-        with the run are made from the weights of model.path."""
+        """Restore the state that `save` returned. Call this before loading the weights, because
+        references that began with the run are made from the weights of model.path."""
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1
         self.moments, self.updates = Moments(*state["moments"]), dict(state["updates"])

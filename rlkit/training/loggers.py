@@ -1,11 +1,11 @@
 """Loggers: functions of the run folder and the current RL step that make a Lightning logger. A run
-may have several.
+may have several loggers.
 
     logger=tensorboard    logger=[tensorboard,wandb]    logger=mlflow    logger=trackio
                           logger=none
 
-metrics.jsonl is written with any of them. Below the loggers are functions to log a text, a table, a
-histogram and the final figures of a run.
+metrics.jsonl is written with any choice of loggers. Further down in this file are functions that
+log a text, a table, a histogram, or the final figures of a run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rlkit.types import plain, reaches, safe
 
 
 def tensorboard(run: Path, step: int, /) -> Any:
-    """TensorBoard event files in tensorboard/; a resumed run goes on in the same folder and hides
-    everything after its checkpoint."""
+    """Write TensorBoard event files to tensorboard/. A resumed run continues in the same folder and
+    hides everything after its checkpoint."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
     purge = step + 1 if step else None
@@ -54,13 +54,14 @@ def wandb(
     tags: Sequence[str] = (),
     job_type: str = "train",
 ) -> Any:
-    """Weights & Biases, named after the run folder; a resumed run stays the same run there.
+    """Log to Weights & Biases, under the name of the run folder. A resumed run continues the same
+    W&B run.
 
     Args:
-      project, entity: where the run is stored; None: the account's own entity.
-      group: gathers runs there. None: the name of the folder above the run folder, which is the
-        name of the run or of the sweep.
-      tags, job_type: to filter runs by.
+      project, entity: where W&B stores the run. entity None: the account's own entity.
+      group: W&B shows the runs of a group together. None: the name of the folder above the run
+        folder, which is the name of the run or of the sweep.
+      tags, job_type: labels for filtering runs.
       mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it
         immediately; disabled does nothing.
     Raises: ConfigError if the package is missing.
@@ -72,7 +73,7 @@ def wandb(
     if known is None:
         known = secrets.token_hex(6)
         keep_id(run, "wandb.id", known)
-    # offline, `wandb sync --append` joins the parts
+    # an offline run is written in parts, and `wandb sync --append` joins them
     resume = "allow" if step and mode == "online" else None
     return WandbLogger(
         name=f"{run.parent.name}/{run.name}",
@@ -93,19 +94,20 @@ def wandb(
 def mlflow(
     run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: str | None = None
 ) -> Any:
-    """MLflow, named after the run folder; a resumed run goes on in the same one.
+    """Log to MLflow, under the name of the run folder. A resumed run continues the same MLflow run.
 
     Args:
       experiment: MLflow's name for a set of runs.
-      tracking_uri: None: $MLFLOW_TRACKING_URI if set, else the folder mlruns/ of the working
-        folder; `mlflow ui --backend-store-uri mlruns` shows it.
+      tracking_uri: address of the MLflow server. None: $MLFLOW_TRACKING_URI if it is set, otherwise
+        the folder mlruns/ of the working folder. `mlflow ui --backend-store-uri mlruns` shows this
+        folder.
     Raises: ConfigError if the package is missing.
     """
     _require_package("mlflow")
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         uri = Path("mlruns").absolute().as_uri()
-        # MLflow 3 refuses a store of files unless it is allowed
+        # MLflow 3 refuses to store runs in files unless this variable allows it
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from lightning.pytorch.loggers import MLFlowLogger
 
@@ -123,12 +125,12 @@ def mlflow(
 @reaches(space="address")
 @safe("project")
 def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | None = None) -> Any:
-    """Trackio, named after the run folder; a resumed run goes on in the same one. `trackio show`
-    opens the dashboard.
+    """Log to Trackio, under the name of the run folder. A resumed run continues the same Trackio
+    run. `trackio show` opens the dashboard.
 
     Args:
-      project: gathers runs there.
-      space: a Hugging Face Space, as OWNER/NAME, to show the runs to others. None keeps
+      project: Trackio shows the runs of a project together.
+      space: a Hugging Face Space, as OWNER/NAME, that shows the runs to others. None keeps
         everything on this machine, in $TRACKIO_DIR.
     Raises: ConfigError if the package is missing.
     """
@@ -137,7 +139,7 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
     from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
     class Trackio(Logger):
-        """A Trackio run that begins at its first use."""
+        """A Trackio run that starts at its first use."""
 
         name = property(lambda self: project)
         version = property(lambda self: run.name)
@@ -180,10 +182,11 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
 
 
 def read_id(run: Path, name: str) -> str | None:
-    """The id of this run at a logger's service, as written by `keep_id`; None if there is none.
+    """Return this run's id at a logger's service, as written by `keep_id`. Return None if there is
+    no id.
 
-    A file of another run, or a damaged one, goes to aside/, so this run does not write into the
-    other run's page.
+    A file of another run, or a damaged file, is moved to aside/. So this run does not write into
+    the other run's page.
     """
     if not (run / name).exists():
         return None
@@ -200,13 +203,13 @@ def read_id(run: Path, name: str) -> str | None:
 
 
 def keep_id(run: Path, name: str, known: str) -> None:
-    """Write the id of this run at a logger's service, followed by this run's identity."""
+    """Write this run's id at a logger's service to a file, followed by the run's identity."""
     write_atomic(run / name, f"{known} run={read_identity(run)}\n".encode())
 
 
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
-    """Raise ConfigError now if the package of a logger is missing; loggers are made only after the
-    model is loaded."""
+    """Raise ConfigError if the package of a logger is missing. Loggers are made only after the
+    model is loaded, and this check comes before."""
     for make in loggers.values():
         function = plain(make)
         if function in (wandb, mlflow, trackio):
@@ -214,8 +217,8 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def _require_package(package: str) -> None:
-    """Raise ConfigError if the package of a logger is missing. Package and logger have the same
-    name."""
+    """Raise ConfigError if the package of a logger is missing. A package and its logger have the
+    same name."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"logger={package}: the package {package} is not installed; {install(package)}, or"
@@ -225,7 +228,7 @@ def _require_package(package: str) -> None:
 
 # ------------------------------------------------------------------------------ a logger that fails
 
-# methods called by Lightning or by rlkit
+# methods of a logger that Lightning or rlkit calls
 CALLS = (
     "log_metrics",
     "log_hyperparams",
@@ -237,8 +240,8 @@ CALLS = (
 
 
 def make_tolerant(logger: Any) -> Any:
-    """The same logger, but its calls report a failure (a full disk, an absent server, an error of
-    the package) instead of raising it."""
+    """Change a logger so that its calls report a failure instead of raising it, and return the
+    logger. A failure is, for example, a full disk, an absent server or an error of the package."""
     for name in CALLS:
         if hasattr(logger, name):
             setattr(logger, name, report_logger_failure(logger)(getattr(logger, name)))
@@ -250,16 +253,16 @@ def make_tolerant(logger: Any) -> Any:
 
 
 def _report_thread_failure(before: Callable[..., Any], args: Any) -> None:
-    """Print no traceback if a logger's thread failed because it could not write; the logger's next
-    call reports the failure."""
+    """Print the traceback of a failed thread, unless the thread failed because it could not write.
+    In this case the logger's next call reports the failure."""
     if args.exc_value is None or explain_write_error(args.exc_value) is None:
         before(args)
 
 
 @contextmanager
 def report_logger_failure(logger: Any) -> Iterator[None]:
-    """Run a block with calls of a logger. A failure is reported once for each logger;
-    metrics.jsonl holds the numbers."""
+    """Run a block that calls a logger. Report a failure once for each logger, and continue. No
+    number is lost, because metrics.jsonl holds all of them."""
     try:
         yield
     except Exception as error:
@@ -275,8 +278,8 @@ def report_logger_failure(logger: Any) -> Iterator[None]:
 # --------------------------------------------------------------------- texts, tables and histograms
 
 
-# A logger is recognised by its methods: W&B and Trackio have `log_table`, Trackio has `histogram`,
-# and all three services have `log_text`, MLflow in its client.
+# A logger is recognised by its methods. W&B and Trackio have `log_table`, and Trackio also has
+# `histogram`. W&B, Trackio and MLflow have `log_text`; MLflow has it in its client.
 
 
 def _is_tensorboard(logger: Any) -> bool:
@@ -284,8 +287,8 @@ def _is_tensorboard(logger: Any) -> bool:
 
 
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
-    """Log a text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other
-    loggers do not get it."""
+    """Log a text of a step: as a TensorBoard text, a W&B or Trackio table, or an MLflow artifact.
+    Other loggers do not get the text."""
     with report_logger_failure(logger):
         if _is_tensorboard(logger):
             logger.experiment.add_text(name, text, global_step=step)
@@ -298,16 +301,16 @@ def log_text(logger: Any, name: str, text: str, step: int) -> None:
 def log_table(
     logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
 ) -> None:
-    """Log rows of a step as a table to sort and filter: W&B and Trackio. Other loggers do not get
-    it."""
+    """Log rows of a step as a table that W&B and Trackio can sort and filter. Other loggers do not
+    get the table."""
     if hasattr(logger, "log_table"):
         with report_logger_failure(logger):
             logger.log_table(name, columns=list(columns), data=list(rows), step=step)
 
 
 def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) -> None:
-    """Log a histogram of a step's values, if the logger can show one: TensorBoard, W&B and
-    Trackio."""
+    """Log a histogram of a step's values to TensorBoard, W&B or Trackio. Other loggers cannot show
+    it and do not get it."""
     if not values:
         return
     with report_logger_failure(logger):
@@ -324,8 +327,8 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
 
 
 def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
-    """Log the settings of a run at its start. TensorBoard gets them with the final figures, because
-    its table of runs needs both together."""
+    """Log the settings of a run at its start. TensorBoard gets them at the end with the final
+    figures, because its table of runs needs both together."""
     with report_logger_failure(logger):
         if not _is_tensorboard(logger):
             logger.log_hyperparams(dict(settings))
@@ -334,8 +337,8 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
 def log_final(
     logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int
 ) -> None:
-    """Log the run's final figures, to compare the runs of a sweep: TensorBoard's hparams, W&B's
-    summary, MLflow metrics."""
+    """Log the run's final figures, for comparing the runs of a sweep. They go to TensorBoard's
+    hparams, W&B's summary, or MLflow's metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with report_logger_failure(logger):
         if _is_tensorboard(logger):

@@ -1,5 +1,5 @@
-"""The metrics of an update: the terms of every micro-batch, gathered once, and the metrics computed
-from them."""
+"""The metrics of a step. The terms of every micro-batch are collected during the updates, gathered
+from all ranks once, and turned into metrics."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from rlkit.types import (
 )
 
 NAN = float("nan")
-# the terms of the first update that are kept
+# names of the terms that are kept separately for the first update
 BEFORE = ("ratio", "logprobs", "logprobs_sampler", "logprobs_ref", "versions", "owners")
 
 
 class UpdateTerms:
-    """Per-token terms of all micro-batches of an RL step: for each name, one flat tensor of the
+    """Per-token terms of all micro-batches of an RL step. Each name has one flat tensor of the
     trained tokens."""
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class UpdateTerms:
         self.loss = 0.0
         self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self.rates = {"policy": NAN, "critic": NAN}
-        # only terms of the first update: before it the policy has not moved
+        # terms of the first update only; until then the policy has not moved
         self.first: dict[str, Tensor] = {}
-        self.reference: dict[str, float] = {}  # metrics of the reference's update
+        self.reference: dict[str, float] = {}  # metrics returned by the reference's update
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
-        # read: tokens of all rows. packed: computed tokens, shared ones once. padded: packed, plus
-        # padding
+        # read: tokens of all rows. packed: computed tokens, where shared tokens count once. padded:
+        # packed tokens plus padding
         self.read = self.packed = self.padded = 0
 
     def add(
@@ -60,7 +60,11 @@ class UpdateTerms:
         parts: dict[str, Tensor],
         packed: Packed,
     ) -> None:
-        """Add the terms of one micro-batch; `loss` is the policy's."""
+        """Add the terms of one micro-batch.
+
+        Args:
+          loss: the policy's loss on the micro-batch.
+        """
         self._count(loss, packed)
         on_policy = batch.logprobs_old is None and batch.old_share is None
         terms = {
@@ -81,7 +85,8 @@ class UpdateTerms:
                 self.tokens[name].append(pick_counted(term.detach(), batch).float())
 
     def add_stream(self, name: str, tokens: Tensor, loss: Tensor, packed: Packed) -> None:
-        """Add the per-token loss [M] of a stream in one micro-batch, and its share of the loss."""
+        """Add the per-token loss [M] of a stream in one micro-batch, and the micro-batch's part of
+        the loss."""
         self._count(loss, packed)
         self.tokens[f"streams/{name}"].append(tokens.float())
 
@@ -93,8 +98,15 @@ class UpdateTerms:
         self.padded += padded if packed.segments is None else len(packed.ids)
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
-        """Note an optimiser step of the policy or the critic, skipped if its norm is not finite."""
-        if not self.first:  # a rank may have no tokens
+        """Note an optimizer step of the policy or the critic. If the norm is not finite, count it
+        as skipped.
+
+        Args:
+          who: policy or critic.
+          norm: norm of the gradient before clipping.
+          lr: the learning rate.
+        """
+        if not self.first:  # on a rank without tokens, an empty ratio marks that this was done
             self.first = {
                 name: torch.cat(self.tokens[name]) for name in BEFORE if self.tokens[name]
             } or {"ratio": torch.zeros(0)}
@@ -105,17 +117,21 @@ class UpdateTerms:
             self.skip("nonfinite")
 
     def remember(self) -> dict[str, Any]:
-        """Everything added so far, for `go_back`."""
+        """Return everything added so far, for `go_back`."""
         tokens = {name: list(values) for name, values in self.tokens.items()}
         return vars(self) | {"tokens": defaultdict(list, tokens)}
 
     def go_back(self, taken: dict[str, Any]) -> None:
-        """Remove everything added since `remember` was called."""
+        """Remove everything added since `remember` was called.
+
+        Args:
+          taken: the value of `remember`.
+        """
         vars(self).update(taken)
 
     def gather(self) -> None:
-        """Add the tokens of all other ranks, in one exchange, so that every metric is of the whole
-        batch. Call it once, after the last update."""
+        """Add the tokens of all other ranks in one exchange, so that every metric covers the whole
+        batch. Call this once, after the last update."""
         if ranks.size() == 1:
             return
         own = {name: torch.cat(parts).cpu() for name, parts in self.tokens.items() if parts}
@@ -136,61 +152,63 @@ class UpdateTerms:
         }
 
     def skip(self, why: str) -> None:
-        """Count a skipped optimiser step."""
+        """Count a skipped optimizer step under its reason."""
         self.skipped[why] += 1
 
     def get(self, name: str) -> Tensor | None:
-        """One term over all tokens, [M], or None if no micro-batch has it."""
+        """Return a term of all tokens, [M], or None if no micro-batch has this term."""
         return torch.cat(self.tokens[name]) if self.tokens.get(name) else None
 
     def mean(self, name: str) -> float:
-        """Token mean of a term; nan without one."""
+        """Return the mean of a term over tokens, or nan without the term."""
         values = self.get(name)
         return NAN if values is None or not len(values) else float(values.mean())
 
 
 def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
-    """A fixed set of keys for every algorithm; nan if a quantity does not exist in this step.
+    """Return the metrics of a step's updates. The keys are the same for every algorithm. A value is
+    nan if its quantity does not exist in this step.
 
-    loss/*            summed loss, policy term
+    loss/*            summed loss, and its policy term
     policy/entropy    nats per sampled token in the updates, or before them if all were skipped
-    ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is
-                      on-policy; nan unless algorithm.old=trainer)
-    clip/*            share of the tokens left without gradient by the loss's own clip: low_frac
-                      with a ratio below 1, high_frac above. positive_frac and negative_frac split
-                      the same tokens by the sign of the advantage. capped_frac: the weight is
-                      bounded, the gradient stays. nan if a loss declares no rule
-                      (`rlkit.types.clips`). They show the step's own updates and not the age of the
-                      samples, because the ratio is to the trainer's pass before the updates (unless
-                      algorithm.old names another policy)
-    kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's
+    ratio/*           policy over old policy. first_mean must be 1, because the first minibatch is
+                      on-policy; it is nan unless algorithm.old=trainer
+    clip/*            share of tokens whose gradient the loss's own clip removes: low_frac with a
+                      ratio below 1, high_frac with a ratio above. positive_frac and negative_frac
+                      split the same tokens by the sign of the advantage. capped_frac: tokens with a
+                      bounded weight that keep their gradient. nan if a loss declares no rule
+                      (`rlkit.types.clips`). The figures show the effect of the step's own updates,
+                      and not the age of the samples, because the ratio is relative to the trainer's
+                      pass before the updates (unless algorithm.old names another policy)
+    kl/ref, ref_k3    KL to the reference, by k1 and k3, nats per token, for the policy before the
+                      step's updates
+    kl/old            KL(before the step‖now), measured before each optimizer step, mean over the
+                      step's updates. So the effect of the last update is not in it, and it is 0
+                      with one update per step. nan if algorithm.old needs no pass before the
                       updates
-    kl/old            mean over the step's updates of KL(before the step‖now), measured before each
-                      optimiser step. So the effect of the last update is not in it, and it is 0
-                      with one update per step; nan if algorithm.old needs no pass before the
-                      updates
-    kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start:
-                      KL(the start‖after the last update), on rollouts of the first step
-                      (rlkit.training.update.drift); k3, nats per token
-    kl/estimate       mean of the estimator named by `kl`; nonzero_frac: share of tokens with an
+    kl/step           KL(before the step‖after its last update), on some rollouts of the step
+    kl/start          KL(the start of the run‖after the last update), on rollouts of the first step.
+                      Both are by k3, nats per token (rlkit.training.update.drift)
+    kl/estimate       mean of the estimator named by `kl`. kl/nonzero_frac: share of tokens with an
                       estimate other than 0
     mismatch/*        trainer against sampler on the same tokens, before any correction. Of the
                       tokens' weights: ess, the share of effective samples; chi2, the chi-square
                       1 / ess - 1; out_of_bounds_frac, the share of weights outside 1/2 … 2. Of the
                       rollouts' weights: ess_sequence, chi2_sequence (`effective_sample_size`)
     adv/*             advantages of trained tokens
-    scale/*           factor on the policy loss (off-policy correction × token filter): mean, share
-                      of tokens at 0
-    value/*           the critic: loss, mean, mean return, and before the update
-                      1 - Var(return - value) / Var(return)
+    scale/*           factor on the policy loss (off-policy correction × token filter): its mean,
+                      and the share of tokens with a factor of 0
+    value/*           the critic: loss, mean value, mean return, and 1 - Var(return - value) /
+                      Var(return) before the update
     optim/*           gradient norms before clipping, learning rates, updates taken and skipped,
                       updates ended by target_kl
     streams/NAME      per-token loss of a stream other than the reward's, over the stream's own
                       tokens: a divergence, or -log π, in nats
-    PART/NAME         a figure returned by a part of PARTS (rlkit.algorithm): its mean over the
-                      trained tokens of all updates, or, for a figure per rollout, over the rollouts
-                      with a trained token. Entries of nan do not count. Figures of the group filter
-                      and the overlong rule: over all sampled rollouts
+    PART/NAME         mean of a figure returned by a part of PARTS (rlkit.algorithm). A figure per
+                      token is averaged over the trained tokens of all updates, and a figure per
+                      rollout over the rollouts with a trained token. Entries of nan do not count.
+                      Figures of the group filter and the overlong rule cover all sampled rollouts
+
     Raises: PartError if the name of a part's metric is taken.
     """
     values = {
@@ -216,10 +234,11 @@ def _join_metrics(row: Mapping[str, Any], others: Mapping[str, float], said: str
 
 
 def pick_counted(value: Tensor, batch: Batch) -> Tensor:
-    """The counted entries of a term or a metric, [M]: of trained tokens, or of rollouts with a
-    trained token. A single number counts once for each trained token.
+    """Return the entries of a term or a metric that count, [M]. They belong to trained tokens, or
+    to rollouts with a trained token. A single number counts once for each trained token.
 
-    So the sums and counts of a batch's parts add up to those of the batch, however it is split.
+    So the sums and counts of a batch's parts add up to the sum and count of the batch, however it
+    is split.
     """
     mask = batch.response_mask
     if value.dim() == 0:
@@ -228,8 +247,8 @@ def pick_counted(value: Tensor, batch: Batch) -> Tensor:
 
 
 def convert_to_number(name: str, value: Any) -> float:
-    """A number, or a tensor or array of one entry, as a metric. Raises: PartError naming the
-    metric."""
+    """Convert a metric to a number. It may be a number, or a tensor or array with one entry. Raise
+    PartError naming the metric if it is anything else."""
     if isinstance(value, int | float):
         return value
     try:
@@ -241,10 +260,10 @@ def convert_to_number(name: str, value: Any) -> float:
 
 
 def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """A step's row with the metrics of its callbacks: numbers and texts that they wrote into it,
-    and means of the values that they logged on any rank.
+    """Add the metrics of callbacks to a step's row. Callbacks may write numbers and texts into the
+    row. They may also log values on any rank; the row gets the mean of the values of all ranks.
 
-    Raises: PartError for anything else, and for a logged name already in the row.
+    Raises: PartError for any other value, and for a logged name that is already in the row.
     """
     every: dict[str, list[float]] = {}
     for own in ranks.gather(lambda: dict(logged)):
@@ -259,7 +278,7 @@ def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> d
 
 
 def _measure_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    # these parts see all sampled rollouts, before any is left out
+    # the group filter and the overlong rule see all sampled rollouts, before any is left out
     sampled = ("group_filter", "overlong")
     found = {
         n: pick_counted(v, batch.whole() if n.startswith(sampled) else batch)
@@ -346,22 +365,22 @@ def _divergences(batch: Weighted, terms: UpdateTerms, experiment: Experiment) ->
 
 
 def _entropy(batch: Weighted, terms: UpdateTerms) -> float:
-    """Mean entropy of the tokens in the updates. If every update was skipped, of the pass before
-    them."""
+    """Return the mean entropy of the tokens in the updates. If every update was skipped, take the
+    tokens of the pass before the updates."""
     if terms.tokens.get("entropy") or batch.entropy_old is None or not batch.response_mask.any():
         return terms.mean("entropy")
     return float(batch.entropy_old[batch.response_mask].float().mean())
 
 
 def _owners(batch: Weighted, terms: UpdateTerms) -> Tensor | None:
-    """The rollout of each trained token."""
+    """Return the rollout number of each trained token."""
     if batch.logprobs_old is None:
         return terms.first.get("owners")
     return batch.rollout_ids[:, None].expand(batch.ids.shape)[batch.response_mask]
 
 
 def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, float]:
-    """mismatch/* of some tokens [M], at least one."""
+    """Compute the metrics mismatch/* on some tokens [M], at least one."""
     mask = torch.ones_like(old, dtype=torch.bool)
     gap = (old - sampler).abs()
     ratio = (old - sampler).clamp(-20, 20).exp()
@@ -385,22 +404,23 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
 def staleness_metrics(
     batch: Weighted, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
 ) -> dict[str, float]:
-    """How far the sampling weights were behind the trained ones, over trained tokens, before any
-    correction.
+    """Measure how far the sampling weights were behind the trained weights. All figures are over
+    trained tokens, before any correction.
 
-    staleness/steps_mean, _max     RL steps behind (differences of versions)
-    staleness/updates_mean         steps of the policy's optimiser behind
-    staleness/kl                   KL(sampler‖before the update), k3, nats per token: the effect of
-                                   old weights and of the engine together
+    staleness/steps_mean, _max     RL steps behind (difference of versions)
+    staleness/updates_mean         steps of the policy's optimizer behind
+    staleness/kl                   KL(sampler‖before the update), k3, nats per token: the joint
+                                   effect of old weights and of the engine
     staleness/ess_seq, chi2_seq    effective share and chi-square of the rollouts' weights
                                    (`effective_sample_size`)
     staleness/chi2_token           chi-square of the tokens' weights
     staleness/out_of_bounds_frac   share of tokens with a weight outside 1/2 … 2
-    mismatch/*                     here only of tokens of age 0, sampled by the very weights trained
-                                   in this step; nan without any
+    mismatch/*                     here only over tokens of age 0, sampled by the same weights that
+                                   this step trains; nan without such tokens
 
     Args:
-      step: RL steps done before this one. updates: version → optimiser steps so far.
+      step: RL steps done before this one.
+      updates: version → steps of the policy's optimizer up to this version.
     """
     names = (
         "steps_mean",
@@ -438,8 +458,8 @@ def staleness_metrics(
 
 
 def _before(batch: Weighted, terms: UpdateTerms, name: str) -> Tensor | None:
-    """Log-probs of the trained tokens before the update: of the whole batch, or, without a pass
-    before the update, of the first minibatch."""
+    """Return a quantity of the trained tokens from before the update, such as log-probs. It covers
+    the whole batch if there was a pass before the update, and otherwise the first minibatch."""
     if batch.logprobs_old is None:
         return terms.first.get("logprobs" if name == "logprobs_old" else name)
     values = getattr(batch, name)
@@ -463,7 +483,7 @@ def _advantages(batch: Weighted) -> dict[str, float]:
 
 
 def _scale(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    measured = terms.get("scale")  # of every update, if the scale changes with the policy
+    measured = terms.get("scale")  # measured in every update if the scale changes with the policy
     values = batch.scale[batch.response_mask].float() if measured is None else measured
     return {
         "scale/mean": float(values.mean()),
@@ -503,10 +523,10 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds of the named parts of a step; "model" counts the model's seconds in all of them, as
-    `performance` defines them.
+    """A stopwatch for the named parts of a step, in seconds. The part "model" is the model's time
+    in all other parts together, as `performance` defines it.
 
-    between: seconds since the end of the previous step, without evaluations; callbacks log and save
+    between: seconds since the end of the previous step, without evaluations. Callbacks log and save
     in this time.
     """
 
@@ -514,18 +534,18 @@ class Clock:
         self.started = time.perf_counter()
         self.between = between
         self.ended: float | None = None
-        self.current = ""  # the innermost part that is running
+        self.current = ""  # name of the innermost part in progress
         self.sessions: list[float] = []  # seconds that each episode spent in its session
         self.engine: dict[str, float] = {}  # figures of the engine after its last sampling
-        # seconds in which decoding stood still, waiting for an answer of a session
+        # seconds in which decoding stood still, because it waited for an answer of a session
         self.late = 0.0
-        self.worked = 0.0  # seconds of the processor for this process in the update
+        self.worked = 0.0  # processor seconds of this process in the update
         parts = ("generate", "environment", "reward", "update", "model")
         self.parts = dict.fromkeys(parts, 0.0)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure a block, device work included; blocks of one name add up."""
+        """Measure a block, including its work on the device. Blocks of the same name add up."""
         begun = time.perf_counter()
         outer = self.current
         self.current = name
@@ -541,8 +561,8 @@ class Clock:
 
     @contextmanager
     def measure_sampling(self, engine: Any) -> Iterator[None]:
-        """Measure a block that collects episodes: the time in which the engine was busy counts as
-        "model", all else (sessions, tools, templates) as "environment"."""
+        """Measure a block that collects episodes. Time in which the engine is busy counts as
+        "model". All other time (sessions, tools, templates) counts as "environment"."""
         begun = time.perf_counter()
         before = _figures(engine)
         with self.part("generate"):
@@ -558,23 +578,26 @@ class Clock:
         self.ended = time.perf_counter()
 
     def make_following(self, *, evaluated: float) -> Clock:
-        """The clock of the next step; `evaluated`: seconds of evaluations since the end of this
-        one."""
+        """Return the clock of the next step.
+
+        Args:
+          evaluated: seconds of evaluations since the end of this step.
+        """
         return Clock(
             0.0 if self.ended is None else max(0.0, time.perf_counter() - self.ended - evaluated)
         )
 
     def total(self) -> float:
-        """Seconds since the step began."""
+        """Return the seconds since the step began."""
         return time.perf_counter() - self.started
 
 
-ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # an engine's figures shown as perf/ metrics
+ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # figures of the engine shown under perf/
 
 
 def _figures(engine: Any) -> dict[str, float]:
-    """The figures of an engine, `busy_s` and `late_s` in any case. Raises: EngineError if a figure
-    is no number."""
+    """Return the figures of an engine, always with `busy_s` and `late_s`. Raise EngineError if a
+    figure is not a number."""
     figures = {"late_s": 0.0, "busy_s": engine.busy_s if isinstance(engine, TimedEngine) else 0.0}
     given = engine.metrics() if isinstance(engine, MeasuredEngine) else {}
     try:
@@ -588,7 +611,7 @@ def _figures(engine: Any) -> dict[str, float]:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak memory in GiB: of the device on CUDA, of the process elsewhere."""
+    """Return the peak memory in GiB: the device's on CUDA, otherwise the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -601,17 +624,19 @@ def peak_memory(device: torch.device) -> float:
 def performance(
     batch: Weighted, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device
 ) -> dict[str, float]:
-    """Wall-clock figures of a step, and the savings of packing in its updates. Ignore perf/* when
-    you check whether two runs are identical.
+    """Return wall-clock figures of a step, and the savings of packing in its updates. Ignore perf/*
+    when you check whether two runs are identical.
 
     perf/outside_model_frac = 1 - model / (step + time since the step before), in [0, 1]. "model" is
-    the engine's work, the passes over given tokens, backward and optimisers. The engine's work is
-    forward passes, drawing tokens and managing slots, from the call of the decoder until the host
-    has its completions. On a GPU, or in a fused step, these three cannot be timed separately.
-    Everything else is outside: the service around the engine, environment, tools, templates and
-    tokenizer, rewards, assembly, advantages, metrics, callbacks, loggers and the loop.
+    the time of the engine's work, the passes over given tokens, the backward passes and the
+    optimizers. The engine's work lasts from the call of the decoder until the host has its
+    completions. It consists of forward passes, drawing tokens and managing slots. On a GPU, or in a
+    fused step, these three cannot be timed separately. All other time counts as outside: the
+    service around the engine, environment, tools, templates and tokenizer, rewards, assembly,
+    advantages, metrics, callbacks, loggers and the loop.
 
-    `tokens`: of the run so far.
+    Args:
+      tokens: number of tokens in all batches of the run so far.
     """
     seconds = clock.total()
     return {
@@ -628,7 +653,7 @@ def performance(
         "perf/session_s_max": max(clock.sessions, default=NAN),
         "perf/late_s": clock.late,
         "perf/captured_shapes": clock.engine.get("captured_shapes", NAN),
-        # on a GPU, or with several ranks, this process waits for others
+        # on a GPU, or with several ranks, this process also waits for the device or other processes
         "perf/update_processor_s": (
             clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN
         ),
@@ -640,8 +665,8 @@ def performance(
 
 
 def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
-    """batch/rollouts: number of rollouts trained on. group/sampled: prompts of the step.
-    group/acceptance_rate: share of these prompts that are trained on."""
+    """Return three metrics. batch/rollouts: number of rollouts trained on. group/sampled: number of
+    prompts in the step. group/acceptance_rate: share of these prompts that are trained on."""
     groups = len({r.group for r in sampled})
     return {
         "batch/rollouts": len(trained),

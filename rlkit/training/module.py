@@ -1,5 +1,5 @@
-"""RLModule: the learner in Lightning, for devices, ranks, precision, checkpoints and
-callbacks."""
+"""RLModule: the learner in a Lightning module. Lightning adds devices, ranks, precision,
+checkpoints and callbacks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from rlkit.types import Policy, Task
 
 
 class Steps:
-    """Yields the RL steps still to do. It has a length and a state, so that Lightning neither
-    prefetches nor repeats. The state is the module's count of steps; dropped steps do not count."""
+    """An iterable over the RL steps that remain. It has a length and a state, so that Lightning
+    neither prefetches nor repeats steps. Its state is the module's count of RL steps, and dropped
+    steps do not count."""
 
     def __init__(self, module: RLModule):
         self.module = module
@@ -47,11 +48,11 @@ class Steps:
         return {"position": self.module.rl_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to do: the module restores its count from the checkpoint itself."""
+        """Do nothing: the module itself restores its count from the checkpoint."""
 
 
 def _forward_to_learner(name: str) -> Any:
-    """An attribute of the learner, for callbacks."""
+    """Make a property that reads and writes an attribute of the learner, for callbacks."""
     return property(
         lambda self: getattr(self.learner, name),
         lambda self, value: setattr(self.learner, name, value),
@@ -59,14 +60,16 @@ def _forward_to_learner(name: str) -> Any:
 
 
 class RLModule(L.LightningModule):
-    """Takes one RL step per training_step.
+    """A Lightning module that takes one RL step in each training_step.
 
-    It owns the groups in flight and the position in the prompts (`flight`), the groups to learn
-    from again (`kept`), the generators and the length of the run; all else is the learner's.
-    `source` samples the groups (`rlkit.training.ahead.modes.group_source`). After each step
-    `metrics` holds the row to log, `rollouts` the scored episodes and `trained` the rollouts in
-    `batch`. `mismatch_bound` is `Agreement.bound` of the check before the first step; in half
-    precision it is in every row.
+    It owns the groups in flight and the position in the prompts (both in `flight`), and the groups
+    to learn from again (`kept`). It also owns the random generators and the length of the run.
+    Everything else belongs to the learner. `source` samples the groups
+    (`rlkit.training.ahead.modes.group_source`).
+
+    After each step `metrics` holds the row to log, `rollouts` the scored episodes, and `trained`
+    the rollouts in `batch`. `mismatch_bound` is `Agreement.bound` of the check before the first
+    step. In half precision every row contains it.
     """
 
     rl_step, x, experiment, metrics, rollouts = map(
@@ -96,7 +99,7 @@ class RLModule(L.LightningModule):
         self.policy = policy
         self.tasks = tasks
         self.source = source
-        # attributes, so that Lightning moves and saves them
+        # models are attributes of the module, so that Lightning moves and saves them
         self.model = policy.model
         self.critic = self.learner.critic
         self.constants: dict[str, float] = {}
@@ -105,17 +108,19 @@ class RLModule(L.LightningModule):
         self.flight = Flight()
         self.started = time.perf_counter()
         self.kept: tuple[Group, ...] = ()  # groups to learn from again
-        # whether the step can be dropped without loss: no update has begun
+        # whether the step can be dropped without loss, because no update has begun
         self.droppable = False
-        self.before: dict[str, Any] | None = None  # generators at the start of the current step
-        # one state per rank of the checkpoint, to be restored
+        # the generators' state at the start of the current step
+        self.before: dict[str, Any] | None = None
+        # the generators' states from a checkpoint, one per rank, to be restored at the start
         self.generators: list[dict[str, Any]] = []
         self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
         # name → the values logged by callbacks since the last row
         self.logged: dict[str, list[float]] = {}
 
     def training_step(self, index: int, _: int) -> None:
-        """Groups → some of them replaced by groups to learn from again → the learner's step."""
+        """Take one RL step: get groups, replace some of them by groups to learn from again, and let
+        the learner step."""
         groups, figures = self.take_groups()
         x = self.x
         reused = with_reused(x.reuse, self.kept, groups.trained, step=self.rl_step, seed=x.seed)
@@ -129,8 +134,8 @@ class RLModule(L.LightningModule):
         self.clock.end()
 
     def take_groups(self) -> tuple[StepGroups, dict[str, float]]:
-        """The groups of the next step, and figures about them. Until it returns, `drop_step` can
-        undo the step, because only the generators have moved."""
+        """Return the groups of the next step, and figures about them. Before this method returns,
+        `drop_step` can undo the step, because only the generators have changed."""
         learner = self.learner
         learner.begin()
         self.before = rng.state()
@@ -151,23 +156,23 @@ class RLModule(L.LightningModule):
     def log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         """Log a metric of your own: `module.log("mine/share", 0.5)` in any hook of a callback.
 
-        The step's row in metrics.jsonl, in metrics.csv and in every logger gets the mean of all
-        values logged under this name since the last row, over all ranks. Lightning's other
-        arguments have no effect.
+        All values logged under this name since the last row are averaged, over all ranks. The mean
+        goes into the step's row in metrics.jsonl, in metrics.csv and in every logger. Lightning's
+        other arguments have no effect.
 
         Raises: PartError if the value is no single number.
         """
         self.logged.setdefault(name, []).append(convert_to_number(name, value))
 
     def drop_step(self) -> None:
-        """Undo the current step: restore the generators. Sampling and scoring change nothing
+        """Undo the current step by restoring the generators. Sampling and scoring change nothing
         else."""
         if self.before is not None:
             rng.restore(self.before)
             self.before = None
 
     def step_in_lightning(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take a step of one of the learner's optimizers through Lightning."""
+        """Step one of the learner's optimizers through Lightning."""
         known: Any = self.optimizers()
         for own in known if isinstance(known, list) else [known]:
             if own.optimizer is optimizer:
@@ -175,11 +180,11 @@ class RLModule(L.LightningModule):
 
     @property
     def total_steps(self) -> int:
-        """RL steps of the whole run."""
+        """The number of RL steps in the whole run."""
         return self.experiment.trainer.steps
 
     def is_out_of_time(self) -> bool:
-        """Whether trainer.max_time has passed since this process began to train."""
+        """Return whether trainer.max_time has passed since this process began to train."""
         limit = self.experiment.trainer.max_time
         return limit is not None and time.perf_counter() - self.started > 60 * limit
 
@@ -190,7 +195,7 @@ class RLModule(L.LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         learner = self.learner
-        # made again, because the weights may be sharded by now
+        # the optimizers are made again, because the weights may be sharded by now
         learner.optimizers.made = make_optimizers(learner.experiment, self.model, self.critic)
         return learner.optimizers.made
 
@@ -200,12 +205,12 @@ class RLModule(L.LightningModule):
             and ranks.size() > 1
             and not find_sharded_modules(self.model)
         ):
-            self.learner.optimizers.made.clear()  # they hold the whole weights
+            self.learner.optimizers.made.clear()  # these optimizers hold the unsharded weights
             mixed = precision(self.experiment, self.device) == "bf16-mixed"
             self.learner.kept.shard(self.device_mesh["data_parallel"], mixed=mixed)  # type: ignore[index]
 
     def trained_state(self) -> dict[str, Any]:
-        """The state dict without a frozen base."""
+        """Return the module's state dict without a frozen base."""
         return select_trained_state(self.state_dict(), self.model)
 
     def on_train_start(self) -> None:
@@ -213,11 +218,12 @@ class RLModule(L.LightningModule):
             with self.trainer.strategy.precision_plugin.forward_context():
                 probe_memory(self.learner.record(), self.tasks)
         self.droppable = False
-        # A finished run may be resumed only to write its last files. Without this the loop would
-        # wait forever.
+        # A finished run may be resumed only to write its last files. Without this line the loop
+        # would wait forever.
         if self.rl_step >= self.total_steps:
             self.trainer.should_stop = True
-        if ranks.rank() < len(self.generators):  # only now, because the setup draws random numbers
+        # the generators are restored only now, because the setup draws random numbers
+        if ranks.rank() < len(self.generators):
             rng.restore(self.generators[ranks.rank()])
         elif ranks.rank():  # the checkpoint has no such rank, or there is no checkpoint
             rng.seed(mix(self.experiment.seed, self.rl_step, ranks.rank()))
@@ -226,8 +232,13 @@ class RLModule(L.LightningModule):
         self.fill(checkpoint, ranks.gather(rng.state))
 
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
-        """Add all state that Lightning does not know to a checkpoint, and remove the frozen base.
-        `generators`: one state per rank, in order."""
+        """Complete a checkpoint: add all state that Lightning does not know, and remove the frozen
+        base.
+
+        Args:
+          checkpoint: the checkpoint made by Lightning; it is changed in place.
+          generators: the generators' states, one per rank, in order.
+        """
         checkpoint["state_dict"] = select_trained_state(checkpoint["state_dict"], self.model)
         own = {"generators": generators, "kept": [pack_rollouts(group) for group in self.kept]}
         checkpoint["rlkit"] = self.learner.save() | self.source.state(self.flight) | own

@@ -1,4 +1,5 @@
-"""The references and the teachers of a run: their weights and owners."""
+"""The weights of a run's references and teachers, and the phase or part of the mixture that each
+belongs to."""
 
 from __future__ import annotations
 
@@ -21,23 +22,24 @@ from rlkit.types import Reference
 
 
 class ReferenceStates:
-    """The state of every reference and teacher (`rlkit.types.Reference`).
+    """The state of every reference and teacher of a run (`rlkit.types.Reference`).
 
-    A phase with its own reference owns that reference from the phase's first step on. All other
-    phases use the run's reference; its owner is "". A teacher belongs to a part of a mixture, or to
-    all prompts ("").
+    A phase with its own reference owns this reference from the phase's first step on. All other
+    phases share the run's reference; its owner is "". A teacher belongs to a part of a mixture, or
+    to all prompts ("").
 
     Args:
-      experiment: of the whole run. model: of the policy.
+      experiment: of the whole run.
+      model: the policy's model.
     """
 
     def __init__(self, experiment: Experiment, model: nn.Module):
         self.experiment = experiment
         self.model = model
-        # name of a phase → its whole experiment; "" is the only one if there are no phases
+        # name of a phase → its whole experiment; the only name is "" if there are no phases
         self.phases = schedules.list_phases(experiment)
         self.phase = next(iter(self.phases))
-        # shards a model in place; None unless the policy is sharded
+        # a function that shards a model in place; None unless the policy is sharded
         self.lay_out: Callable[[Any], None] | None = None
         self.references: dict[str, Any] = {}
         if any(x.needs_reference for name, x in self.phases.items() if not self.find_owner(name)):
@@ -51,27 +53,32 @@ class ReferenceStates:
         }
 
     def find_owner(self, phase: str) -> str:
-        """The owner of a phase's reference: the phase itself, or the run ("")."""
+        """Return the owner of a phase's reference: the name of the phase itself, or "" for the
+        run."""
         phases = self.experiment.schedule.phases
         return phase if phase in phases and phases[phase].reference is not None else ""
 
     @property
     def owner(self) -> str:
-        """The owner of the reference in use."""
+        """The owner of the reference in the present phase."""
         return self.find_owner(self.phase)
 
     def measures_drift(self, phase: str, x: Experiment) -> bool:
-        """Whether, in this phase, the KL to the reference is also the distance from the start of
-        the run. `x`: the experiment of the phase."""
+        """Return whether, in this phase, the KL to the reference is also the distance from the
+        start of the run.
+
+        Args:
+          x: the experiment of the phase.
+        """
         return x.kl.active and not self.find_owner(phase) and is_start(x.reference)
 
     def find_functions(self, owner: str) -> Reference:
-        """The reference functions of an owner."""
+        """Return the functions of an owner's reference (init, update and others)."""
         return self.phases[owner].reference if owner else self.experiment.reference
 
     def enter(self, progress: Progress, reference: Reference) -> bool:
-        """Begin the phase named by `progress`. Return whether its reference starts from the present
-        policy. References that no later phase uses are dropped."""
+        """Begin the phase named by `progress`, and drop every reference that no later phase uses.
+        Return whether the phase's reference starts from the present policy."""
         names = list(self.phases)
         self.phase = names[progress.phase]
         fresh = bool(self.owner) or "reference" in schedules.find_resets(self.experiment, progress)
@@ -84,7 +91,7 @@ class ReferenceStates:
 
     @contextmanager
     def reference(self, reference: Reference) -> Iterator[Any]:
-        """The reference in use, to score with."""
+        """Yield the model of the present phase's reference, to score with."""
         with self._use_as_policy(
             reference.model(self.references.get(self.owner), self.model)
         ) as model:
@@ -92,14 +99,15 @@ class ReferenceStates:
 
     @contextmanager
     def teacher(self, part: str) -> Iterator[Any]:
-        """The teacher of a part of the mixture, or of all prompts ("")."""
+        """Yield the model of a teacher. The teacher belongs to a part of the mixture, or to all
+        prompts ("")."""
         functions = self.teacher_functions[part]
         with self._use_as_policy(functions.model(self.teachers[part], self.model)) as model:
             yield model
 
     @contextmanager
     def _use_as_policy(self, given: Any) -> Iterator[Any]:
-        """A model to score with. It uses the kernel of the policy's updates, also after a
+        """Yield a model to score with. It uses the same update kernel as the policy, also after a
         resume."""
         with given as model:
             if isinstance(model, nn.Module):
@@ -108,15 +116,16 @@ class ReferenceStates:
             yield model
 
     def is_policy(self, reference: Reference) -> bool:
-        """Whether the reference in use is known to be the policy as it is now."""
+        """Return whether the present phase's reference is known to equal the present policy."""
         return is_policy(reference, self.references.get(self.owner), self.model)
 
     def move(self, reference: Reference, *, step: int, kl: float) -> dict[str, float]:
-        """Update the reference in use and the teachers after a step's updates. Return the metrics
-        of the reference's update.
+        """Update the present phase's reference and the teachers, after a step's updates. Return the
+        metrics of the reference's update.
 
         Args:
-          step: RL steps done, this one included. kl: the step's mean KL to the reference.
+          step: RL steps done, this one included.
+          kl: the step's mean KL to the reference.
         """
         measured: dict[str, float] = {}
         if self.owner in self.references:
@@ -132,10 +141,10 @@ class ReferenceStates:
 
     def shard(self, mesh: Any, *, mixed: bool) -> None:
         """Shard the policy over the ranks of a mesh (FSDP2), and references and teachers in the
-        same way. The critic stays whole, because a backward pass allows one FSDP root.
+        same way. The critic is not sharded, because a backward pass allows only one FSDP root.
 
         Args:
-          mixed: whether whole weights are gathered in bfloat16.
+          mixed: whether weights are gathered in bfloat16.
         """
         gathered = torch.bfloat16 if mixed else None
         self.lay_out = partial(ranks.shard, mesh=mesh, gathered=gathered)
@@ -144,12 +153,12 @@ class ReferenceStates:
         self.teachers = {part: self._lay_out(state) for part, state in self.teachers.items()}
 
     def _lay_out(self, state: Any) -> Any:
-        """The state, sharded if the policy is."""
+        """Return the state, sharded if the policy is sharded."""
         return state if self.lay_out is None else shard_state(state, self.model, self.lay_out)
 
     def save(self) -> dict[str, Any]:
-        """All states for a checkpoint, as plain types and tensors. With shards, all ranks must call
-        it."""
+        """Return all states as plain types and tensors, for a checkpoint. If the weights are
+        sharded, all ranks must call this."""
         return {
             "references": {
                 owner: ranks.gather_tensors(self.find_functions(owner).save(state))
@@ -162,7 +171,7 @@ class ReferenceStates:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `save` returned into the states of the entered phase."""
+        """Restore the value of `save` into the states of the present phase."""
         self.references = {
             owner: self.find_functions(owner).load(
                 state, self.model, saved["references"].get(owner, {})

@@ -1,10 +1,11 @@
-"""Reference policies: an (init, update) pair over explicit state, how to score with it, and its
-part of a checkpoint.
+"""Reference policies. A reference is an (init, update) pair over explicit state, with functions to
+score with it and to save and load its state.
 
 `none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy by different rules;
-the state of all three is a `Moving`. Their numbers are keywords of `update`, so a schedule finds
-them as, for example, `reference.update.decay`. Under LoRA only adapters move, so the reference is a
-second adapter on the same base model; else it is a copy.
+the state of all three is a `Moving`. The numbers of a rule are keywords of its `update`, so a
+schedule can name them, for example as `reference.update.decay`. Under LoRA only adapters are
+trained, so the reference is a second adapter on the same base model. Without LoRA it is a copy of
+the model.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ ADAPTER = "reference"  # name of the second adapter under LoRA
 def move_reference(
     reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float
 ) -> tuple[Any, dict[str, float]]:
-    """A reference's state after an RL step, and the metrics of its update as reference/NAME.
-    Raises: PartError if the update gives no state."""
+    """Update a reference after an RL step. Return its new state, and the metrics of its update as
+    reference/NAME. Raise PartError if the update returns no state."""
     given = reference.update(state, policy, step=step, kl=kl)
     after, metrics = given if isinstance(given, Measured) else (given, {})
     if after is None and state is not None:
@@ -46,12 +47,12 @@ def move_reference(
 
 
 def none() -> Reference:
-    """No reference: nothing is kept, nothing is scored."""
+    """No reference. Nothing is kept, and scoring with it raises an error."""
     return _make_fixed("none", lambda policy, **_: None, _no_model)
 
 
 def live() -> Reference:
-    """The policy itself, as it is at every moment."""
+    """The policy itself, always with its present weights."""
     return _make_fixed("live", lambda policy, **_: None, _policy_itself)
 
 
@@ -60,18 +61,22 @@ def live() -> Reference:
 def frozen(
     *, path: str | None = None, revision: str | None = None, key: str = "reference.path"
 ) -> Reference:
-    """The policy as it was at the start of the run, or of the phase with this reference; or another
-    model, a teacher.
+    """A reference that never moves: the policy at its start, or another model (a teacher).
 
-    For the start of the run, the state under LoRA is empty, because the start is the same model
-    with its adapter off; without LoRA it is a copy of the weights, without gradient. A checkpoint
-    holds neither; a resume makes them again from model.path. For the start of a later phase, the
-    state is that of a moving reference (a second adapter under LoRA) and is checkpointed.
+    Without `path`, it is the policy at the start of the run, or at the start of the phase with this
+    reference. How it is kept depends on the start:
+
+    start of the run   under LoRA nothing is kept, because the start is the same model with its
+                       adapter off; without LoRA a copy of the weights is kept, without gradient.
+                       A checkpoint holds neither: a resume makes them again from model.path
+    start of a phase   the state is like a moving reference's (a second adapter under LoRA), and
+                       checkpoints hold it
 
     Args:
-      path: another model with the same tokens, in any order: a folder or a hub id; loaded anew on
-        resume. None: the policy itself.
-      revision: of a hub id. key: of the path in the config, for messages.
+      path: another model with the same tokens, in any order: a folder or a hub id. It is loaded
+        again on resume. None: the policy itself.
+      revision: the revision of a hub id.
+      key: the config key of the path, for messages.
     Raises: ConfigError, when the reference is made, if the model cannot be loaded or has another
       vocabulary.
     """
@@ -82,17 +87,18 @@ def frozen(
 
 
 def is_start(reference: Reference) -> bool:
-    """Whether a reference always stays the policy as it was when the reference began."""
+    """Return whether a reference is always the policy as it was when the reference began."""
     return reference.init is _freeze
 
 
 def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
-    """Whether a reference is known to equal the present policy, bit for bit.
+    """Return whether a reference is known to equal the present policy, bit for bit.
 
-    True for a shipped reference that started from the policy and has equal weights. Under LoRA both
-    share the base, and a reference without an adapter equals the policy as long as all B factors
-    (lora_B) are 0. False for everything else: another model, a reference of the user's own, a
-    policy with dropout. All ranks must call it, and get the same answer.
+    It is known for a shipped reference that started from the policy and still has equal weights.
+    Under LoRA both share the base model. A reference without an adapter then equals the policy as
+    long as all B factors (lora_B) are 0. The answer is False in all other cases: another model, a
+    reference written by the user, or a policy with dropout. All ranks must call this function, and
+    all get the same answer.
     """
     ranks.reshard(policy, state.model if isinstance(state, Moving) else state)
     return not ranks.any_rank(not _is_policy(reference, state, policy))
@@ -127,7 +133,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _get_local(tensor: Any) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -135,13 +141,14 @@ def ema(*, decay: float) -> Reference:
     """An exponential moving average of the policy: reference ← decay · reference + (1 - decay) ·
     policy after every RL step.
 
-    Under LoRA the factors of the adapter are averaged, each by itself. The effective weights W +
-    s·BA are then not the average of the policy's: with averaging weights w, B̄ Ā = Σ w B A - Σ w (B
-    - B̄)(A - Ā), and the difference is the covariance of the factors over the average's memory.
-    On the embedded model (rank 2, twenty steps of AdamW) this difference, as a share of the norm of
-    the averaged change, was 5 % at a learning rate of 0.001 and 13 % at 0.01 with decay 0.9, and
-    54 % at 0.01 with decay 0.99 and gradients of pure noise. It vanishes while the policy stands
-    still. The average of the products has a higher rank, so no adapter of this rank can hold it.
+    Under LoRA each factor of the adapter is averaged by itself. So the effective weights W + s·BA
+    of the reference are not the average of the policy's effective weights. With averaging weights
+    w, B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā), and the difference is the covariance of the factors
+    over the memory of the average. The difference was measured on the embedded model (rank 2,
+    twenty steps of AdamW), as a share of the norm of the averaged change. With decay 0.9 it was 5 %
+    at a learning rate of 0.001 and 13 % at 0.01. With decay 0.99 it was 54 % at 0.01 and gradients
+    of pure noise. It vanishes while the policy stands still. The average of the products has a
+    higher rank, so no adapter of this rank can hold it.
 
     Args:
       decay: in [0, 1). 0 is the policy of one step ago; 0.99 looks back about 100 steps.
@@ -157,11 +164,11 @@ def ema(*, decay: float) -> Reference:
 
 
 def periodic(*, every: int) -> Reference:
-    """A copy of the policy, taken again after each `every` RL steps, counted from the start of the
-    run.
+    """A copy of the policy, renewed after every `every` RL steps. The steps are counted from the
+    start of the run.
 
     Args:
-      every: RL steps, at least 1.
+      every: number of RL steps between two copies, at least 1.
     Raises: ValueError if every is less than 1.
     """
     if every < 1:
@@ -177,21 +184,22 @@ def _copy_each(state: Moving, policy: nn.Module, *, every: int, step: int, **_: 
 def on_kl(
     *, threshold: float, measure: Literal["accumulated", "distance"] = "accumulated"
 ) -> Reference:
-    """A copy of the policy, taken again once it has moved too far from the last copy.
+    """A copy of the policy, renewed when the policy has moved too far away from it.
 
-    accumulated: Σ of the steps' KL since the last copy > threshold; then the sum starts at 0 again
-    distance:    the last step's KL > threshold
+    accumulated: renew if Σ of the steps' KL since the last copy > threshold, then set the sum to 0
+    distance:    renew if the last step's KL > threshold
 
-    A step's KL is the mean per token of `kl`'s estimator, at the policy before each update of the
+    A step's KL is the mean per token of `kl`'s estimator, for the policy before each update of the
     step. It is the whole distance from the reference, not the distance moved in this step. So the
-    accumulated measure adds up distances: a policy that stays 0.05 nats away passes a threshold of
-    0.5 after 11 steps. With measure=distance it never does. A step without a finite KL adds
-    nothing and copies nothing.
+    accumulated measure adds up distances. A policy that stays 0.05 nats away passes a threshold of
+    0.5 after 11 steps. With measure=distance it never does. A step without a finite KL adds nothing
+    and copies nothing.
 
     Args:
       threshold: nats per token, greater than 0.
       measure: accumulated or distance, as above.
-    Raises: ValueError if threshold is not positive, or the measure is neither.
+    Raises: ValueError if threshold is not positive, or if measure is neither accumulated nor
+      distance.
     """
     if not threshold > 0:
         raise ValueError(
@@ -218,24 +226,31 @@ def _copy_beyond(
 
 
 class Moving(NamedTuple):
-    """The state of a moving reference. The keys of every mapping are the policy's own names;
-    `update` writes the tensors in place."""
+    """The state of a moving reference. The keys of every mapping are the policy's own names of its
+    tensors. `update` writes the tensors in place."""
 
-    # averaged in float32 or wider: in bfloat16 a decay of 0.999 moves nothing
+    # the averaged weights, in float32 or wider: in bfloat16 a decay of 0.999 changes nothing
     weights: Mapping[str, Tensor]
-    # read by scoring: the same tensors, unless the policy is narrower than float32
+    # the weights that score: the same tensors, unless the policy's type is narrower than float32
     scored: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]  # always copies of the policy's
-    # the copied model that holds these tensors; None under LoRA: the policy holds both adapters
+    buffers: Mapping[str, Tensor]  # always copies of the policy's buffers
+    # the copied model with these tensors; None under LoRA, because the policy holds both adapters
     model: nn.Module | None
-    kl: float = 0.0  # nats since the last copy (on_kl)
+    kl: float = 0.0  # on_kl: sum of the steps' KL since the last copy, in nats per token
 
 
 def shard_state(
     state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]
 ) -> nn.Module | Moving | None:
-    """Shard a reference's state (rlkit.distributed.ranks.shard): its own model, or the second
-    adapter in an already sharded policy. Return a sharded state as it is.
+    """Shard a reference's state over the ranks in the way of `rlkit.distributed.ranks.shard`, and
+    return the new state.
+
+    A reference with a model of its own is sharded here. Under LoRA the reference is a second
+    adapter in the policy. The policy is already sharded, so the new state only takes the adapter's
+    sharded tensors. A state that is sharded already is returned unchanged.
+
+    Args:
+      shard: a function that shards a model in place.
     """
     if isinstance(state, Moving) and state.model is None:
         return _make_tracked(_twins(policy), {}, None)._replace(kl=state.kl)
@@ -251,15 +266,15 @@ def _make_moving(name: str, update: Callable[..., Moving]) -> Reference:
 
 
 def _start(policy: nn.Module, **_: Any) -> Moving:
-    """The state of a reference that equals the present policy."""
+    """Return the state of a reference that equals the present policy."""
     if has_adapters(policy):
         return _make_tracked(_add_second_adapter(policy), {}, None)
     return track(ranks.copy_unsharded(policy))
 
 
 def track(model: nn.Module) -> Moving:
-    """The state of a reference with the tensors of `model`: `follow` writes into them. Only tensors
-    narrower than float32 are copied."""
+    """Return the state of a moving reference with the tensors of `model`. `follow` writes into
+    these tensors. Only tensors narrower than float32 are copied."""
     return _make_tracked(dict(model.named_parameters()), dict(model.named_buffers()), model)
 
 
@@ -275,9 +290,9 @@ def _make_tracked(
 
 @torch.no_grad()
 def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) -> Moving:
-    """Move the reference to decay · reference + (1 - decay) · policy; buffers are copied. With
-    decay 0 everything is copied, bit for bit."""
-    ranks.reshard(policy, state.model)  # otherwise scoring would keep the old gathered weights
+    """Move the reference to decay · reference + (1 - decay) · policy, and copy the buffers. With a
+    decay of 0 all weights are copied, bit for bit."""
+    ranks.reshard(policy, state.model)  # otherwise scoring would use old gathered weights
     parameters = dict(policy.named_parameters())
     buffers = dict(policy.named_buffers())
     for name, weight in state.weights.items():
@@ -289,7 +304,7 @@ def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) ->
 
 
 def _show(state: Moving) -> None:
-    """Copy the averaged tensors to the scored ones, unless they are the same tensors."""
+    """Copy the averaged tensors to the tensors that score, unless both are the same tensors."""
     for name, weight in state.weights.items():
         if weight.data_ptr() != state.scored[name].data_ptr():
             state.scored[name].copy_(weight)
@@ -297,8 +312,8 @@ def _show(state: Moving) -> None:
 
 @contextmanager
 def _open_model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
-    """The reference's own model; under LoRA the policy with the second adapter, or with no adapter
-    if the state is None."""
+    """Yield the model to score with. It is the reference's own model if there is one. Under LoRA it
+    is the policy with the second adapter active, or with no adapter if the state is None."""
     own = state.model if isinstance(state, Moving) else state
     with torch.no_grad():
         if own is not None:
@@ -311,7 +326,7 @@ def _open_model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator
             finally:
                 _activate(policy, active)
         else:
-            # PEFT switches requires_grad off here and on again at the end. Both switches must find
+            # PEFT switches requires_grad off here and on again at the end. Both times it must find
             # the same tensors, the shards.
             ranks.reshard(policy)
             with policy.disable_adapter():  # type: ignore[operator]
@@ -327,8 +342,8 @@ def _save_moving(state: Moving) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> Moving:
-    """The saved state. If nothing was saved, because the run had a frozen reference so far, the
-    state stays at the start, as that reference did."""
+    """Load the saved state. If the checkpoint has no state, the run had a frozen reference until
+    now. The state then stays at the start of the run, where the frozen reference was."""
     if not saved:
         return state
     for live, kept in ((state.weights, saved["weights"]), (state.buffers, saved["buffers"])):
@@ -348,13 +363,13 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
 
 
 def _add_second_adapter(policy: Any) -> dict[str, Tensor]:
-    """Add the reference's adapter, equal to the active one. Return its tensors; the keys are the
-    names of the policy's own tensors."""
+    """Add an adapter for the reference to the policy, equal to the active adapter. Return its
+    tensors under the names of the active adapter's tensors."""
     from rlkit.models.load import compute_as_base
 
     if ADAPTER not in policy.peft_config:
         on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
-        # its random start is overwritten, so its draws must not move the generators
+        # the adapter's random start is overwritten, so it must not change later random numbers
         with _keep_gradients(policy), torch.random.fork_rng(devices=on):
             policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[policy.active_adapter]))
             compute_as_base(policy)
@@ -367,7 +382,7 @@ def _add_second_adapter(policy: Any) -> dict[str, Tensor]:
 
 
 def _twins(policy: Any) -> dict[str, Tensor]:
-    """The tensors of the reference's adapter, without gradient; the keys are the names of the
+    """Return the tensors of the reference's adapter, without gradient, under the names of the
     active adapter's tensors."""
     parameters = dict(policy.named_parameters())
     twins = {}
@@ -380,8 +395,8 @@ def _twins(policy: Any) -> dict[str, Tensor]:
 
 
 def _activate(policy: Any, adapter: str) -> None:
-    """Switch adapters. PEFT's own switch also changes which parameters are trained; this one does
-    not."""
+    """Make another adapter the active one. PEFT's own function also changes which parameters are
+    trained; this function does not."""
     with _keep_gradients(policy):
         policy.set_adapter(adapter)
 
@@ -402,7 +417,8 @@ def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:
 
 
 def _make_fixed(name: str, init: Callable[..., Any], model: Callable[..., Any]) -> Reference:
-    """A reference that never moves; on resume `init` makes it again."""
+    """Make a reference that never moves. Checkpoints hold no state of it; after a resume `init`
+    makes it again."""
     return Reference(
         name, init, _keep, model, save=lambda state: {}, load=lambda state, policy, saved: state
     )
@@ -416,8 +432,8 @@ def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
 
 @assumes("same_vocabulary")
 def _load_teacher(policy: Any, *, path: str, revision: str | None, key: str, **_: Any) -> nn.Module:
-    """Another model, on the policy's device and in its precision, with token ids mapped to the
-    policy's."""
+    """Load another model onto the policy's device, in the policy's precision. Its token ids are
+    mapped to the policy's."""
     from rlkit.errors import ConfigError
     from rlkit.models import check_vocabulary, pretrained_model
     from rlkit.models.load import check_weights, take_rows
@@ -446,7 +462,7 @@ def _save_frozen(state: nn.Module | Moving | None) -> dict[str, Any]:
 def _load_frozen(
     state: nn.Module | Moving | None, policy: nn.Module, saved: Mapping[str, Any]
 ) -> Any:
-    if "frozen" not in saved:  # the reference began with the run, or the run had another one before
+    if "frozen" not in saved:  # the reference began with the run, or replaces another reference
         return state
     moving = state if isinstance(state, Moving) else _start(policy)
     return _load_moving(moving, policy, saved["frozen"])

@@ -1,5 +1,5 @@
-"""The settings that a resumed run keeps besides its weights: threads, kernels, the size of the
-engine's cache, checkpointing of activations, the correction."""
+"""Settings that a resumed run keeps besides its weights: threads, kernels, the size of the engine's
+cache, checkpointing of activations, and the off-policy correction."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from rlkit.types import CachingEngine, Policy
 
 
 def describe_arithmetic(x: Experiment, model: nn.Module) -> dict[str, Any]:
-    """The settings that affect the last bits of a run's numbers: the threads of the CPU, the
-    kernels of decoding and updates, the size of the engine's cache, and whether updates recompute
-    their activations."""
+    """Return the settings with an effect on the last bits of a run's numbers. They are the CPU
+    threads, the kernels for decoding and updates, the size of the engine's cache, and whether
+    updates recompute their activations."""
     engine = x.generation.engine
     kernels = read_kernels_in_use(engine, model)
-    on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU's sums do not depend on them
+    # on a GPU, sums do not depend on the number of CPU threads
+    on_cpu = next(model.parameters()).device.type == "cpu"
     return {
         "threads": torch.get_num_threads() if on_cpu else None,
         "cached_tokens": engine.cached_tokens if isinstance(engine, CachingEngine) else None,
@@ -42,18 +43,20 @@ def go_on_as_before(
     *,
     exact: bool,
 ) -> None:
-    """Keep the threads, the kernels, the size of the cache and the checkpointing of activations of
-    a checkpoint, unless the config names others. Print how the run differs from a new one: in these
-    choices, the correction and trainer.steps.
+    """Apply the settings of a checkpoint, unless the config sets others: threads, kernels, the size
+    of the engine's cache, and checkpointing of activations. Print each difference from a new run:
+    these settings, the correction, and a changed trainer.steps.
 
     Args:
-      x: as configured. exact: what this process has found about its own engine.
+      x: the experiment as configured.
+      exact: whether the check of this process, before its first step, found that the engine gives
+        the trainer's log-probs.
     """
     state = checkpoint["rlkit"]
     said = []
     threads = state["threads"] or torch.get_num_threads()
     if x.trainer.threads is None and threads != torch.get_num_threads():
-        torch.set_num_threads(threads)  # the same sums in the same order
+        torch.set_num_threads(threads)  # so that sums are added in the same order
         said.append(f"computes with {threads} thread(s), as the run did so far")
     # activations first, because the update kernel depends on them
     recompute = state["gradient_checkpointing"]
@@ -73,8 +76,8 @@ def go_on_as_before(
 
 
 def select_trained_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state dict of model and critic without the frozen base, because model.path holds the base:
-    under LoRA the trained adapters, and the critic."""
+    """Return the state dict of model and critic without the frozen base weights, because a resume
+    loads the base from model.path. Under LoRA the trained adapters and the critic remain."""
     trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     frozen = any(not p.requires_grad for p in model.parameters())
     return {

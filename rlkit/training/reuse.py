@@ -1,5 +1,5 @@
-"""Groups to learn from again (task.reuse). They are kept with the versions of their sampling
-weights, and bounded in number and age."""
+"""Keep groups, to learn from them again in a later step (task.reuse). Each group is kept with the
+versions of its sampling weights. The number and the age of kept groups are limited."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Group = tuple[Rollout, ...]
 
 
 class Reused(NamedTuple):
-    """The data of a step, and the groups kept after it."""
+    """The rollouts to train on in a step, and the groups kept after the step."""
 
     trained: list[Rollout]
     kept: tuple[Group, ...]
@@ -32,18 +32,22 @@ def with_reused(
     """Replace a step's groups of equal rewards by kept groups. Return the step's rollouts, and the
     groups to keep for later steps.
 
-    Kept groups are drawn in proportion to their score, Σ|r - mean| · std of the rewards, each at
-    most once a step. A group qualifies if it has as many rollouts as the group to be replaced, and
-    if its oldest token was sampled by weights at most `reuse.staleness` RL steps old. It takes the
-    number of the replaced group and keeps its tokens' log-probs and versions. Then the
-    `reuse.groups` groups of highest score are kept; among equal scores, new groups come first.
+    Kept groups are drawn at random in proportion to their score, Σ|r - mean| · std of the rewards.
+    Each is used at most once in a step. A kept group can replace a group with the same number of
+    rollouts. Its oldest token must have been sampled by weights at most `reuse.staleness` RL steps
+    old. It takes over the number of the replaced group, and keeps its tokens' log-probs and
+    versions.
+
+    Afterwards the `reuse.groups` groups with the highest scores are kept. Among equal scores,
+    groups of this step come first.
 
     Args:
-      trained: scored rollouts of the step, group by group. step: RL steps done before this one.
-        seed: the run's.
-    Returns: with metrics reuse/groups: groups learned from again; reuse/staleness: their
-      mean age in RL steps, nan without any; reuse/kept: groups kept. Nothing is changed if
-      `reuse` is not active.
+      trained: scored rollouts of the step, group by group.
+      step: RL steps done before this one.
+      seed: the seed of the run.
+    Returns: rollouts, kept groups and three metrics. reuse/groups: number of groups learned from
+      again. reuse/staleness: mean age of these groups in RL steps, nan without any. reuse/kept:
+      number of groups kept. If `reuse` is not active, the rollouts are returned unchanged.
     """
     if not reuse.active:
         return Reused(list(trained), (), {})
@@ -75,8 +79,8 @@ def with_reused(
 
 
 def score_group(group: Sequence[Rollout]) -> float:
-    """Σ|r - mean| · std of the rewards of a group; 0 if they are all equal, or there are fewer
-    than two."""
+    """Return Σ|r - mean| · std of a group's rewards. The score is 0 if all rewards are equal, or if
+    fewer than two rollouts have a reward."""
     rewards = [r.total_reward for r in group if r.total_reward is not None]
     if len(rewards) < 2 or min(rewards) == max(rewards):
         return 0.0
@@ -85,16 +89,16 @@ def score_group(group: Sequence[Rollout]) -> float:
 
 
 def compute_age(group: Sequence[Rollout], step: int) -> int:
-    """RL steps from the oldest sampling weights of the group's tokens to `step`. Replies without
-    versions do not count."""
+    """Return the number of RL steps from the oldest sampling weights of the group's tokens to
+    `step`. Replies without versions do not count."""
     return max(
         [0, *(step - version for r in group for reply in r.steps for _, version in reply.versions)]
     )
 
 
 def unpack_kept(saved: Sequence[Tensor], tasks: Sequence[Task]) -> tuple[Group, ...]:
-    """Kept groups of a checkpoint, each packed by `pack_rollouts`. Raises DataError if
-    a task is gone."""
+    """Restore the kept groups of a checkpoint. Each group was packed by `pack_rollouts`. Raise
+    DataError if a group's task no longer exists."""
     rows = {(task.part, task.id): task for task in tasks} if saved else {}
     try:
         return tuple(

@@ -1,4 +1,4 @@
-"""One training run in one folder: load, check, train, evaluate, sum up."""
+"""Run one training in one folder: load, check, train, evaluate, and write a summary."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ def train_in(
     provenance: Mapping[str, Any] = MappingProxyType({}),
     again: Callable[[], Experiment] | None = None,
 ) -> tuple[dict[str, Any], RLModule]:
-    """Train to the end.
+    """Train a run to its end in a folder.
 
-    Returns: the summary, also written to the folder, and the module with the policy. `before` and
-      `after` of the summary are evaluations of test problems; `validation` is the last evaluation
-      during training.
+    Returns: the summary, which is also written to the folder, and the module with the policy.
+      `before` and `after` of the summary are evaluations on test problems. `validation` is the last
+      evaluation during training.
 
     Args:
-      x: the experiment. tasks: the problems of its splits (see
-        `rlkit.config.problems.rows.load_tasks`).
+      x: the experiment.
+      tasks: the problems of its splits (see `rlkit.config.problems.rows.load_tasks`).
       folder: for all files; with `resume`, the folder of the run to continue.
       provenance: config, versions and git state of this process, for checkpoints and loggers.
-      resume: a checkpoint, or a folder with checkpoints (the newest is taken); None starts a new
-        run.
-      started: time.perf_counter() of the command's start.
-      again: builds the experiment again in a second process, for asynchrony=overlap
+      resume: a checkpoint, or a folder of checkpoints, of which the newest is taken. None starts a
+        new run.
+      started: time.perf_counter() at the start of the command.
+      again: a function to build the experiment in a second process, for asynchrony=overlap
         (`rlkit.config.compose.make_builder`).
     Raises: ConfigError if `again` is needed and None.
     """
     from rlkit.training.ahead.modes import group_source
 
     LOST.clear()
-    dogs: list[Watchdog] = []  # has one watchdog once there is a trainer
+    dogs: list[Watchdog] = []  # gets the trainer's watchdog as soon as there is a trainer
     with (
         limit_waiting(
             x.trainer.max_step_time, MAX_STEP_TIME, lambda: dogs[0].place() if dogs else ""
@@ -76,7 +76,7 @@ def train_in(
         group_source(x, tasks.train, again, folder=folder) as source,
     ):
         policy, device, agreement = prepare(x, tasks)
-        # imports Lightning, which takes as long as everything else: print the first lines before
+        # importing Lightning takes as long as everything else, so the first lines come before it
         from rlkit.episodes.record import keep_failed_rollout
         from rlkit.training.callbacks.faults import Watchdog
         from rlkit.training.module import RLModule
@@ -97,8 +97,8 @@ def train_in(
         dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
         summary = {"ended": "failed", "seed": x.seed, "name": x.name}
         processor = time.process_time()
-        # All present objects stay alive. Without this, each garbage collection would visit half a
-        # million objects of the libraries and take a tenth of a small step.
+        # Exclude all present objects from garbage collection. Otherwise each collection would visit
+        # half a million objects of the libraries and take a tenth of a small step.
         gc.freeze()
         try:
             with note_end(summary, module, trainer), keep_failed_rollout(folder):
@@ -106,7 +106,8 @@ def train_in(
                 summary["ended"], summary["why"] = describe_end(module, results)
         finally:
             gc.unfreeze()
-            if resume is None:  # a resumed run does not know the time of its earlier processes
+            # a resumed run does not know the processor time of its earlier processes
+            if resume is None:
                 summary["processor_seconds"] = round(time.process_time() - processor, 2)
             seconds = time.perf_counter() - started
             conclude(summary, module, folder, results, seconds=seconds, device=device)
@@ -114,8 +115,8 @@ def train_in(
 
 
 def begin_folder(folder: Path, prompts: str) -> None:
-    """Write the policy's first prompts, and put aside the rollout that made the previous process
-    fail."""
+    """Write the policy's first prompts to the folder. If an earlier process failed on a rollout and
+    wrote it here, put this file aside."""
     from rlkit.episodes.record import FAILED
 
     with report_write_errors(PROMPTS):
@@ -127,10 +128,10 @@ def begin_folder(folder: Path, prompts: str) -> None:
 
 @contextmanager
 def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterator[None]:
-    """Run a block, and note its error or signal as the end of the run. A signal ends the block
-    without an error.
+    """Run a block, and note in the summary how it ended: by an error or by a signal. A signal ends
+    the block without an error.
 
-    Raises: RLKitError if a part of the run ended the process.
+    Raises: RLKitError if a part of the run tried to end the process.
     """
     from rlkit.training.callbacks.stopping import StopOnSignal
 
@@ -140,7 +141,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
         summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}
     except (KeyboardInterrupt, SystemExit) as error:
         summary["ended"] = "interrupted"
-        # StopOnSignal handles Ctrl-C, so a KeyboardInterrupt is not the user's
+        # StopOnSignal handles Ctrl-C, so this KeyboardInterrupt does not come from the user
         if any(isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks):
             what = describe_raise(error)
             summary["ended"] = f"failed: {what}"
@@ -153,10 +154,10 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
 
 
 def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
-    """Seed, load and check the policy of a run, and print a header.
+    """Seed the generators, load and check the policy of a run, and print a header.
 
-    Returns: the policy; its device; whether the engine gives exactly the trainer's log-probs, on
-    all ranks.
+    Returns: the policy, its device, and whether the engine gives exactly the trainer's log-probs on
+      all ranks.
     Raises: ConfigError, SelfCheckError, DataError.
     """
     policy, device, agreement = prepare(x, tasks)
@@ -164,7 +165,8 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
 
 
 def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
-    """Like `ready`, but return all findings of the check; `exact` holds for all ranks."""
+    """Do the work of `ready`, but return all findings of the check. Their field `exact` holds for
+    all ranks."""
     print(format_first_line(x), flush=True)
     import rich.style  # noqa: F401  # imported before seeding: the import draws from Python's generator
 
@@ -176,7 +178,7 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     from rlkit.training.windows import describe_windows
 
     silence_frameworks()
-    # initial adapters, and the draws of a reward or an environment; sampling has its own randomness
+    # for the start of adapters and for rewards and environments; sampling seeds itself
     rng.seed(x.seed)
     check_teacher(x)
     policy, device = load_on_device(x)
@@ -191,7 +193,7 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     sharded = x.trainer.strategy == "fsdp" and ranks.size() > 1
     kernels = settle_kernels(x.generation.engine, policy.model, sharded=sharded)
     print(f"{agreement.tools}{kernels}", flush=True)
-    exact = not ranks.any_rank(not agreement.exact)  # the same answer on all ranks
+    exact = not ranks.any_rank(not agreement.exact)  # all ranks get the same answer
     lines = [
         unchecked_line(x.generation.engine, policy.model, shards=sharded),
         describe_windows(x, policy, tasks.train),
@@ -204,7 +206,8 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
 
 
 def process_in_words(x: Experiment, device: Any) -> str:
-    """A line on the second process: its threads, and whether it rounds sums as the trainer does."""
+    """Return a line about the sampling process: its threads, and whether it rounds sums in the same
+    way as the trainer."""
     import torch
 
     own = x.asynchrony.sampler.threads
@@ -228,8 +231,13 @@ def conclude(
     seconds: float,
     device: Any,
 ) -> None:
-    """Add a run's figures, and the files that could not be written, to its summary; write
-    summary.json and metrics.csv."""
+    """Complete a run's summary: add its figures, and the names of files that could not be written.
+    Write summary.json and metrics.csv.
+
+    Args:
+      results: split → RL step → result of the evaluation.
+      seconds: wall-clock time of the run.
+    """
     from rlkit.sandbox import get_known_level
     from rlkit.system.rows import export_csv
     from rlkit.training.kernels import record_choices
@@ -266,8 +274,8 @@ def conclude(
 
 
 def list_missing() -> dict[str, Any]:
-    """unsaved: why the result of the run is incomplete, as a sentence, or None. lost: other files
-    that could not be written → the reason."""
+    """Return two entries of the summary. unsaved: a sentence that says why the result of the run is
+    incomplete, or None. lost: name of any other file that could not be written → the reason."""
     from rlkit.training.callbacks.checkpoints import RESULT
 
     lost = dict(LOST)
@@ -278,8 +286,9 @@ def list_missing() -> dict[str, Any]:
 def describe_end(
     module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]
 ) -> tuple[str, str]:
-    """How the run ended, and why: finished (all steps done, or the target reached), out of time (it
-    can be resumed), else interrupted."""
+    """Return how the run ended, and why. It is "finished" if all steps are done or the target is
+    reached. It is "out of time" if trainer.max_time is over; the run can then be resumed. Otherwise
+    it is "interrupted"."""
     x = module.experiment
     target = x.evaluation.stop_at
     last = results.get("validation", {}).get(module.rl_step)
@@ -303,7 +312,8 @@ def make_trainer(
     *,
     resume: Path | None,
 ) -> tuple[Any, Path | None]:
-    """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
+    """Make the Lightning trainer with rlkit's callbacks. Return it together with the checkpoint to
+    continue from, or None."""
     import lightning as L
 
     from rlkit.distributed.strategies import list_cluster_plugins, make_strategy
@@ -327,9 +337,9 @@ def make_trainer(
         num_nodes=x.trainer.nodes,
         strategy=make_strategy(x.trainer),
         precision=precision(x, device),  # type: ignore[arg-type]
-        max_epochs=-1,  # the module stops by RL step or time
+        max_epochs=-1,  # the module itself stops after trainer.steps or trainer.max_time
         min_epochs=0,
-        default_root_dir=folder,  # else it would be the present working directory
+        default_root_dir=folder,  # otherwise Lightning takes the working directory
         log_every_n_steps=1,
         logger=loggers or False,
         callbacks=list_callbacks(x, tasks, folder, results),
@@ -346,7 +356,7 @@ def make_trainer(
 def list_callbacks(
     x: Experiment, tasks: Splits, folder: Path, results: dict[Split, Any]
 ) -> list[Any]:
-    """rlkit's own callbacks and the experiment's, in the order of their calls."""
+    """List rlkit's own callbacks and the experiment's callbacks, in the order of their calls."""
     from rlkit.training.callbacks.checkpoints import RLCheckpoint
     from rlkit.training.callbacks.evaluation import HeldOut
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
@@ -364,12 +374,14 @@ def list_callbacks(
 
 
 def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int]:
-    """The checkpoint to continue a run from, and its RL step. Later files and files of other runs
-    are set aside.
+    """Return the checkpoint to continue a run from, and its RL step. Files from later steps and
+    files of other runs are set aside.
 
     Args:
+      resume: a checkpoint, or a folder of checkpoints.
+      folder: the folder of the run.
       identity: the identity of the run in the folder.
-    Raises: DataError if there is no readable checkpoint, or if it belongs to another run.
+    Raises: DataError if no checkpoint can be read, or if the checkpoint belongs to another run.
     """
     from rlkit.episodes.completions import cut_completions
     from rlkit.system import shards
@@ -405,10 +417,10 @@ def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int
 
 
 def format_first_line(x: Experiment) -> str:
-    """The experiment in one line, printed before a model is loaded."""
+    """Describe the experiment in one line. It is printed before the model is loaded."""
     from rlkit.training.schedules import list_phases
 
-    x = next(iter(list_phases(x).values()))  # what the run begins with
+    x = next(iter(list_phases(x).values()))  # the first phase of the run
     return (
         f"rlkit: {x.algorithm.name}, kl {describe_kl(x)}, reward {x.reward.name}, "
         f"reference {x.reference.name if x.needs_reference else 'none'}, seed {x.seed}"
@@ -416,14 +428,14 @@ def format_first_line(x: Experiment) -> str:
 
 
 def format_header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
-    """Lines on the model, the device, the data and the arithmetic of the batch."""
+    """Return lines about the model, the device, the data and the size of the batch."""
     import torch
 
     from rlkit.sandbox import get_known_level
     from rlkit.training.schedules import list_phases
 
     named = list_phases(x)
-    x = next(iter(named.values()))  # what the run begins with
+    x = next(iter(named.values()))  # the first phase of the run
     path = x.model.path or "a function"
     total = sum(p.numel() for p in policy.model.parameters())
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)

@@ -1,5 +1,5 @@
-"""Invariants checked on the run's own model, tokenizer and rows before the first step. Each rules
-out a class of silent bugs."""
+"""Checks of the run's own model, tokenizer and rows before the first step. Each check rules out one
+class of silent bugs."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import list_phases
 from rlkit.types import Environment, Policy, Task, Tool, bound, declarations
 
-FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ only by rounding
-# All of these are means of |Δ log-prob| in half precision.
+FP32_TOLERANCE = 1e-3  # largest |Δ log-prob|: two correct float32 paths differ only by rounding
+# The following limits are for the mean of |Δ log-prob| in half precision.
 BF16_LIMIT = 0.5  # more than any rounding
 MARGIN = 1.2  # warn above MARGIN · the difference between the model's own two paths
-# The difference of SmolLM2-135M. A difference measured on fewer than FEW tokens is raised to at
-# least this.
+# The difference between the two paths of SmolLM2-135M. If a difference was measured on fewer than
+# FEW tokens, it counts as at least this.
 TYPICAL = 0.05
 FEW = 64  # with this many tokens the mean is accurate to about one eighth of its value
-# The unit roundoff of bfloat16. A measured difference between two paths counts as at least this.
-# Logits from 8 to 16 are rounded to multiples of 1/16, so the mean reaches this value if one token
-# in 16 is rounded up in one path and down in the other.
+# The unit roundoff of bfloat16. A difference between two paths counts as at least this. Logits
+# from 8 to 16 are rounded to multiples of 1/16. So the mean reaches this value if one token in 16
+# is rounded up in one path and down in the other.
 ROUNDOFF = 2**-8
-FORWARD_ROWS = 4  # rows read by the model's own forward for the comparison
+FORWARD_ROWS = 4  # number of rows that the model's own forward reads for the comparison
 FORWARD_TOKENS = 32  # tokens of each of these rows that are read one by one
-ROWS = 32  # rows of the data tried with the verifier
-LONGEST = 4  # longest rows by characters, whose prompts are measured in tokens
+ROWS = 32  # number of data rows that the verifier is tried on
+LONGEST = 4  # number of longest rows (in characters) whose prompts are measured in tokens
 
 
 def check_teacher(x: Experiment) -> None:
-    """Before weights are loaded, check that a reference or teacher made of another model, in this
-    process or served, has the policy's vocabulary. Raises: ConfigError."""
+    """Check, before weights are loaded, that another model has the policy's vocabulary. This
+    concerns references and teachers, in this process or served by another. Raise ConfigError if the
+    vocabulary differs."""
     path = x.model.path
     if path is None:
         return
@@ -70,7 +71,7 @@ def check_teacher(x: Experiment) -> None:
 
 
 def select_first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
-    """The first n tasks of every part of a mixture, and of every environment named by its
+    """Select the first n tasks of every part of a mixture, and of every environment named by its
     rows."""
     seen: Counter[tuple[str, str]] = Counter()
     out = []
@@ -85,12 +86,13 @@ def select_first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
 def check_contexts(
     policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
 ) -> tuple[str, str]:
-    """Check that the template shows the rows' tools, and that the longest rows leave room for a
-    reply.
+    """Check that the chat template shows the rows' tools, and that the longest rows leave room for
+    a reply.
 
-    Returns: lines (with line ends) on the tools of these rows and how the prompt lists them, empty
-      without tools; and a first prompt of each part and environment as the policy reads it.
-    Raises: TemplateError, DataError naming the row.
+    Returns: two texts. The first has lines, with line ends, about the tools of these rows and the
+      form of the tool prompt; it is empty without tools. The second shows a first prompt of each
+      part and environment, as the policy reads it.
+    Raises: TemplateError, and DataError naming the row.
     """
     tools: dict[str, Tool] = {}
     read: dict[tuple[str, str], str] = {}
@@ -115,26 +117,28 @@ def check_contexts(
 
 
 class Agreement(NamedTuple):
-    """How well sampler, trainer and the model's own forward agree. It is made only if they agree
-    well enough to train."""
+    """How well the sampling engine, the trainer and the model's own forward agree. It is made only
+    if they agree well enough to train."""
 
     warnings: list[str]
-    exact: bool  # in float32, within FP32_TOLERANCE
+    exact: bool  # whether the log-probs agree in float32, within FP32_TOLERANCE
     tools: str  # the lines of `check_contexts`
     prompts: str  # the first prompts from `check_contexts`
-    bound: float | None  # half precision warns above this mean |Δ log-prob|; None in float32
+    bound: float | None  # a mean |Δ log-prob| above this gives a warning; None in float32
 
 
 def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreement:
-    """Check real rollouts: the template shows tools, and three computations agree on every sampled
-    token.
+    """Check a run on real rollouts before its first step. The chat template must show the tools,
+    and three computations of every sampled token's log-prob must agree.
 
     The three are the sampling engine, the trainer's `forward_logprobs`, and the model's own
-    forward. The last is needed because an engine with the trainer's mistake would agree with the
-    trainer. Float32 allows FP32_TOLERANCE on every token. Half precision warns above MARGIN times
-    the mean difference between the model's own two paths, and refuses above BF16_LIMIT.
+    forward. The model's own forward is needed because an engine with the trainer's mistake would
+    agree with the trainer. In float32 every token may differ by FP32_TOLERANCE. Half precision
+    warns if the mean difference exceeds MARGIN times the difference between the model's own two
+    paths. It refuses above BF16_LIMIT.
+
     Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed if the environment
-    failed in every episode.
+      failed in every episode.
     """
     few = [*tasks[:2], *select_first_rows(tasks, 1)[2:]]
     tools, prompts = check_contexts(policy, tasks, x.environment)
@@ -190,10 +194,10 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
 
 
 def compute_own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own forward.
-    Each row is read alone, without padding.
+    """Compute log-probs [M] with the model's own forward, for the tokens marked by `mask`. Each row
+    has at least one marked token, and is read alone, without padding.
 
-    It asks for logits only from the first of these tokens on, if the model allows this.
+    If the model allows it, logits are computed only from the row's first marked token on.
     """
     options = inspect.signature(base_model(model).forward).parameters
     parts = []
@@ -211,9 +215,9 @@ def compute_own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: fl
 def compute_log_probs_by_token(
     model: Any, ids: Tensor, mask: Tensor, temperature: float
 ) -> Tensor | None:
-    """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own forward
-    with its own cache. It reads the tokens before a row's first marked token in one pass, and the
-    others one by one.
+    """Compute log-probs [M] with the model's own forward and its own cache, for the tokens marked
+    by `mask`. Each row has at least one marked token. The tokens before it are read in one pass,
+    and the others one by one.
 
     Returns: None if the forward does not take or return `past_key_values`.
     """
@@ -242,8 +246,9 @@ def compute_log_probs_by_token(
 class Rounding(NamedTuple):
     """The effect of half precision on a model's log-probs.
 
-    own: mean |Δ log-prob| in nats between the model's own two paths, the whole sequence at once and
-    token by token. tokens: the measured ones; 0 for a model without a cache.
+    The model is compared with itself on two paths: it reads the whole sequence at once, or token by
+    token. own: mean |Δ log-prob| in nats between the two paths. tokens: number of measured tokens;
+    0 for a model without a cache.
     """
 
     own: float
@@ -251,8 +256,8 @@ class Rounding(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """MARGIN times `own`, where `own` counts as at least ROUNDOFF, and as at least TYPICAL if
-        it was measured on few tokens."""
+        """MARGIN times `own`. Here `own` counts as at least ROUNDOFF, or as at least TYPICAL if it
+        was measured on few tokens."""
         return MARGIN * max(self.own, TYPICAL if self.tokens < FEW else ROUNDOFF)
 
     def __str__(self) -> str:
@@ -267,11 +272,11 @@ class Rounding(NamedTuple):
 def measure_rounding(
     model: Any, ids: Tensor, mask: Tensor, own: Tensor, temperature: float
 ) -> Rounding:
-    """How far the model's own two paths lie apart on the marked tokens of some rows, up to
-    FORWARD_TOKENS positions a row.
+    """Measure the difference between the model's own two paths. It is measured on the marked tokens
+    of some rows, up to FORWARD_TOKENS positions in each row.
 
     Args:
-      own: [M], from `compute_own_log_probs` for the same rows and mask.
+      own: [M], the result of `compute_own_log_probs` for the same rows and mask.
     """
     first = mask.int().argmax(1, keepdim=True)
     few = mask & (torch.arange(mask.shape[1], device=mask.device) < first + FORWARD_TOKENS)
@@ -282,8 +287,15 @@ def measure_rounding(
 
 
 def _compare(gap: Tensor, rounding: Rounding | None, who: str, why: str) -> list[str]:
-    """Warnings if two computations of the same log-probs differ by `gap`; `rounding` is None in
-    float32. Raises: SelfCheckError if they differ too much."""
+    """Compare two computations of the same log-probs, and return warnings. Raise SelfCheckError if
+    they differ too much.
+
+    Args:
+      gap: the differences of the log-probs, one per token.
+      rounding: the model's rounding in half precision; None in float32.
+      who: names the two computations in the message.
+      why: the consequence of a large difference, for the message.
+    """
     mean = float(gap.abs().mean())
     most = float(gap.abs().max())
     if rounding is None:

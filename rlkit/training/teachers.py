@@ -1,9 +1,9 @@
-"""Teachers: models whose next-token distributions the teacher stream compares with the policy's,
-and their extra prompts.
+"""Teachers: models for the teacher stream. The stream compares the teacher's next-token
+distributions with the policy's. A teacher may read a prompt of its own.
 
-A teacher's model is a `Reference`: another model, the start, a moving average, or the policy
-itself. With `show` the teacher's prompt also holds a hint before the policy's reply. So the policy
-learns to answer as if it had seen the hint.
+A teacher's model is a `Reference`: another model, the policy's start, a moving average, or the
+policy itself. With `show`, the teacher's prompt also holds a hint before the policy's reply. So the
+policy learns to answer as if it had seen the hint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlkit.system.copies import copy_value
 from rlkit.training.references import ema, frozen, live
 from rlkit.types import Message, Policy, Reference, Rollout, reaches
 
-# (rollout, its group) → the text added to the prompt; None: the rollout is left out
+# (rollout, its group) → the hint for the teacher's prompt; None leaves the rollout out
 Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]
 
 
@@ -29,13 +29,13 @@ class Teacher(NamedTuple):
     """
 
     name: str = "none"
-    models: Mapping[str, Reference] = {}  # part of a mixture → model; "" is for all
-    show: Show | None = None  # text added to the teacher's prompt; None adds nothing
+    models: Mapping[str, Reference] = {}  # part of a mixture → its model; "" stands for all parts
+    show: Show | None = None  # makes the hint for the teacher's prompt; None: no hint
     word: str = "+teacher.paths.PART=FOLDER"  # the override that names the model of one part
 
 
 def no_teacher() -> Teacher:
-    """No teacher."""
+    """No teacher: the teacher stream is not used."""
     return Teacher()
 
 
@@ -47,9 +47,10 @@ def path_teacher(
     mixture.
 
     Args:
-      path: a local folder or a hub id. revision: of a hub id. paths: part of the mixture → folder
-        or hub id; then `path` is None.
-    Raises: ValueError if neither or both are given.
+      path: a local folder or a hub id.
+      revision: the revision of a hub id.
+      paths: part of the mixture → folder or hub id; then `path` is None.
+    Raises: ValueError unless exactly one of path and paths is given.
     """
     if (path is None) == (not paths):
         raise ValueError(
@@ -68,13 +69,13 @@ def path_teacher(
 
 
 def start_teacher() -> Teacher:
-    """The policy as it was at the start of the run."""
+    """A teacher that stays the policy as it was at the start of the run."""
     return Teacher("start", {"": frozen()})
 
 
 def ema_teacher(*, decay: float) -> Teacher:
-    """A moving average of the policy: teacher ← decay · teacher + (1 - decay) · policy after every
-    RL step. decay: in [0, 1)."""
+    """A teacher that is a moving average of the policy: teacher ← decay · teacher + (1 - decay) ·
+    policy after every RL step. decay: in [0, 1)."""
     return Teacher("ema", {"": ema(decay=decay)})
 
 
@@ -84,13 +85,14 @@ def context_teacher(
     weights: Literal["live", "start", "ema"] = "live",
     decay: float = 0.95,
 ) -> Teacher:
-    """The policy itself with an additional text in its prompt. The trained policy does not see this
-    text.
+    """The policy itself as its own teacher, with an additional text in its prompt. The policy in
+    training does not see this text.
 
     Args:
-      show: demonstration, the last reply of the row's conversation; answer, the row's gold answer;
-        sibling, the first other reply of its group with a score of 1 or more, and the `feedback` in
-        the rollout's metadata (either may be missing). A rollout with nothing to show is left out.
+      show: which text the teacher sees. demonstration: the last reply of the conversation in the
+        task's row. answer: the row's gold answer. sibling: the first other reply of the same group
+        with a score of 1 or more, and the `feedback` in the rollout's metadata; either may be
+        missing. A rollout with nothing to show is left out.
       weights: live (the policy's present weights), start (its first weights), or ema (a moving
         average, with `decay` in [0, 1)).
     Source: SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734.
@@ -104,7 +106,7 @@ def context_teacher(
 
 
 def demonstration(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-    """The last reply of the conversation in the task's row."""
+    """Return a hint with the last reply of the conversation in the task's row."""
     replies = [
         m["content"] for m in rollout.task.metadata.get("messages", ()) if m["role"] == "assistant"
     ]
@@ -117,7 +119,7 @@ def demonstration(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 
 
 def answer(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-    """The gold answer of the task's row."""
+    """Return a hint with the gold answer of the task's row."""
     return (
         f"The correct answer is {rollout.task.answer}. Explain how to find it."
         if rollout.task.answer
@@ -126,8 +128,9 @@ def answer(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 
 
 def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-    """A text with another reply to the same prompt with a score of 1 or more, and with feedback on
-    the rollout's own reply. A missing part is left out; None if both are missing."""
+    """Return a hint with another reply of the group, and with feedback on the rollout's own reply.
+    The other reply is the first one with a score of 1 or more. A missing part is left out. Return
+    None if both are missing."""
     good = [
         r for r in group if r is not rollout and r.total_reward is not None and r.total_reward >= 1
     ]
@@ -143,8 +146,11 @@ def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 def build_shown_prompts(
     policy: Policy, rollouts: Sequence[Rollout], show: Show, environment: object
 ) -> dict[int, tuple[int, list[int]]]:
-    """Position of a rollout → (number of tokens in its own first prompt, ids of the teacher's
-    prompt). Rollouts with nothing to show are left out."""
+    """Build the teacher's prompt for each rollout. Rollouts with nothing to show are left out.
+
+    Returns: position of the rollout → (number of tokens in the policy's first prompt, token ids of
+      the teacher's prompt).
+    """
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
@@ -152,7 +158,7 @@ def build_shown_prompts(
     schemas = {}
     for i, rollout in enumerate(rollouts):
         group = groups[rollout.group]
-        mine = copy_value(group)  # the user's function may change them
+        mine = copy_value(group)  # the user's function may change its arguments
         place = next(k for k, own in enumerate(group) if own is rollout)
         said = show(mine[place], mine) if rollout.steps else None
         if said is None:
@@ -169,7 +175,7 @@ def build_shown_prompts(
 
 
 def with_hint(messages: Sequence[Message], said: str) -> list[Message]:
-    """The messages, with a text added to the user's last message."""
+    """Return the messages with a text added to the user's last message."""
     out = [*messages]
     at = max(i for i, message in enumerate(out) if message["role"] == "user")
     out[at] = {**out[at], "content": f"{out[at]['content']}\n\n{said}"}

@@ -1,4 +1,4 @@
-"""The line printed for a model with layers seeing only a window of the context."""
+"""The line about models with sliding-window layers, which see only the end of the context."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from rlkit.types import Policy, Task
 
 
 def describe_windows(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> str:
-    """`window: …`: the longest context for the fast paths of engine and update, and how long
-    contexts may become. Empty if every layer sees the whole of every context, or if the line
-    `kernels:` already rules the fast paths out.
+    """Return a line, `window: …`, about a model with sliding-window layers. It names the longest
+    context that the fast paths of engine and update can handle, and the longest possible context of
+    this run.
+
+    The line is empty if every layer sees the whole of every context. It is also empty if the line
+    `kernels:` already rules out the fast paths.
     """
     window = find_longest_context(base_model(policy.model).config)
     if not 0 < window < policy.context_length:

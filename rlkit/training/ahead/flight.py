@@ -1,10 +1,12 @@
-"""Records of sampling ahead: a request for the groups of a step, the groups, and what is in flight.
+"""Records of sampling ahead: a request for the groups of a step, the groups, and everything in
+flight.
 
     weights after step v ── sample ──▶ groups of step v + staleness ── in flight ──▶ learner.step
 
-Groups are numbered by their RL step and their position in it. They are requested and consumed in
-this order, and none is dropped. At most (staleness + 1) × batch.prompts groups wait for their
-learning step. With a staleness of 0 this is the synchronous run.
+"In flight" are the groups between their request and their learning step. Each group is numbered by
+its RL step and by its position in this step. Groups are requested and consumed in this order, and
+none is dropped. At most (staleness + 1) × batch.prompts groups wait for their learning step. With a
+staleness of 0 this is the synchronous run.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from rlkit.types import Rollout, Task, is_record
 
 
 class StepGroups(NamedTuple):
-    """The groups of an RL step, sampled and scored."""
+    """The groups of one RL step, sampled and scored."""
 
-    step: int  # RL steps done before their learning step
+    step: int  # how many RL steps are done before the step that learns from the groups
     version: int  # how many RL steps had trained the sampling weights
-    sampled: list[Rollout]  # all scored episodes
+    sampled: list[Rollout]  # all scored episodes of the step
     trained: list[Rollout]  # the rollouts to train on
     before: StreamState  # the prompt stream before the step's prompts were drawn
     after: StreamState  # the prompt stream after they were drawn
-    settings: str  # digest of everything else that affects the groups (`digest_settings`)
+    settings: str  # digest of all other settings with an effect on the groups (`digest_settings`)
 
 
 class Request(NamedTuple):
@@ -44,37 +46,39 @@ class Request(NamedTuple):
 
     step: int
     version: int
-    progress: Progress  # of the run at the time of the request; it determines the experiment
-    before: StreamState | None  # None: the prompt stream after the previous request
+    progress: Progress  # of the run when it made the request; it determines the experiment
+    before: StreamState | None  # None: continue the prompt stream after the previous request
     settings: str
-    weights: str = ""  # fingerprint of the sampling weights, if a journal needs it
+    weights: str = ""  # fingerprint of the sampling weights; empty unless a journal needs it
 
     @property
     def after(self) -> None:
-        """None: the prompt stream is unknown until the groups are sampled, because of refills."""
+        """Return None: refills may draw more prompts, so the state of the prompt stream is known
+        only after sampling."""
 
 
 InFlight = StepGroups | Request
 
 
 class Flight(NamedTuple):
-    """The groups in flight, in the order of their steps: first sampled groups, then requests."""
+    """All sampled groups and requests in flight, in the order of their RL steps."""
 
-    consumed: StreamState = StreamState()  # the prompt stream after the last finished step
+    consumed: StreamState = StreamState()  # the prompt stream after the last finished RL step
     ahead: tuple[InFlight, ...] = ()
 
     @property
     def after(self) -> StreamState | None:
-        """The prompts for the next groups; None while they are unknown."""
+        """Return the state of the prompt stream for the next groups, or None as long as it is
+        unknown."""
         return self.ahead[-1].after if self.ahead else self.consumed
 
 
 def compute_version(step: int, staleness: int) -> int:
-    """The version of the weights for sampling an RL step's groups, as a number of RL steps. Only
-    this function decides it.
+    """Return the version of the weights that samples the groups of an RL step. A version is a
+    number of RL steps. Only this function decides it.
 
-    If a resumed run no longer has these weights (its staleness is lower, or it has more steps), it
-    samples with the current weights; they are newer.
+    A resumed run may no longer have this version, because asynchrony.staleness was lowered or
+    trainer.steps was raised. It then samples with the current weights, which are newer.
 
     >>> [compute_version(step, 2) for step in range(5)]
     [0, 0, 0, 1, 2]
@@ -83,16 +87,20 @@ def compute_version(step: int, staleness: int) -> int:
 
 
 def list_due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
-    """The steps that come after the last step in flight and have groups that the weights of version
-    `now` should sample."""
+    """List the steps to request now. They come after the last step in flight, and their groups may
+    be sampled by the weights of version `now`."""
     first = flight.ahead[-1].step + 1 if flight.ahead else now
     steps = range(first, max(x.trainer.steps, now + 1))
     return [*takewhile(lambda step: compute_version(step, x.asynchrony.staleness) <= now, steps)]
 
 
 def digest_settings(x: Experiment) -> str:
-    """Digest sampling, environment, reward, batch and refills of a step's experiment. Functions
-    enter the digest by name."""
+    """Digest the settings with an effect on a step's groups: sampling, environment, reward, batch
+    and refills. A function enters the digest by its name.
+
+    Args:
+      x: the experiment of the step.
+    """
     own = x.algorithm
     parts = [
         x.batch,
@@ -124,8 +132,13 @@ def _plain(part: Any) -> Any:
 
 
 def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str, Any]:
-    """The flight as plain values and tensors. Tasks are left out, because the prompt stream can
-    draw them again. `weights`: version → bytes of the weights still needed by requests."""
+    """Convert a flight to plain values and tensors. The result holds no tasks, because the prompt
+    stream can draw them again.
+
+    Args:
+      weights: version → bytes of the weights. It holds every version needed by a request in the
+        flight.
+    """
     return {
         "stream": list(flight.consumed),
         "flight": [pack_groups(own) for own in flight.ahead if isinstance(own, StepGroups)],
@@ -141,9 +154,11 @@ def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str,
 def unpack_flight(
     saved: Mapping[str, Any], tasks: Sequence[Task], x: Experiment, progress: Progress, kinds: Any
 ) -> Flight:
-    """The inverse of `pack_flight`. The first groups that the present config would sample
-    differently, or with a type that is not in `kinds`, are dropped, and so is everything after
-    them. A printed line names the dropped steps.
+    """Restore a flight from the value of `pack_flight`, and drop the groups that no longer fit.
+
+    The first groups or request that do not fit are dropped, together with everything after them. A
+    printed line names the dropped steps. An entry does not fit if the present config would sample
+    it differently, or if its type is not in `kinds`.
 
     Raises: DataError if the tasks have changed.
     """
@@ -171,7 +186,7 @@ def unpack_flight(
 
 
 def pack_groups(groups: StepGroups) -> dict[str, Any]:
-    """Groups as plain values and tensors, without their tasks."""
+    """Convert groups to plain values and tensors, without their tasks."""
     kept = {id(r) for r in groups.trained}
     return groups._asdict() | {
         "sampled": pack_rollouts(groups.sampled),
@@ -182,7 +197,7 @@ def pack_groups(groups: StepGroups) -> dict[str, Any]:
 
 
 def unpack_groups(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> StepGroups:
-    """The inverse of `pack_groups`. Raises DataError if the tasks have changed."""
+    """Restore groups from the value of `pack_groups`. Raise DataError if the tasks have changed."""
     rollouts = unpack_rollouts(saved["sampled"])
     before = StreamState(*saved["before"])
     after = StreamState(*saved["after"])
@@ -197,12 +212,12 @@ def unpack_groups(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> Tensor:
-    """Rollouts as bytes in a tensor, so a checkpoint's size is known before it is written. Of the
-    tasks only id and part are kept."""
+    """Encode rollouts as bytes in a tensor, so that a checkpoint's size is known before it is
+    written. Each task keeps only its id and its part of the mixture."""
     plain = [r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in rollouts]
     return torch.frombuffer(bytearray(encode_rollouts(plain)), dtype=torch.uint8)
 
 
 def unpack_rollouts(data: Tensor) -> list[Rollout]:
-    """The inverse of `pack_rollouts`."""
+    """Decode rollouts from the tensor made by `pack_rollouts`."""
     return decode_rollouts(data.numpy().tobytes())

@@ -21,47 +21,51 @@ from rlkit.types import Policy, Task
 
 
 class Here:
-    """asynchrony=none: samples a step's groups when they are received.
+    """Sample a step's groups in the trainer's process when the step receives them
+    (asynchrony=none).
 
     Args:
-      x: the whole run. tasks: its prompts.
+      x: the experiment of the whole run.
+      tasks: the training prompts of the run.
     """
 
-    policy: Policy  # from the first `publish` on
+    policy: Policy  # set by the first call of `publish`
 
     def __init__(self, x: Experiment, tasks: Sequence[Task]):
         self.x = x
         self.tasks = tasks
 
     def publish(self, policy: Policy, version: int) -> None:
-        """Keep the policy; the engine uses its weights in place."""
+        """Keep the policy for sampling. Nothing is copied: the engine reads the policy's own
+        weights."""
         self.policy = policy
 
     def request(self, request: Request, clock: Clock) -> InFlight:
-        """Nothing is sampled yet."""
+        """Return the request unchanged; sampling waits until `receive`."""
         return request
 
     def receive(self, groups: InFlight, clock: Clock) -> Received:
-        """Sample the groups."""
+        """Sample the groups, unless they are sampled already."""
         return (self.sample(groups, clock) if isinstance(groups, Request) else groups), {}
 
     def sample(self, request: Request, clock: Clock) -> StepGroups:
-        """The groups of a request, sampled by the present policy."""
+        """Sample the groups of a request with the present policy."""
         return sample_groups(self.x, self.policy, self.tasks, request, request.before, clock)
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """The groups in flight."""
+        """Convert the flight to plain values and tensors."""
         return pack_flight(flight)
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """The groups in flight. Requests are dropped, because their weights are gone."""
+        """Restore the groups in flight. Requests are dropped, because the weights for them are
+        gone."""
         return unpack_flight(saved, self.tasks, self.x, progress, StepGroups)
 
 
 class Lagged(Here):
-    """asynchrony=lag: samples groups when they are requested. The groups wait in flight for their
-    step."""
+    """Sample groups when they are requested (asynchrony=lag). The groups then wait in flight for
+    their learning step."""
 
     def request(self, request: Request, clock: Clock) -> StepGroups:
-        """Sample the groups."""
+        """Sample the groups of the request now, and return them."""
         return self.sample(request, clock)

@@ -1,13 +1,13 @@
-"""Write groups to disk before the trainer learns from them, for engines that cannot sample the same
-groups again (`rlkit.types.SharedEngine`).
+"""Write groups to disk before the trainer learns from them. This serves engines that cannot sample
+the same groups a second time (`rlkit.types.SharedEngine`).
 
     groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ requested again ──▶
     read from the journal
 
-A record counts only for the same step, version, settings, prompts and bits of the sampling
-weights, so a run continued with other settings samples again. A checkpoint holds the groups in
-flight. So writing a checkpoint deletes the records of all steps before the oldest step that was in
-flight at the previous checkpoint.
+A record is used only for the same step, version, settings, prompts and bits of the sampling
+weights. So a run that continues with other settings samples again. A checkpoint holds the groups in
+flight. So when a checkpoint is written, the journal deletes old records: those of all steps before
+the oldest step in flight at the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from rlkit.types import Task
 
 
 class Journal:
-    """Records of groups, one file per step.
+    """A folder with records of groups, one file per RL step.
 
     Args:
-      folder: of the records. tasks: the prompts of the run. seed: of the run.
+      folder: where the records are.
+      tasks: the training prompts of the run.
+      seed: the seed of the run.
     """
 
     def __init__(self, folder: Path, tasks: Sequence[Task], seed: int):
@@ -39,8 +41,8 @@ class Journal:
         self.saved = 0  # the oldest step in flight at the last checkpoint
 
     def keep(self, groups: StepGroups, weights: str) -> None:
-        """Write the groups; they are on disk when this returns. If the disk is full, the run warns
-        that it cannot be repeated, and goes on."""
+        """Write the groups to disk and sync them before returning. If the disk is full, the run
+        warns that it cannot be repeated exactly, and continues."""
         with (
             report_write_errors(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
             open_atomically(self._place(groups.step)) as file,
@@ -48,8 +50,8 @@ class Journal:
             torch.save(pack_groups(groups) | {"weights": weights}, file)
 
     def find(self, request: Request) -> StepGroups | None:
-        """The groups of a request. None if they have to be sampled; then the records of this step
-        and of later steps are deleted."""
+        """Return the recorded groups of a request, or None if they have to be sampled. With None,
+        the records of this step and of all later steps are deleted."""
         place = self._place(request.step)
         if place.is_file():
             record = torch.load(place, weights_only=True)
@@ -62,8 +64,11 @@ class Journal:
         return None
 
     def checkpoint(self, step: int) -> None:
-        """Delete the records not needed by any checkpoint. `step`: the oldest step in flight at the
-        present checkpoint."""
+        """Delete the records that no checkpoint needs any longer.
+
+        Args:
+          step: the oldest step in flight at the present checkpoint.
+        """
         self._forget(lambda own: own < self.saved)
         self.saved = step
 

@@ -1,4 +1,4 @@
-"""The only place that chooses a run's `GroupSource`, by asynchrony.mode."""
+"""Choose a run's `GroupSource` by asynchrony.mode. No other place makes this choice."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def group_source(
     again: Callable[[], Experiment] | None = None,
     folder: Path | None = None,
 ) -> AbstractContextManager[GroupSource]:
-    """A context with the source of a run's groups. Its sampling process, if any, ends with the
-    context.
+    """Return a context manager for the source of a run's groups. If the source has a sampling
+    process, leaving the context ends this process.
 
     Args:
-      x: the whole run. tasks: its prompts.
-      again: builds the experiment in a second process (`rlkit.config.compose.make_builder`);
-        None if parts of it are Python objects.
-      folder: of the run, for the second process's log and journal.
+      x: the experiment of the whole run.
+      tasks: the training prompts of the run.
+      again: a function to build the experiment in a second process
+        (`rlkit.config.compose.make_builder`). None if parts of the experiment are Python objects,
+        which no config can hold.
+      folder: of the run; the second process writes its log and journal there.
     Raises: ConfigError if a second process cannot be made.
     """
     if x.asynchrony.mode == "overlap":

@@ -1,5 +1,5 @@
-"""The trainer's side of asynchrony=overlap: it publishes weights, sends requests, and takes answers
-as they come (`rlkit.training.ahead.sampler` is the other side)."""
+"""The trainer's side of asynchrony=overlap. It publishes weights, sends requests, and takes answers
+as they come. `rlkit.training.ahead.sampler` is the other side."""
 
 from __future__ import annotations
 
@@ -43,15 +43,17 @@ GRACE = 5.0  # seconds for the process to close its sessions after it is told to
 
 
 class SamplingProcess:
-    """Samples in a second process. Start it early: it loads while the trainer does.
+    """Sample groups in a second process. Create it early, so that the second process loads its
+    model while the trainer loads its own.
 
     Args:
-      x: the whole run. tasks: its prompts.
-      again: builds the experiment in the other process; must be picklable, for example a partial of
-        a module's function.
-      folder: of the run, for the output of the process and for the journal; None: it prints to the
-        trainer's output, and nothing is kept.
-    Raises: ConfigError if the process cannot be made.
+      x: the experiment of the whole run.
+      tasks: the training prompts of the run.
+      again: a function to build the experiment in the second process. It must be picklable, for
+        example a partial of a module's function.
+      folder: of the run, for the journal and the output of the second process. None: the second
+        process prints to the trainer's output, and no journal is kept.
+    Raises: ConfigError if the second process cannot be made.
     """
 
     def __init__(
@@ -75,12 +77,13 @@ class SamplingProcess:
         if isinstance(engine, SharedEngine):
             engine.lent = self.idle
             self.journal = Journal(folder / "journal", tasks, x.seed) if folder else None
-        self.requests: dict[int, Request] = {}  # step → a request without an answer
-        self.here: dict[int, Answer] = {}  # step → an answer; a checkpoint may need it
-        self.failure: BaseException | None = None  # the reason, if no more answers come
+        self.requests: dict[int, Request] = {}  # step → its request, until the answer arrives
+        # step → its answer, kept because a checkpoint may need it
+        self.here: dict[int, Answer] = {}
+        self.failure: BaseException | None = None  # the reason why no more answers come, if any
         self.slots: WeightSlots | None = None
         self.weights = ""  # fingerprint of the published weights, for the journal
-        self.publish_s = 0.0  # seconds of publishing since groups were last received
+        self.publish_s = 0.0  # seconds spent in `publish` since groups were last received
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
             data = pickle.dumps((again, tasks))
@@ -95,7 +98,7 @@ class SamplingProcess:
         self.connection, theirs = Pipe()
         handles = (theirs.fileno(), self.memory)
         with ExitStack() as files, theirs:
-            # the setup may be large, so it waits in a file until it is read
+            # the setup may be large, so the second process reads it from a file
             setup = files.enter_context(tempfile.TemporaryFile())
             setup.write(data)
             setup.seek(0)
@@ -111,7 +114,7 @@ class SamplingProcess:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def publish(self, policy: Policy, version: int) -> None:
-        """Copy the trainable weights into the slot of this version."""
+        """Copy the policy's trainable weights into the slot of this version."""
         begun = time.perf_counter()
         slots = self.get_slots(policy.model)
         try:
@@ -127,7 +130,8 @@ class SamplingProcess:
         self.publish_s += time.perf_counter() - begun
 
     def request(self, request: Request, clock: Clock) -> InFlight:
-        """Send the request, unless the journal has its groups."""
+        """Return the groups of a request if the journal has them. Otherwise send the request to the
+        sampling process, and return the request."""
         request = request._replace(weights=request.weights or self.weights)
         groups = self.journal.find(request) if self.journal else None
         if groups:
@@ -137,7 +141,8 @@ class SamplingProcess:
         return request
 
     def receive(self, groups: InFlight, clock: Clock) -> Received:
-        """Wait for the answer to a request. Raises EngineError if the process is gone."""
+        """Wait for the answer to a request, and return its groups. Raise EngineError if the
+        sampling process is gone."""
         seconds = {"wait_s": 0.0, "idle_s": 0.0, "sampling_s": 0.0, "handover_s": 0.0}
         if isinstance(groups, Request):
             begun = time.perf_counter()
@@ -162,8 +167,8 @@ class SamplingProcess:
         return groups, seconds
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """The arrived groups, the unanswered requests, and the weights for these requests. Never
-        waits, and removes no answer."""
+        """Return the groups that have arrived, the requests without an answer, and the weights for
+        these requests. The call never waits, and every answer stays available."""
         flight = flight._replace(ahead=self.take_answers(flight.ahead))
         if self.journal and flight.ahead:
             self.journal.checkpoint(flight.ahead[0].step)
@@ -172,7 +177,8 @@ class SamplingProcess:
         return pack_flight(flight, weights)
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """The groups in flight. Requests are sent again, after their weights are restored."""
+        """Restore the groups in flight. Each request without an answer is sent again, after its
+        weights are back in their slot."""
         kept = unpack_flight(saved, self.tasks, self.x, progress, InFlight)
         flight = kept._replace(ahead=())
         for own in kept.ahead:
@@ -184,19 +190,20 @@ class SamplingProcess:
         return flight
 
     def take_answers(self, ahead: Sequence[InFlight]) -> tuple[InFlight, ...]:
-        """The groups in flight, with answers in place of their requests."""
+        """Return the flight's entries, with the groups in place of every answered request."""
         while not self.answers.empty() and not self.failure:
             self._take()
         return tuple(self.here[own.step].groups if own.step in self.here else own for own in ahead)
 
     def idle(self) -> None:
-        """Wait until nothing is being sampled."""
+        """Wait until the sampling process has answered every request."""
         while self.requests and not self.failure:
             self._take()
 
     def get_slots(self, model: Any) -> WeightSlots:
-        """The slots for this model's weights. The first call sends the process a `Handshake` with
-        their layout, the trainer's settled kernel and the size of its cache."""
+        """Return the slots for this model's weights. The first call also sends a `Handshake` to the
+        sampling process: the layout of the slots, the decoding kernel settled in the trainer, and
+        the size of the engine's cache."""
         if self.slots is None:
             self.slots = WeightSlots(self.memory, self.x.asynchrony.staleness + 1, model)
             engine = self.x.generation.engine
@@ -206,7 +213,8 @@ class SamplingProcess:
         return self.slots
 
     def send(self, message: Any) -> None:
-        """Send a message to the process. Raises EngineError if it is gone."""
+        """Send a message to the sampling process. Raise EngineError if the sampling process is
+        gone."""
         # `Connection.send` would pass tensors through shared memory, and then both sides need the
         # same authentication key
         data = pickle.dumps(message)
@@ -216,14 +224,14 @@ class SamplingProcess:
             raise self.make_gone_error() from None
 
     def _listen(self) -> None:
-        """Take answers as they come, so the process never waits for the trainer."""
+        """Take answers as they come, so that the sampling process never waits for the trainer."""
         with self.connection, suppress(EOFError, OSError):
             while True:
                 data = self.connection.recv_bytes()
                 begun = time.perf_counter()
                 answer = pickle.loads(data)
                 if isinstance(answer, str):  # a line of the watcher
-                    # without a log the process has printed the line to this output itself
+                    # without a log file the sampling process has printed the line here itself
                     if self.log:
                         tell_user(answer)
                     continue
@@ -233,7 +241,7 @@ class SamplingProcess:
         self.answers.put(None)
 
     def _take(self) -> None:
-        """Wait for the next answer."""
+        """Wait for the next answer from the sampling process, and store it by its step."""
         with waiting_outside():
             answer = self.answers.get()
         if isinstance(answer, Answer):
@@ -247,7 +255,7 @@ class SamplingProcess:
             self.failure = answer or self.make_gone_error()
 
     def make_gone_error(self) -> EngineError:
-        """The error that says why there is no answer."""
+        """Return an EngineError that says how the sampling process ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         status = self.process.poll()
@@ -261,10 +269,10 @@ class SamplingProcess:
         )
 
     def close(self) -> None:
-        """End the process."""
+        """End the sampling process: ask it to stop, then terminate it, then kill it."""
         with suppress(OSError):
             self.connection.send(None)
-        if not self.requests:  # it has nothing to do, and ends by itself
+        if not self.requests:  # the sampling process has nothing to do, and ends by itself
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
         self.process.terminate()

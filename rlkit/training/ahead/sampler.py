@@ -1,14 +1,14 @@
-"""The sampling process of asynchrony=overlap: it samples and scores groups while the trainer
+"""The sampling process of asynchrony=overlap. It samples and scores groups while the trainer
 updates.
 
     trainer ── weights of version v (shared memory) ────▶ sampling process
     trainer ── request (step v + staleness, version v) ─▶ sampling process ── groups ──▶ trainer
 
-The process builds the experiment, the model, the engine and the environments again, and takes each
-version's trainable weights from memory shared by both processes. It answers requests one by one, in
-order, with the same function as asynchrony=lag in the trainer (`sample_groups`). So its groups are
-the same, bit for bit, whichever process is faster. It exits when the trainer exits, because their
-connection is then closed.
+The sampling process builds its own experiment, model, engine and environments. It reads the
+trainable weights of each version from memory shared with the trainer. It answers requests one by
+one, in order. It samples with the same function as asynchrony=lag in the trainer (`sample_groups`).
+So its groups are the same, bit for bit, whichever process is faster. It exits when the trainer
+exits, because the connection to the trainer is then closed.
 """
 
 from __future__ import annotations
@@ -51,32 +51,34 @@ START = (
 
 
 class Handshake(NamedTuple):
-    """The trainer's message before all requests: the common settings of both processes."""
+    """The trainer's first message to the sampling process: the settings that both processes
+    share."""
 
-    slots: int  # how many versions of the weights fit into the memory
-    layout: Sequence[Any]  # of the weights in a slot (`WeightSlots.layout`)
+    slots: int  # how many versions of the weights fit into the shared memory
+    layout: Sequence[Any]  # name, type and shape of each weight in a slot (`WeightSlots.layout`)
     # generation.kernel, as settled in the trainer
     kernel: Literal["auto", "eager", "fused"] | None
-    cached_tokens: int | None  # size of the engine's cache; None: the engine decides
+    cached_tokens: int | None  # size of the engine's cache in tokens; None: the engine decides
 
 
 class Answer(NamedTuple):
-    """The answer to a request."""
+    """The sampling process's answer to a request."""
 
     groups: StepGroups
-    # idle_s: waiting for the request; handover_s: getting the weights; sampling_s: working on the
-    # groups
+    # seconds of the sampling process. idle_s: waiting for the request. handover_s: reading the
+    # weights. sampling_s: sampling and scoring the groups
     seconds: dict[str, float]
-    sessions: list[float]  # seconds of each episode in its session
+    sessions: list[float]  # seconds that each episode spent in its session
     engine: dict[str, float]  # figures of the engine, for the step's row
-    kernel: Any  # the kernel that sampled
-    cached_tokens: int | None  # size of the cache that sampled
-    # changes made to the process by user functions (rlkit.system.shared_state)
+    kernel: Any  # the kernel that the engine decoded with
+    cached_tokens: int | None  # size in tokens of the cache that the engine decoded with
+    # global state of the process that user functions have changed (rlkit.system.shared_state)
     named: Mapping[tuple[str, ...], str]
 
 
 def sampling_main() -> None:
-    """Run the sampling process, with the inherited connection and weights."""
+    """Run the sampling process with the connection and the shared memory inherited from the
+    trainer."""
     connection, memory = map(int, sys.argv[2:])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
@@ -92,7 +94,7 @@ def sampling_main() -> None:
 
     # the trainer prints the watcher's lines, because the output of this process goes into a file
     WATCHER.tell = lambda line: send(pickle.dumps(line))
-    # the process was told to end, or the reader of the answers is gone
+    # a signal ended the process, or the trainer no longer reads the answers
     with suppress(Interrupted, OSError):
         serve(lambda: pickle.load(sys.stdin.buffer), messages.get, send, memory)
 
@@ -102,7 +104,8 @@ def _stop(number: int, _: Any) -> None:
 
 
 def _listen(link: Connection, messages: queue.SimpleQueue[Any], parent: int) -> None:
-    """Take messages as they come. Once the trainer is gone, end the process immediately."""
+    """Put the trainer's messages into a queue as they arrive. When the trainer is gone, end the
+    process immediately."""
     try:
         with suppress(EOFError, OSError):
             while os.getppid() == parent:
@@ -120,20 +123,21 @@ def serve(
     send: Callable[[bytes], Any],
     memory: int,
 ) -> None:
-    """Answer requests until None comes. If an error occurs, send it as the last answer; the trainer
-    raises it.
+    """Answer the trainer's requests until it sends None. If an error occurs, send the error as the
+    last answer; the trainer raises it.
 
     Args:
-      begin: returns a builder of the experiment, and the tasks. receive: returns the next message.
-        send: takes an answer, pickled.
-      memory: the file of the weight slots.
+      begin: a function that returns two values: a builder of the experiment, and the tasks.
+      receive: waits for the next message and returns it.
+      send: sends a pickled answer to the trainer.
+      memory: the file descriptor of the shared memory with the weight slots.
     """
     try:
         again, tasks = begin()
         x = again()
         engine = x.generation.engine
         if isinstance(engine, SharedEngine):
-            # nothing to wait for here: the trainer itself waits before it uses the shared servers
+            # no wait is needed in this process: the trainer waits before it uses the shared servers
             engine.lent = lambda: None
         policy, device = _load_policy(x)
         loaded = None
@@ -183,8 +187,8 @@ def serve(
 
 
 def _load_policy(x: Experiment) -> tuple[Policy, torch.device]:
-    """The policy on the device of the sampling process, with its number of threads; its weights are
-    replaced by the trainer's."""
+    """Load the policy onto the device of the sampling process, and set torch's number of threads.
+    The trainer's weights replace the loaded weights later."""
     rng.seed(x.seed)
     device = pick_device(x)
     own = x.asynchrony.sampler

@@ -20,11 +20,11 @@ from rlkit.training.metrics import Clock
 from rlkit.training.schedules.progress import Progress, foresee_step
 from rlkit.types import Policy, Task
 
-Received = tuple[StepGroups, dict[str, float]]  # groups, and seconds of the hand-over by name
+Received = tuple[StepGroups, dict[str, float]]  # the groups; name → seconds of the hand-over
 
 
 class GroupSource(Protocol):
-    """Samples the groups of the requested steps.
+    """A source of sampled and scored groups for the RL steps of a run.
 
     Calls come in this order, and requests in the order of their steps:
 
@@ -32,30 +32,33 @@ class GroupSource(Protocol):
         state                                   between steps
         restore                                 at most once, before all others
 
-    The flight, not the source, records how much has been consumed. So if a step is interrupted
-    while it samples, a run can still continue from `state` of the flight before this step.
+    The flight, and not the source, records how many groups have been consumed. So a step may be
+    interrupted while it samples. The run then continues from the `state` of the flight before this
+    step.
     """
 
     def publish(self, policy: Policy, version: int) -> None:
-        """Name the policy's present weights as this version. They sample for all requests until the
-        next call."""
+        """Name the policy's present weights as this version. All requests until the next call are
+        sampled with these weights."""
 
     def request(self, request: Request, clock: Clock) -> InFlight:
-        """Ask for the groups of a step. Return the groups if they are there already. Otherwise
-        return the request, with everything a later process needs to repeat it."""
+        """Ask for the groups of a step. If the groups exist already, return them. Otherwise return
+        the request, completed with everything that another process needs to repeat it."""
 
     def receive(self, groups: InFlight, clock: Clock) -> Received:
-        """Wait for groups. `groups`: the answer of `request`.
+        """Wait until the groups are sampled, and return them.
 
-        Raises: the errors of sampling them.
+        Args:
+          groups: the value that `request` returned.
+        Raises: any error that occurred while the groups were sampled.
         """
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """Everything a later process needs to continue, as plain values and tensors."""
+        """Return everything that another process needs to continue, as plain values and tensors."""
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """Continue from a `state`. The flight ends before the first groups that the present config
-        would sample differently.
+        """Continue from the value of `state`. The returned flight ends before the first groups that
+        the present config would sample differently.
 
         Raises: DataError if the tasks have changed.
         """
@@ -70,22 +73,26 @@ def get_next_groups(
     progress: Progress,
     clock: Clock,
 ) -> tuple[StepGroups, Flight, dict[str, float]]:
-    """The groups for the next step, the flight after it, and figures for the step's row.
+    """Return the groups for the next step, the flight after this step, and figures for the step's
+    row.
 
-    First it requests all groups due for the current weights, each with the settings of its own
-    step. If it is interrupted, the given flight is still valid.
+    The function first requests all groups due for the current weights, each with the settings of
+    its own step. If it is interrupted, the caller's flight is still valid.
 
     staleness/in_flight_groups     groups sampled, or being sampled, for later steps
-    staleness/wait_s               with asynchrony=overlap, seconds in which the trainer waited for
-                                   its groups; idle_s: in which the sampling process waited for a
-                                   request; sampling_s: in which it worked on the groups;
-                                   handover_s: in which weights and groups were in transfer. Like
-                                   perf/*, not compared when runs are checked for identity
+    staleness/wait_s               asynchrony=overlap only: seconds that the trainer waited for its
+                                   groups
+    staleness/idle_s               seconds that the sampling process waited for a request
+    staleness/sampling_s           seconds that the sampling process worked on the groups
+    staleness/handover_s           seconds for the transfer of weights and groups
+
+    Like perf/*, these seconds are not compared when two runs are checked for identity.
 
     Args:
-      x: the whole run. progress: of the run, after `Learner.begin`. The experiment of each step
-        follows from it, and its count of steps is the version of the policy's weights.
-      clock: the seconds of the parts are added to it.
+      x: the experiment of the whole run.
+      progress: the progress of the run after `Learner.begin`. It determines the experiment of each
+        step, and its count of steps is the version of the policy's weights.
+      clock: receives the seconds of each part of the work.
     """
     version = progress.step
     due = list_due_steps(x, flight, version)
@@ -116,8 +123,12 @@ def sample_groups(
     before: StreamState | None,
     clock: Clock,
 ) -> StepGroups:
-    """Sample and score the groups of a request with the current weights and the settings of its
-    step. `before`: the stream to draw the prompts from, known by now."""
+    """Sample and score the groups of a request, with the policy's current weights and the settings
+    of the requested step.
+
+    Args:
+      before: the state of the prompt stream to draw the prompts from. It must be known by now.
+    """
     assert before is not None
     step = request.step
     version = request.version

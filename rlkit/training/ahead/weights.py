@@ -17,11 +17,11 @@ PIECE = 1 << 30
 
 
 class WeightSlots:
-    """Trainable weights of the latest versions in a file in memory. Slot v mod n holds the number v
-    and then the weights of version v.
+    """A file in memory with the trainable weights of the latest versions. Slot v mod n holds the
+    number v, followed by the weights of version v.
 
-    n = staleness + 1 slots are enough: when version v is written, the groups of version
-    v - staleness - 1 have been consumed.
+    n = staleness + 1 slots are enough. When version v is written, the groups sampled by version v -
+    staleness - 1 have already been consumed, so their slot is free.
     """
 
     def __init__(self, file: int, count: int, model: Any):
@@ -32,21 +32,22 @@ class WeightSlots:
 
     @property
     def layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, type and shape of each weight. Models with equal layouts can exchange weights."""
+        """Return name, type and shape of each weight. Models with equal layouts can exchange
+        weights."""
         return [(name, str(p.dtype), tuple(p.shape)) for name, p in self.named]
 
     def place(self, version: int) -> int:
-        """The position of a version's number in the file; its weights follow."""
+        """Return the position in the file where a version's number begins; its weights follow."""
         return version % self.count * (8 + self.size)
 
     def write(self, version: int) -> None:
-        """Write the current weights as this version. Raises OSError if there is no memory for
-        them."""
+        """Write the model's current weights as this version. Raise OSError if memory is too small
+        for them."""
         self._fill(version, (p.detach().cpu() for _, p in self.named))
 
     def read(self, version: int) -> None:
-        """Read a version's weights into the model. Raises EngineError if the file does not have
-        them."""
+        """Read a version's weights into the model. Raise EngineError if its slot holds another
+        version."""
         at = self._find_slot(version)
         for _, p in self.named:
             own = torch.empty(p.shape, dtype=p.dtype)
@@ -54,14 +55,14 @@ class WeightSlots:
             p.data.copy_(own)
 
     def save(self, version: int) -> Tensor:
-        """The version's weights as bytes, for a checkpoint. Raises EngineError if the file does not
-        have them."""
+        """Return a version's weights as bytes, for a checkpoint. Raise EngineError if its slot
+        holds another version."""
         out = torch.empty(self.size, dtype=torch.uint8)
         _copy(_read, self.file, out, self._find_slot(version))
         return out
 
     def restore(self, version: int, saved: Tensor) -> None:
-        """The inverse of `save`."""
+        """Write the bytes that `save` returned back into the slot of their version."""
         if len(saved) != self.size:
             raise EngineError(
                 f"the checkpoint's weights of version {version} have {len(saved)} bytes, and the"
@@ -70,15 +71,15 @@ class WeightSlots:
         self._fill(version, [saved])
 
     def _fill(self, version: int, parts: Iterable[Tensor]) -> None:
-        """Write the weights of a version, and then its number."""
+        """Write the weights of a version into its slot, and its number afterwards."""
         at = self.place(version) + 8
         for part in parts:
             at = _copy(os.pwrite, self.file, part.contiguous(), at)
         os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
 
     def _find_slot(self, version: int) -> int:
-        """The position of a version's weights in the file. Raises EngineError if the slot holds
-        another version."""
+        """Return the position in the file where a version's weights begin. Raise EngineError if the
+        slot holds another version."""
         found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
         if found != version:
             raise EngineError(
@@ -93,8 +94,8 @@ def _read(file: int, data: memoryview, at: int) -> int:
 
 
 def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor, at: int) -> int:
-    """Move a contiguous tensor between a file and memory; return the position in the file after
-    it."""
+    """Move a contiguous tensor between the file and memory. Return the file position just after the
+    tensor."""
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(data):
@@ -103,8 +104,8 @@ def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor
 
 
 def make_shared_memory() -> int:
-    """A nameless file in memory; it exists as long as a process has it open. On systems other than
-    Linux, a temporary file."""
+    """Open a nameless file in memory. It exists as long as a process has it open. On systems other
+    than Linux it is a temporary file on disk."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("rlkit-weights")
     with tempfile.TemporaryFile() as file:

@@ -1,4 +1,5 @@
-"""Print each known pathology once on the terminal; `rlkit train` counts their steps at the end."""
+"""Print each known pathology once on the terminal. At the end, `rlkit train` counts the steps of
+each pathology."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from rlkit.training.callbacks.pathologies import (
 
 
 class Health(L.Callback):
-    """Prints each pathology in the step of its first appearance."""
+    """Print each pathology in the first step that shows it."""
 
     def __init__(self) -> None:
         self.said: set[str] = set()

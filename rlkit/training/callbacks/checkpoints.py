@@ -1,4 +1,4 @@
-"""Checkpoints at RL-step boundaries. Lightning's own checkpoints follow optimiser steps, not RL
+"""Write checkpoints between RL steps. Lightning's own checkpoints follow optimizer steps and not RL
 steps."""
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ SUFFIX = ".ckpt"
 SUPERSEDED = ".superseded"
 DAMAGED = ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
-ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
-# name of the lost file in the report of a failed save, until a save succeeds
+ADAPTER = ".adapter"  # suffix of the folder beside a checkpoint, with its adapters for PEFT
+# after a failed save, the list of lost files holds this name until a save succeeds
 CHECKPOINT = "the newest checkpoint"
-# without these files a run is incomplete; all other files only show what happened
+# a run without these files is incomplete; all other files are only a record of the run
 RESULT = (CHECKPOINT, "model/", "model_best/", "metrics.jsonl")
-# raised by `torch.load` for a damaged file
+# errors that `torch.load` raises for a damaged file
 UNREADABLE = (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
-SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
+SPARE = 1 << 20  # bytes of the disk that a save leaves free for metrics and the summary
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint and its digest to a file beside the target, then renames the file.
-    Lightning's own class goes through the system's temporary folder."""
+    """Write a checkpoint and its digest to a file beside the target, then rename the file.
+    Lightning's own class writes through the system's temporary folder instead."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -74,12 +74,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         with convert_write_errors(), open_atomically(path) as file:
             seal(file, lambda out: torch.save(checkpoint, out))
-            # writing may take long, and meanwhile another process may have taken over the folder
+            # another process may have taken over the folder while the checkpoint was written
             owner.check_path(path)
 
 
 def _size(value: Any) -> int:
-    """Bytes of the tensors in nested containers."""
+    """Return the bytes of all tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, dict):
@@ -88,13 +88,13 @@ def _size(value: Any) -> int:
 
 
 class RLCheckpoint(L.Callback):
-    """Saves after every `every` RL steps, after the last step and on a signal. The newest `keep`
-    checkpoints and the best by a metric stay.
+    """Save a checkpoint after every `every` RL steps, after the last step, and on a signal. The
+    newest `keep` checkpoints and the best one by a metric stay.
 
-    It runs after every other callback, so all files of a step are there before the checkpoint
-    states that the step is done. A failed save is reported, and the run goes on: checkpoints are
-    removed only after a newer one is complete. The first of several ranks writes, and all ranks
-    learn whether it succeeded.
+    This callback runs after every other callback. So all files of a step are written before the
+    checkpoint states that the step is done. A failed save is reported, and the run continues.
+    Checkpoints are removed only after a newer one is complete. With several ranks the first rank
+    writes, and all ranks learn whether it succeeded.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class RLCheckpoint(L.Callback):
         self.metric = best
         self.mode = mode
         self.model = model
-        self.best: dict[str, Any] = {}  # step and value
-        self.measured: dict[str, Hashed] = {}  # the run's other files, up to the last checkpoint
+        self.best: dict[str, Any] = {}  # step, name and value of the best metric so far
+        self.measured: dict[str, Hashed] = {}  # the run's other files at the last checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -126,8 +126,8 @@ class RLCheckpoint(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """List the files written by the run, so a resumed run recognises them. Every other callback
-        has written by now."""
+        """List the files of the run in the checkpoint, so that a resumed run recognises them. Every
+        other callback has written its files by now."""
         if trainer.is_global_zero:
             self.measured = measure_files(self.run, self.measured)
             checkpoint["written"] = list_files(self.run, self.measured)
@@ -139,7 +139,7 @@ class RLCheckpoint(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
-            # the run may have been killed between a checkpoint and its link
+            # the run may have been killed after writing a checkpoint and before making its link
             self.try_write(BEST, self.point)
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
@@ -167,7 +167,8 @@ class RLCheckpoint(L.Callback):
         self.try_write("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
 
     def has_improved(self, module: Any) -> bool:
-        """Whether the step's row holds the metric, and no earlier step had a better value."""
+        """Return whether the step's row holds the metric, and its value is better than in all
+        earlier steps. If so, note the step as the best."""
         if self.metric is None or self.metric not in module.metrics:
             return False
         value = float(module.metrics[self.metric])
@@ -178,21 +179,21 @@ class RLCheckpoint(L.Callback):
         return True
 
     def path(self, module: Any) -> Path:
-        """The path of the current RL step's checkpoint."""
+        """Return the path of the checkpoint of the current RL step."""
         return self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}"
 
     def save(self, trainer: L.Trainer, module: Any) -> bool:
-        """Write the current RL step's checkpoint, then delete the oldest ones. Return whether it
-        was written."""
+        """Write the checkpoint of the current RL step, then delete the oldest checkpoints. Return
+        whether the checkpoint was written."""
         path = self.path(module)
         check_ownership(self.run)
 
         def write() -> None:
-            # a checkpoint promises that all rows up to its step are written
+            # a checkpoint promises that all rows of metrics.jsonl up to its step are written
             if ranks.any_rank(self.run / "metrics.jsonl" in WAITING):
                 raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
             ranks.broadcast(before)
-            # all ranks call it; the flag means "leave the optimiser out"
+            # all ranks call this; weights_only=True would leave the optimizer out
             trainer.save_checkpoint(path, weights_only=False)
             ranks.broadcast(self.point)
 
@@ -225,15 +226,14 @@ class RLCheckpoint(L.Callback):
             write_json(self.folder / "best.json", self.best)
 
     def try_write(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
-        """Run a write, and return whether it succeeded. A failure is reported, and earlier files
-        stay; see `report_write_errors`."""
+        """Run a write, and return whether it succeeded. A failure is reported, and files written
+        earlier stay; see `report_write_errors`."""
         with report_write_errors(what, kind):
             write()
         return kind not in LOST
 
     def prune(self) -> None:
-        """Delete the checkpoints that are replaced by newer complete ones, but never the best
-        one."""
+        """Delete checkpoints that newer complete checkpoints replace, but never the best one."""
         held = (self.folder / BEST).resolve()
         old = [
             path for path in list_checkpoints(self.folder)[: -self.keep] if path.resolve() != held
@@ -246,8 +246,8 @@ class RLCheckpoint(L.Callback):
 
 
 def gather_policy(model: Any) -> dict[str, Any] | None:
-    """The tensors of a sharded model for `save_policy`: all weights, or under LoRA the adapters.
-    None if the model is not sharded."""
+    """Gather the tensors of a sharded model for `save_policy`. They are all weights, or under LoRA
+    the adapters. Return None if the model is not sharded."""
     if not find_sharded_modules(model):
         return None
     ranks.reshard(model)
@@ -266,8 +266,8 @@ def link(name: Path, target: Path) -> None:
 
 
 def read_weights(path: Path, folder: Path, identity: str) -> dict[str, Any]:
-    """The policy's weights in a checkpoint, as its model names them. Raises OSError if the
-    checkpoint is damaged or belongs to another run."""
+    """Read the policy's weights from a checkpoint, under the names of the policy's model. Raise
+    OSError if the checkpoint is damaged or belongs to another run."""
     try:
         checkpoint = read_checkpoint(path)
         refuse_foreign(path, checkpoint, folder, identity)
@@ -281,23 +281,26 @@ def read_weights(path: Path, folder: Path, identity: str) -> dict[str, Any]:
 
 
 def parse_step(path: Path) -> int:
-    """The RL step in a checkpoint's name."""
+    """Return the RL step in a checkpoint's file name, or -1 if the name has another form."""
     found = re.fullmatch(rf"{PREFIX}(\d+)\{SUFFIX}", path.name)
     return int(found[1]) if found else -1
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, oldest first."""
+    """List the checkpoints of a folder, oldest first."""
     found = [path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if parse_step(path) >= 0]
     return sorted(found, key=parse_step)
 
 
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint on the CPU: the named file, or the newest intact checkpoint of a folder.
+    """Load a checkpoint onto the CPU: the named file, or the newest intact checkpoint of a folder.
+    Return its path and its content.
 
-    In a folder, damaged checkpoints are skipped; standard error names them and the checkpoint used
-    instead. A damaged file given by name is refused, because nobody asked for an older one; the
-    message names the newest intact checkpoint before it. Raises DataError if none can be read.
+    In a folder, damaged checkpoints are skipped. A warning names each of them, and the checkpoint
+    used instead. A damaged file that was given by name is refused, because nobody asked for an
+    older one. The message then names the newest intact checkpoint before it.
+
+    Raises: DataError if no checkpoint can be read.
     """
     damaged = []
     named = source.suffix == SUFFIX
@@ -322,8 +325,8 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a file of AtomicCheckpointIO on the CPU. Its whole content is verified before any part
-    of it is loaded. Raises DataError."""
+    """Load a file of AtomicCheckpointIO onto the CPU. Its whole content is verified before any part
+    of it is loaded. Raise DataError if it is damaged."""
     why = find_damage(path)
     if not why:
         try:
@@ -337,7 +340,8 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
     """Raise DataError unless the run in `folder` saved this checkpoint under the name `path`.
 
     Args:
-      state: the content of `path`. identity: of the run.
+      state: the content of the checkpoint.
+      identity: the identity of the run.
     """
     own = state["run"].get("identity", "")
     if own != identity:
@@ -357,13 +361,13 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
 
 
 def set_foreign_aside(run: Path, identity: str) -> None:
-    """Move checkpoints of other runs out of checkpoints/, where they would be removed like old
+    """Move checkpoints of other runs out of checkpoints/. There they would be deleted like old
     checkpoints of this run."""
     folder = run / "checkpoints"
     for path in (*list_checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
         with suppress(*UNREADABLE, AttributeError, TypeError):
             open_regular(path).close()
-            # loads no tensors
+            # mmap=True reads the file's structure without loading its tensors
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             own = saved["run"].get("identity", "")
             if own != identity:
@@ -376,12 +380,11 @@ def set_foreign_aside(run: Path, identity: str) -> None:
 
 
 def supersede(folder: Path, step: int) -> None:
-    """Set the checkpoints after `step` aside under other names, because the run continues from
-    `step`.
+    """Rename the checkpoints after `step`, because the run continues from `step`.
 
-    If they stayed and the run were killed, the next resume would take them for the newest, although
-    the rows up to them have been replaced. The next save deletes the intact ones. Damaged ones are
-    kept as evidence.
+    Suppose they kept their names and the run were killed. The next resume would then take them for
+    the newest checkpoints, although the run has replaced the rows up to them. The next save deletes
+    the intact ones. Damaged ones are kept as evidence.
     """
     for path in list_checkpoints(folder):
         if parse_step(path) <= step:

@@ -1,4 +1,4 @@
-"""Write conversations to files and to the loggers' texts. Reading them is the best way to find
+"""Write conversations to files and to the loggers. Reading conversations is the best way to find
 reward hacking."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlkit.system.shards import stem
 from rlkit.training.loggers import log_table, log_text
 from rlkit.types import Rollout, Weighted
 
-TEXTS = 3  # conversations of a step in a logger
-WAITING = 20_000  # rows of the completions table waiting for a checkpoint
+TEXTS = 3  # number of a step's conversations that a logger shows
+WAITING = 20_000  # the most rows of the completions table that wait for a checkpoint
 
 
 class Samples(L.Callback):
-    """Writes conversations as Markdown, many steps per file: the best of a step, the worst, then
-    others in order."""
+    """Write conversations as Markdown, with many steps per file. For each step they are the best
+    one, the worst one, and then others in order."""
 
     def __init__(self, folder: Path, *, every: int, count: int):
         self.folder = folder
@@ -52,7 +52,7 @@ class Samples(L.Callback):
 
 
 class Rollouts(L.Callback):
-    """Writes all rollouts of a step as JSON lines, many steps per file."""
+    """Write all rollouts of a step as JSON lines, with many steps per file."""
 
     def __init__(self, folder: Path, *, every: int):
         self.folder = folder
@@ -65,11 +65,11 @@ class Rollouts(L.Callback):
 
 
 class Completions(L.Callback):
-    """Writes rollouts as rows of Parquet files, and shows loggers the table of a step.
+    """Write rollouts as rows of Parquet files, and give the loggers the table of a step.
 
-    Rows wait for the next checkpoint. So a file is written once, and ends at the step from which a
-    resumed run continues. After a kill, the resumed run writes the waiting rows again; rollouts/
-    has them anyway.
+    Rows wait for the next checkpoint. So each file is written once, and ends at a step from which a
+    resumed run can continue. If the run is killed, the waiting rows are lost; the resumed run
+    writes them again. The files in rollouts/ have the same rollouts in any case.
     """
 
     def __init__(self, folder: Path, *, every: int, tables: int):
@@ -85,7 +85,7 @@ class Completions(L.Callback):
         self.columns = list_table_columns(dict.fromkeys(names))
         if not self.every or not trainer.is_global_zero:
             return
-        try:  # now, while there is memory for it
+        try:  # imported now, while there is memory for it
             import pyarrow.parquet  # noqa: F401
         except (ImportError, OSError, MemoryError) as error:
             self.every = 0
@@ -116,11 +116,11 @@ class Completions(L.Callback):
             self.flush()
 
     def due(self, trainer: L.Trainer, step: int) -> bool:
-        """Whether loggers get the table of this step."""
+        """Return whether loggers get the table of this step."""
         return bool(self.tables) and (step == 1 or step % self.tables == 0 or trainer.should_stop)
 
     def flush(self) -> None:
-        """Write the waiting rows."""
+        """Write the waiting rows to a file."""
         rows = self.rows
         self.rows = []
         with report_write_errors(
@@ -143,8 +143,8 @@ class Completions(L.Callback):
 
 
 def mean_advantages(batch: Weighted, trained: Sequence[Rollout]) -> dict[tuple[int, int], float]:
-    """(group, sample) → mean advantage over the trained tokens of a rollout; rollouts without
-    trained tokens are left out."""
+    """Return (group, sample) → mean advantage over the trained tokens of the rollout. Rollouts
+    without trained tokens are left out."""
     mask = batch.response_mask
     owners = batch.rollout_ids[:, None].expand_as(mask)[mask]
     values = batch.advantages[mask].double()
@@ -156,7 +156,7 @@ def mean_advantages(batch: Weighted, trained: Sequence[Rollout]) -> dict[tuple[i
 
 
 def select_best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """The best, the worst, then the first of the others."""
+    """Select up to `count` rollouts: the best one, the worst one, then the others in order."""
     ranked = sorted(rollouts, key=lambda r: float("-inf") if r.reward is None else r.reward)
     picked = [ranked[-1], ranked[0]]
     return (picked + [r for r in rollouts if r is not ranked[0] and r is not ranked[-1]])[:count]

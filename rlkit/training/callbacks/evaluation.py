@@ -1,6 +1,6 @@
-"""Evaluations of a run: on validation problems during training, for the curve, `stop_at` and the
-best checkpoint; on test problems before the first step and after the last, for the reported
-figures. Nothing in a run depends on a test problem."""
+"""Evaluations of a run. During training, validation problems are played for the curve, for
+`stop_at` and for the best checkpoint. Before the first step and after the last, test problems are
+played for the reported figures. Nothing in a run depends on a test problem."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from rlkit.training.callbacks.terminal import describe_sampling, format_held_out
 from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
 
-KEPT = 16  # rollouts written by an evaluation; always of the same tasks, to show changes
-# split → the start of its figures' names in a row of metrics.jsonl
+KEPT = 16  # rollouts that an evaluation writes, always of the same tasks to show changes
+# split → prefix of its figures' names in a row of metrics.jsonl
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
 
 
 class HeldOut(L.Callback):
-    """Adds `eval/*` (validation) and `test/*` to the rows of steps. The seconds of a step do not
-    include its evaluations.
+    """Evaluate the policy, and add `eval/*` (validation) and `test/*` to the rows of steps. The
+    seconds of a step do not include its evaluations.
 
-    With `evaluation.every` = n > 0 validation problems are played before the first step, after
-    every n-th step and after the last; with 0 never. Test problems are played before the first step
-    and after the last. `results` collects the figures; a resumed run restores it from its
-    checkpoint.
+    With `evaluation.every` = n > 0, validation problems are played before the first step, after
+    every n-th step and after the last step. With 0 they are never played. Test problems are played
+    before the first step and after the last. `results` collects the figures. A resumed run restores
+    `results` from its checkpoint.
     """
 
     def __init__(self, tasks: Splits, metrics: Path, results: Results):
@@ -55,7 +55,7 @@ class HeldOut(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         resumed = module.rl_step or any(self.results.values())
         if resumed or not (self.tasks.validation or self.tasks.test):
-            return  # a resumed run has nothing to add to earlier rows
+            return  # a resumed run has already written its first row
         row = self.evaluate(trainer, module, "validation")
         row |= self.evaluate(trainer, module, "test")
         module.metrics = row
@@ -88,7 +88,8 @@ class HeldOut(L.Callback):
                 module.metrics |= row | {"perf/eval_s": spent + row["perf/eval_s"]}
 
     def evaluate(self, trainer: L.Trainer, module: Any, split: Split) -> dict[str, float]:
-        """One pass over the tasks of a split; nothing without tasks."""
+        """Play and score the tasks of a split once, and return the metrics. Without tasks the
+        metrics are empty."""
         started = time.perf_counter()
         tasks = self.tasks._asdict()[split]
         x = module.experiment
@@ -98,7 +99,7 @@ class HeldOut(L.Callback):
         watch = limit_evaluation(
             x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}"
         )
-        # an evaluation leaves the generators as they were
+        # an evaluation leaves the random generators unchanged
         with watch, forward(), ranks.gather_weights(module.model), rng.keep_generators():
             result, rollouts = greedy_accuracy(
                 module.policy,
@@ -118,17 +119,17 @@ class HeldOut(L.Callback):
 
 
 def limit_evaluation(settings: Evaluation, name: str) -> AbstractContextManager[None]:
-    """A context for playing and scoring an evaluation, or a part of one. At the deadline the
-    process prints a line and ends."""
+    """Limit the time of an evaluation, or of a part of one. At the deadline the process prints a
+    line and ends."""
     return limit_waiting(
         settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True
     )
 
 
 def flatten_result(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """A result as metrics with a prefix, for example `eval/`. The metrics of each part of a mixture
-    are `eval/part/NAME/*`. Figures from the reward's functions are `eval/reward/TERM/METRIC` and
-    `eval/aggregator/METRIC`."""
+    """Convert a result to metrics with a prefix, for example `eval/`. The metrics of each part of a
+    mixture are `eval/part/NAME/*`. Figures from the reward's functions are
+    `eval/reward/TERM/METRIC` and `eval/aggregator/METRIC`."""
     parts = result.get("parts", {})
     rows = {prefix: result, **{f"{prefix}part/{part}/": own for part, own in parts.items()}}
     out: dict[str, float] = {}

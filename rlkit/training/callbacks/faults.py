@@ -1,4 +1,4 @@
-"""Write the files for inspecting and reproducing the fault of a failed run."""
+"""Write files that help to inspect and to reproduce the fault of a failed run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STATE = "state.ckpt"
 
 
 class DebugBundle(L.Callback):
-    """debug/step_000007/: traceback.txt, config.yaml and rollouts.jsonl.gz; after a failed update
-    also its minibatch and the state before it, so `rlkit replay bundle=FOLDER` can repeat the
-    update.
+    """Write a folder such as debug/step_000007/ when a run fails. It holds traceback.txt,
+    config.yaml and rollouts.jsonl.gz. After a failed update it also holds the update's minibatch
+    and the state before the update, so `rlkit replay bundle=FOLDER` can repeat it.
 
     With several ranks, the first one writes. A rank that fails alone writes
     debug/step_000007_rank1/. With trainer=ddp each rank has the whole state. Shards can be gathered
@@ -41,13 +41,13 @@ class DebugBundle(L.Callback):
         announce(exception)
         said = not isinstance(exception, Exception) or isinstance(exception, Refusal)
         if said or owner.explain_loss(self.run):
-            # a signal, an error with an explanation in its message, or another process owns the
-            # folder now
+            # nothing to write: it is a signal, or an error whose message explains it, or another
+            # process owns the folder now
             return
         together = ranks.size() == 1 or isinstance(exception, NonFinite)
         echo = isinstance(exception, ranks.RankError)
         failed = module.learner.micro.minibatch is not None and not echo
-        # else rank 0 writes the same files
+        # in all other cases rank 0 writes the same files
         writes = ranks.rank() == 0 or not (together or echo)
         name = f"step_{module.rl_step + 1:06d}"
         folder = self.run / "debug" / (f"{name}_rank{ranks.rank()}" if ranks.rank() else name)
@@ -74,8 +74,9 @@ class DebugBundle(L.Callback):
 
 
 def collect_state(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    """Weights, optimizers and the additions of RLModule to a checkpoint, with this rank's
-    generators. With shards, all ranks must call it."""
+    """Collect the state for a debug bundle: weights, optimizers, RLModule's additions to a
+    checkpoint, and this rank's random generators. If the weights are sharded, all ranks must call
+    this."""
     strategy = trainer.strategy
     state = {
         "state_dict": strategy.lightning_module_state_dict(),
@@ -88,18 +89,19 @@ def collect_state(trainer: L.Trainer, module: Any) -> dict[str, Any]:
 
 
 class Watchdog(L.Callback):
-    """Tells the limit `trainer.max_step_time` (`rlkit.system.waiting.limit_waiting`) in which step,
-    and in which part of it, a run hangs.
+    """Tell the limit `trainer.max_step_time` (`rlkit.system.waiting.limit_waiting`) where a run
+    hangs: in which step, and in which part of the step.
 
     The parts of a step are generate, reward and update. Between steps the limit applies only to
-    calls with an outside answer, such as an evaluation's rewards and environments.
+    calls that wait for an answer from outside, such as the rewards and environments of an
+    evaluation.
     """
 
     def __init__(self) -> None:
         self.module: Any = None
 
     def place(self) -> str:
-        """ "step 7 hangs in generate"; "" between steps."""
+        """Return, for example, "step 7 hangs in generate". Between steps return ""."""
         if self.module is None:
             return ""
         part = self.module.clock.current or "between generate, reward and update"

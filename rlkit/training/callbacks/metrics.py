@@ -1,4 +1,5 @@
-"""Write a step's row to metrics.jsonl, and show it in the loggers with texts and histograms."""
+"""Write each step's row to metrics.jsonl, and show the row in the loggers, with texts and
+histograms."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from rlkit.training.loggers import log_final, log_histogram, log_settings, log_t
 from rlkit.training.metrics import with_own
 from rlkit.training.schedules.paths import flatten_numbers
 
-FINAL = (  # the final figures for comparing runs
+FINAL = (  # the metrics whose last values compare runs
     "test/accuracy",
     "test/reward",
     "eval/accuracy",
@@ -29,8 +30,8 @@ FINAL = (  # the final figures for comparing runs
 
 
 class Ownership(L.Callback):
-    """Checks owner.json at the start and the end of a step. The writers of rows and checkpoints
-    check it again."""
+    """Check owner.json at the start and at the end of each step. The writers of rows and
+    checkpoints check it again."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -46,8 +47,8 @@ class Ownership(L.Callback):
 
 
 class ChoicesNoted(L.Callback):
-    """Writes the settled choices of the run (kernels, checkpointing of activations) to run.json,
-    after a resumed run has taken the choices of its checkpoint."""
+    """Write the settled choices of the run (kernels, checkpointing of activations) to run.json. A
+    resumed run has taken over the choices of its checkpoint before."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -59,15 +60,17 @@ class ChoicesNoted(L.Callback):
 
 
 def check_ownership(run: Path) -> None:
-    """End the run on all ranks if another process has taken its folder. The first rank checks.
-    Raises TakenOver there, and RankError on the other ranks."""
+    """End the run on all ranks if another process has taken its folder. The first rank checks. It
+    raises TakenOver, and the other ranks raise RankError."""
     ranks.broadcast(lambda: owner.check_owner(run))
 
 
 class MetricsFile(L.Callback):
-    """Appends the module's row to metrics.jsonl after each RL step, and gives the loggers the row,
-    its texts and histograms. Then the learner advances with the row, `eval/*` included; a line is
-    printed if a phase ends. Runs after every callback that adds to the row.
+    """Append the module's row to metrics.jsonl after each RL step, and give the loggers the row
+    with its texts and histograms. Then tell the learner to advance with this row, `eval/*`
+    included. If a phase ends, print a line.
+
+    This callback runs after every callback that adds to the row.
     """
 
     def __init__(self, path: Path):
@@ -79,7 +82,7 @@ class MetricsFile(L.Callback):
             log_settings(logger, list_settings(module))
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        if self.line:  # printed now, so that it is below the line of the step that ended the phase
+        if self.line:  # printed only now, to come after the line of the step that ended the phase
             trainer.print(self.line)
             self.line = ""
 
@@ -125,7 +128,7 @@ def _show(logger: Any, module: Any) -> None:
 
 
 def list_settings(module: Any) -> dict[str, Any]:
-    """Dotted key → value of the run's config, without Hydra's own keys."""
+    """Return dotted key → value of the run's config, without Hydra's own keys."""
     return {
         k: v
         for k, v in flatten_numbers(module.provenance.get("config", {})).items()

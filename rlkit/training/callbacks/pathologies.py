@@ -1,4 +1,8 @@
-"""Describe known pathologies in plain words, with the config key to change."""
+"""Describe known pathologies of a run in plain words, and name the config key to change.
+
+Each check reads a step's row. It returns a sentence if the row shows the pathology, and None
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,26 @@ Row = dict[str, Any]
 INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 
 
-# largest allowed mean difference of sampler and trainer in float32, in nats per token; the same
-# limit as in the check at the start
+# The largest accepted mean difference between sampler and trainer in float32, in nats per token.
+# The check before the first step has the same limit.
 MISMATCH = 0.001
 PROOF = 6  # digits that prove a version (rlkit.training.update.claims)
-LEAST_BAD = "least_bad"  # the least group/frac_all_bad of the run so far
+LEAST_BAD = "least_bad"  # key of the smallest group/frac_all_bad of the run so far
 
 
 def with_least_bad(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Rows of a run in their order, each with LEAST_BAD."""
+    """Yield the rows of a run in their order, each with the smallest group/frac_all_bad so far
+    under LEAST_BAD."""
     least = 1.0
     for row in rows:
         bad = row.get("group/frac_all_bad")
-        least = least if bad is None else min(least, bad)  # not nan
+        least = least if bad is None else min(least, bad)  # ignores nan
         yield {**row, LEAST_BAD: least}
 
 
 def broken_policy(row: Row) -> str | None:
-    """Most prompts were solved before, and hardly any is solved now. So the problems are not too
-    hard."""
+    """Report a broken policy: most prompts were solved before, and hardly any is solved now. The
+    problems are not too hard, because they were solved before."""
     if not (row.get("group/frac_all_bad", 0) >= 0.9 and row.get(LEAST_BAD, 1) < 0.5):
         return None
     return (
@@ -39,11 +44,11 @@ def broken_policy(row: Row) -> str | None:
 
 
 def all_rewards_equal(row: Row) -> str | None:
-    """All groups have equal rewards, and nothing else gives an advantage, so nothing is learned
-    from rewards."""
-    # a critic or the batch gives advantages; groups of one always have equal rewards
+    """Report that all groups have equal rewards and nothing else gives an advantage, so that
+    nothing is learned from rewards."""
+    # a critic or other groups of the batch give advantages; a group of one always has equal rewards
     compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0
-    # demonstrations are not sampled, and all of them are learned
+    # demonstrations are not sampled, and the policy learns all of them
     demonstrated = "reward/demonstration/mean" in row
     followed = any(name.startswith("streams/") for name in row)  # a teacher, or given tokens
     if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed or broken_policy(row):
@@ -61,7 +66,7 @@ def all_rewards_equal(row: Row) -> str | None:
     )
 
 
-REMEDIES = {  # the reason why most episodes were truncated → the key to change
+REMEDIES = {  # the most frequent reason for truncation → the key to change
     "length": "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
     " generation.max_thinking_tokens)",
     "context": (
@@ -76,14 +81,14 @@ REMEDIES = {  # the reason why most episodes were truncated → the key to chang
     "environment": "raise the environment's own limit",
     "error": "look at the error in samples/",
 }
-OF_PROGRAMS = {  # the keys of environment=program, if they are others
+OF_PROGRAMS = {  # for environment=program: the remedies that differ
     "context": "lower generation.max_new_tokens or environment.max_turns",
     "deadline": "raise environment.time_limit",
 }
 
 
 def most_truncated(row: Row) -> str | None:
-    """More than half of the episodes were cut."""
+    """Report that more than half of the episodes were truncated."""
     if not row["len/truncated_frac"] > 0.5 or broken_policy(row):
         return None
     why = max(REMEDIES, key=lambda why: row.get(f"stop_reason/{why}", 0))
@@ -95,8 +100,8 @@ def most_truncated(row: Row) -> str | None:
 
 
 def length_inflation(row: Row) -> str | None:
-    """Replies loop, or a policy follows a teacher and many of its replies are cut. In a loop,
-    teacher and policy agree, so the teacher does not end the loop."""
+    """Report inflated lengths: replies loop, or a policy follows a teacher and many of its replies
+    are truncated. In a loop, teacher and policy agree, so the teacher does not end the loop."""
     looping = row["len/loop_frac"]
     cut = row["len/truncated_frac"] if "streams/teacher" in row else 0
     if not (looping > 0.02 or cut > 0.15):
@@ -114,7 +119,7 @@ def length_inflation(row: Row) -> str | None:
 
 
 def parse_failures(row: Row) -> str | None:
-    """More than a fifth of the episodes have an unreadable tool call."""
+    """Report that more than a fifth of the episodes have an unreadable tool call."""
     share = row["parse_fail_frac"]
     remedy = (
         "look at samples/, and choose the format that the model writes with environment/parse_calls"
@@ -128,7 +133,8 @@ def parse_failures(row: Row) -> str | None:
 
 
 def reward_failures(row: Row) -> str | None:
-    """A term raised, hung or returned no reward; reward.max_error_rate let it pass."""
+    """Report a reward term that raised an error, hung or returned no reward, within
+    reward.max_error_rate."""
     rates = {
         key.removesuffix("/error_frac"): row[key]
         + row[f"{key.removesuffix('error_frac')}timeout_frac"]
@@ -145,8 +151,9 @@ def reward_failures(row: Row) -> str | None:
 
 
 def ratio_off(row: Row) -> str | None:
-    """The ratio of the first minibatch is not 1, although the minibatch is on-policy."""
-    ratio = row["ratio/first_mean"]  # nan is not compared
+    """Report that the ratio of the first minibatch is not 1, although this minibatch is
+    on-policy."""
+    ratio = row["ratio/first_mean"]  # nan reports nothing
     return (
         f"the ratio of the first minibatch is {ratio:.3f}, not 1: the log-probs in the update"
         " differ from those of the pass before it"
@@ -156,8 +163,8 @@ def ratio_off(row: Row) -> str | None:
 
 
 def sampler_off(row: Row) -> str | None:
-    """Sampler and trainer see different policies. In half precision the limit is the rounding
-    measured at the start."""
+    """Report that sampler and trainer compute different log-probs for the same tokens. In half
+    precision the limit is the rounding measured at the start."""
     gap = row["mismatch/logp_abs_mean"]
     bound = row.get("mismatch/logp_abs_bound", MISMATCH)
     return (
@@ -169,7 +176,7 @@ def sampler_off(row: Row) -> str | None:
 
 
 def version_wrong(row: Row) -> str | None:
-    """The engine samples with weights of another version than it reports."""
+    """Report that the engine samples with another version of the weights than it reports."""
     digits = row.get("mismatch/version_wrong", 0.0)
     if not digits >= PROOF:
         return None
@@ -181,7 +188,8 @@ def version_wrong(row: Row) -> str | None:
 
 
 def version_unknown(row: Row) -> str | None:
-    """The proof is missing so far, because two versions differ by less than the engine rounds."""
+    """Report that the claimed version is not proved so far, because two versions differ by less
+    than the engine rounds."""
     digits = row.get("mismatch/version_right", PROOF)
     if not digits < PROOF or version_wrong(row):
         return None
@@ -192,7 +200,8 @@ def version_unknown(row: Row) -> str | None:
 
 
 def environment_failures(row: Row) -> str | None:
-    """Episodes with a failed environment; without a score they teach nothing."""
+    """Report episodes whose environment failed. These episodes have no score, so they teach
+    nothing."""
     share = row["stop_reason/error"]
     return (
         f"the environment failed in {share:.0%} of the episodes; they are not scored"
@@ -202,8 +211,8 @@ def environment_failures(row: Row) -> str | None:
 
 
 def dropped_thinking(row: Row) -> str | None:
-    """The program drops the thinking of replies, and each time a new row begins. These rows hold
-    more than a tenth of the prompt tokens."""
+    """Report that the program drops the thinking of replies. Each time this begins a new row, and
+    these rows hold more than a tenth of the prompt tokens."""
     share = row.get("program/thinking_tokens", 0.0) / (row.get("program/prompt_tokens") or 1.0)
     return (
         "the program drops the thinking of replies, and each time a new row begins;"
@@ -215,7 +224,8 @@ def dropped_thinking(row: Row) -> str | None:
 
 
 def no_answers(row: Row) -> str | None:
-    """All programs of a step left their final content empty, and a reward reads it."""
+    """Report that all programs of a step left their final content empty, although a reward reads
+    it."""
     reads = any(name.endswith("/ok_frac") and name != "reward/environment/ok_frac" for name in row)
     return (
         "every final content is empty, and the reward reads it: set environment.answer to the place"
@@ -226,7 +236,7 @@ def no_answers(row: Row) -> str | None:
 
 
 def no_gradient(row: Row) -> str | None:
-    """Updates were made and moved nothing, and the rewards are not the reason."""
+    """Report updates that changed nothing although the rewards are not the reason."""
     known = all_rewards_equal(row) or broken_policy(row)
     if row["optim/grad_norm"] != 0 or not row["optim/updates"] or known:
         return None
@@ -241,21 +251,21 @@ def no_gradient(row: Row) -> str | None:
 
 
 def update_skipped(row: Row) -> str | None:
-    """A gradient was not finite."""
+    """Report updates that were skipped because a gradient was not finite."""
     count = row["optim/skipped_nonfinite"]
     return f"{count} update(s) skipped: the gradient was not finite" if count else None
 
 
 def waits_for_cores(row: Row) -> str | None:
-    """The update took at least twice as long as the processor worked on it, and at least a second
-    longer, because other processes take its cores.
+    """Report that other processes take the cores of this machine. The update took at least twice as
+    long as the processor worked on it, and at least one second longer.
 
-    Only the update can show this: it computes in this process and waits for nothing else. A rollout
-    may wait for tools or a server.
+    Only the update can show this, because it computes in this process and waits for nothing else. A
+    rollout may wait for tools or a server.
     """
     took = row["perf/update_s"]
     worked = row["perf/update_processor_s"]
-    if not (took >= 2 * worked and took - worked >= 1):  # nan: it was not measured
+    if not (took >= 2 * worked and took - worked >= 1):  # also if a time is nan, not measured
         return None
     return (
         f"the update took {took:.1f} s, and the processor worked only {worked:.1f} s of them: other"

@@ -1,4 +1,4 @@
-"""On SIGTERM, SIGINT, SIGHUP or SIGUSR1, save the run at the boundary of a step and end it. A
+"""Handle SIGTERM, SIGINT, SIGHUP and SIGUSR1: save the run at the boundary of a step, and end it. A
 second signal ends it immediately."""
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from rlkit.errors import Interrupted, warn
 from rlkit.system.files import reason
 from rlkit.system.leaving import end_process
 
-# SIGHUP: the terminal or the connection is gone. SIGUSR1: SLURM's warning before the end (#SBATCH
-# --signal=USR1@120).
+# SIGHUP: the terminal or the connection is gone. SIGUSR1: SLURM's warning before it ends the job
+# (#SBATCH --signal=USR1@120).
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopOnSignal(L.Callback):
-    """Handles the signals that end a run. Rollouts are dropped immediately; a running update,
-    evaluation or save is finished first.
+    """Handle the signals that end a run. Rollouts in progress are dropped immediately. An update,
+    evaluation or save in progress is finished first.
 
-    These handlers replace Lightning's: those end the process with status 0, and under SLURM save in
-    the middle of a step. This callback runs first, so either all callbacks of a step run or none.
+    These handlers replace Lightning's handlers, because those end the process with status 0, and
+    under SLURM save in the middle of a step. This callback runs before all others. So for each step
+    either all callbacks run or none.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class StopOnSignal(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.module = module
-        module.droppable = True  # the evaluation before the first step
+        module.droppable = True  # the evaluation before the first step can be dropped
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
                 # leave SIGHUP alone if nohup ignores it
@@ -49,7 +50,7 @@ class StopOnSignal(L.Callback):
         if self.signum is not None:
             end_process(128 + signum)
         self.signum = signum
-        # several ranks end together, between steps
+        # with several ranks, all of them end together between two steps
         drop = self.module.droppable and ranks.size() == 1
         doing = "the rollouts of this step are dropped" if drop else "this step is finished"
         line = (
@@ -57,7 +58,8 @@ class StopOnSignal(L.Callback):
             " second signal ends it now"
         )
         with suppress(OSError):  # after SIGHUP there may be no terminal
-            os.write(2, f"\n{line}\n".encode())  # a handler may interrupt a `print`
+            # no `print`, because the signal may have interrupted a `print`
+            os.write(2, f"\n{line}\n".encode())
         if drop:
             raise Interrupted(signum)
 
@@ -68,7 +70,7 @@ class StopOnSignal(L.Callback):
 
 
 def requeue() -> None:
-    """Ask SLURM to queue this job again. Print that the job is queued, or why not."""
+    """Ask SLURM to queue this job again. Print whether the job is queued, and if not, why."""
     job = os.environ.get("SLURM_JOB_ID")
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array:

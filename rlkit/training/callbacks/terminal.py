@@ -1,5 +1,5 @@
-"""The terminal's lines while a run trains: one per RL step, and on a terminal a bar that
-moves below them."""
+"""The lines on the terminal while a run trains. There is one line per RL step, and on a terminal a
+bar below the lines."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import lightning as L
 
 from rlkit.system.output import clock
 
-COLUMNS = 80  # longest line of a step
+COLUMNS = 80  # the most characters in the line of a step
 # printed once, above the lines of the steps
 LEGEND = "each step: ... | seconds of sampling (+ scoring) + update, time left of the run"
 RECENT = 8  # the time left is estimated from this many steps
 
 
 class ProgressLines(L.Callback):
-    """One line per RL step with the time left; on a terminal, a bar below it counts the time
-    down."""
+    """Print one line per RL step with the time left. On a terminal, a bar below the lines counts
+    the time down."""
 
     def __init__(self) -> None:
         self.bar: Any = None
         self.task: Any = None
         self.last_reward: float | None = None
-        self.seconds: deque[float] = deque(maxlen=RECENT)  # of the last steps
+        self.seconds: deque[float] = deque(maxlen=RECENT)  # seconds of each of the last steps
         self.evaluation = 0.0  # seconds of the last evaluation
         self.countdown = TimeLeft()
 
@@ -75,7 +75,8 @@ class ProgressLines(L.Callback):
         )
 
     def left(self, module: Any) -> float:
-        """Seconds until the run has done all of its steps, or until trainer.max_time is over."""
+        """Return the seconds until all steps of the run are done, or until trainer.max_time is over
+        if this comes first."""
         evaluations = (
             count_evaluations_left(
                 module.rl_step, module.total_steps, module.experiment.evaluation.every
@@ -102,13 +103,14 @@ class ProgressLines(L.Callback):
 
 
 class TimeLeft:
-    """The time left as a text that counts down; '' if it is not known."""
+    """The time left, as a text that counts down. The text is empty as long as the time is
+    unknown."""
 
     def __init__(self) -> None:
         self.end: float | None = None
 
     def set(self, seconds: float | None) -> None:
-        """Count down from this many seconds; None shows nothing."""
+        """Start to count down from this many seconds. None shows nothing."""
         self.end = None if seconds is None else time.perf_counter() + seconds
 
     def __str__(self) -> str:
@@ -116,18 +118,23 @@ class TimeLeft:
 
 
 def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
-    """Seconds of this many steps, each as long as the median of the `taken` seconds, and of the
-    remaining evaluations.
+    """Estimate the seconds that remain in a run: for its steps, and for its evaluations. Each step
+    counts with the median of `taken`.
 
-    The median is used because a step that compiles, or one that writes a checkpoint to a slow disk,
-    says nothing about other steps.
+    The median is used because single steps may be unusually slow and say nothing about other steps.
+    Such a step compiles code, or writes a checkpoint to a slow disk.
+
+    Args:
+      steps: number of steps that remain.
+      taken: seconds of each of the last steps.
+      evaluations: seconds of the evaluations that remain.
     """
     return steps * statistics.median(taken) + evaluations
 
 
 def count_evaluations_left(step: int, total: int, every: int) -> int:
-    """How many evaluations follow after `step`: one each `every` steps (0: none), and one after the
-    last.
+    """Return how many evaluations follow after `step`. There is one after each `every` steps (0:
+    none of these), and one after the last step.
 
     >>> (
     ...     count_evaluations_left(0, 25, 10),
@@ -145,13 +152,13 @@ def count_evaluations_left(step: int, total: int, every: int) -> int:
 def step_line(
     step: int, total: int, row: dict[str, Any], last_reward: float | None, left: str = ""
 ) -> str:
-    """`step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3% | 0.8 + 0.9 s, 0:24 left`: seconds
-    of sampling and of the update.
+    """Return the line of a step, such as `step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3%
+    | 0.8 + 0.9 s, 0:24 left`. The seconds are of sampling and of the update.
 
-    At most 80 columns. If there is no room, the change of the reward is left out, and then the
-    seconds are added up. Undefined figures, for example a KL without a reference, are left out. If
-    nothing was scored, the loss takes the place of the reward. Scoring gets its own seconds if it
-    takes at least half a second.
+    The line has at most 80 columns. If there is no room, the change of the reward is left out
+    first, and then the seconds are added up. Figures that do not exist, for example a KL without a
+    reference, are left out. If nothing was scored, the loss takes the place of the reward. Scoring
+    gets its own seconds if it takes at least half a second.
     """
     reward = row["reward/mean"]
     kl = row["kl/ref_k3"]
@@ -182,8 +189,8 @@ def step_line(
 
 
 def format_held_out(row: dict[str, Any]) -> str:
-    """`validation accuracy 0.981, test accuracy 0.988`, each with the mean reward if it
-    differs; '' without an evaluation."""
+    """Return a text such as `validation accuracy 0.981, test accuracy 0.988`. Each accuracy is
+    followed by the mean reward if the two differ. Without an evaluation the text is empty."""
     said = []
     for split, prefix in (("validation", "eval/"), ("test", "test/")):
         if f"{prefix}accuracy" in row:
@@ -197,5 +204,5 @@ def format_held_out(row: dict[str, Any]) -> str:
 
 
 def describe_sampling(temperature: float) -> str:
-    """How the replies of an evaluation were sampled."""
+    """Describe how the replies of an evaluation were sampled."""
     return f"sampled at temperature {temperature:g}" if temperature else "greedy"

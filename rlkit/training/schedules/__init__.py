@@ -1,5 +1,5 @@
-"""Numbers and parts as functions of progress. A schedule never edits an experiment: it returns a
-new one for each step.
+"""Numbers and parts of an experiment as functions of the run's progress. A schedule never edits an
+experiment: it returns a new experiment for each step.
 
 Files in the order of their imports: controllers, functions, paths, progress.
 """

@@ -1,5 +1,6 @@
-"""Numbers that follow a run's metrics: functions returning a Controller with explicit state. And
-conditions on a step's metrics, such as `reward/mean > 0.8 for 5`."""
+"""Controllers and conditions. A controller is a number that follows a run's metrics; the functions
+here return it with explicit state. A condition tests a step's metrics, for example `reward/mean >
+0.8 for 5`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
 
 
 class Condition(NamedTuple):
-    """`metric operator bound`, on `times` steps in a row."""
+    """The condition `metric operator bound`. It must hold on `times` steps in a row."""
 
     metric: str
     operator: str
@@ -35,10 +36,11 @@ class Condition(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def read_condition(text: str) -> Condition:
-    """Read a condition: METRIC, one of > >= < <=, NUMBER, and optionally `for N`, the number of
-    steps in a row on which it must hold.
+    """Read a condition: METRIC, one of > >= < <=, NUMBER, and optionally `for N`. N is the number
+    of steps in a row on which the condition must hold.
 
     Raises: ValueError with the grammar.
+
     >>> read_condition("reward/mean > 0.8 for 5")
     Condition(metric='reward/mean', operator='>', bound=0.8, times=5)
     """
@@ -52,10 +54,15 @@ def read_condition(text: str) -> Condition:
 
 
 def count_streak(condition: Condition, before: float, metrics: Mapping[str, float]) -> int:
-    """Number of steps in a row on which a condition holds, after one more step. nan fails it.
+    """Return on how many steps in a row a condition has held, after one more step. A metric of nan
+    does not fulfil the condition.
 
-    Steps without the metric do not count: `eval/accuracy > 0.9 for 2` asks for two evaluations in a
-    row.
+    A step without the metric does not count and does not end the row. So `eval/accuracy > 0.9 for
+    2` asks for two evaluations in a row.
+
+    Args:
+      before: the number before this step.
+      metrics: the metrics of this step.
     """
     if condition.metric not in metrics:
         return int(before)
@@ -76,23 +83,25 @@ def adaptive(
     metric: str = "kl/ref_k3",
     steps: int | None = None,
 ) -> Controller:
-    """A coefficient to keep a divergence near a target.
+    """Make a coefficient that keeps a divergence near a target.
 
-    After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1 / (horizon ·
-    steps)). Ziegler et al. 2019, arXiv:1909.08593, section 2.2, count the horizon in rollouts:
-    H rollouts at n a step correspond to horizon = H / (n · steps). Here it is a share of the run,
-    so the coefficient can move as far in a short run as in a long one: with the defaults by a
-    factor of about e², up or down. A step without a finite KL changes nothing.
+    After each RL step the coefficient is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1
+    / (horizon · steps)). A step without a finite KL changes nothing.
+
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, count the horizon in rollouts: H rollouts at
+    n a step correspond to horizon = H / (n · steps). Here the horizon is a share of the run. So the
+    coefficient can change as much in a short run as in a long one. With the defaults this is a
+    factor of about e², up or down.
 
     Args:
       start: coefficient of the first step, greater than 0, because it is only ever multiplied.
       target: nats, greater than 0, in the unit of `metric`.
-      horizon: share of `steps`, in (0, 1]. Over this share of the run the coefficient changes by
-        about the share `limit` at most.
-      limit: largest relative error counted, in (0, 1).
+      horizon: share of `steps`, in (0, 1]. During this share of the run the coefficient changes by
+        at most about the share `limit` of its value.
+      limit: largest relative error that counts, in (0, 1).
       metric: the metric to hold at the target. kl/ref_k3 is in nats per token.
-      steps: RL steps; the horizon is a share of them. None: all steps of the run, or of the phase
-        that defines the controller.
+      steps: the number of RL steps that the horizon is a share of. None: all steps of the run, or
+        of the phase that defines the controller.
     Raises: ValueError if a number is outside its range.
     """
     for name, value in (("start", start), ("target", target)):
@@ -142,17 +151,20 @@ def adaptive_entropy(
     high: float = 1.0,
     metric: str = "policy/entropy",
 ) -> Controller:
-    """A coefficient to keep the entropy near a target: it grows by `step` after an RL step with a
-    lower entropy, and falls by `step` after an RL step with a higher entropy, within [low, high].
+    """Make a coefficient that keeps the entropy near a target. After an RL step with an entropy
+    below the target it grows by `step`. After an RL step with an entropy above the target it falls
+    by `step`. It stays within [low, high].
 
-    After He et al. 2025, arXiv:2505.22312, as in TRL. In the paper the bonus counts only while the
-    entropy is at most the target; here the coefficient always counts, and falls above the target. A
-    step without a finite entropy changes nothing.
+    The rule is from He et al. 2025, arXiv:2505.22312, as in TRL. In the paper the bonus counts only
+    while the entropy is at most the target. Here the coefficient always counts, and falls above the
+    target. A step without a finite entropy changes nothing.
 
     Args:
+      start: coefficient of the first step.
       target: nats per sampled token.
-      step: greater than 0.
+      step: change of the coefficient after an RL step, greater than 0.
       low, high: bounds of the coefficient, low ≤ start ≤ high.
+      metric: the metric to hold at the target.
     Raises: ValueError if a number is outside its range.
     """
     if not step > 0:

@@ -1,5 +1,5 @@
-"""Numbers within the parts of an experiment, by their dotted path: kl.coef,
-algorithm.policy_loss.clip_high."""
+"""Read and replace numbers within the parts of an experiment. A dotted path names a number, for
+example kl.coef or algorithm.policy_loss.clip_high."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rlkit.types import Controller, is_record
 
 
 def flatten_numbers(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to one mapping with dotted keys; empty inner mappings stay."""
+    """Flatten nested mappings to one mapping with dotted keys. Empty inner mappings stay as
+    values."""
     paths: dict[str, Any] = {}
     for key, value in numbers.items():
         paths |= (
@@ -24,7 +25,8 @@ def flatten_numbers(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 def list_fields(node: Any) -> Mapping[str, Any]:
-    """The fields of a nested NamedTuple, mapping or partial function."""
+    """Return the fields of a node: a NamedTuple, a mapping, or the keywords of a partial
+    function."""
     if isinstance(node, functools.partial):
         return node.keywords
     if is_record(node):
@@ -33,7 +35,8 @@ def list_fields(node: Any) -> Mapping[str, Any]:
 
 
 def list_settable(node: Any) -> Mapping[str, Any]:
-    """`list_fields`, and the defaults that a partial function leaves unset."""
+    """Return the value of `list_fields`. For a partial function, add the defaults of its unset
+    keywords."""
     if not isinstance(node, functools.partial):
         return list_fields(node)
     defaults = {
@@ -44,10 +47,15 @@ def list_settable(node: Any) -> Mapping[str, Any]:
 
 def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: str) -> Any:
     """Copy nested NamedTuples, mappings and partial functions, and change one number or one
-    Controller.
+    Controller in the copy.
 
     A whole number stays whole: the new value is rounded.
-    Raises: KeyError with the path if there is no number at it.
+
+    Args:
+      keys: the rest of the path, from this node on.
+      change: old value → new value.
+      path: the whole path, for messages.
+    Raises: KeyError with the path if it does not lead to a number.
     """
     key = keys[0]
     rest = keys[1:]
@@ -75,7 +83,7 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
 
 
 def _is_whole(node: Any, key: str) -> bool:
-    """Whether a Controller's field is declared a whole number."""
+    """Return whether a field that holds a Controller is declared as a whole number."""
     if isinstance(node, Mapping):
         return False
     parameters = list_parameters(node.func if isinstance(node, functools.partial) else type(node))

@@ -1,4 +1,4 @@
-"""The course of a run: its phases, how far it is, and the experiment of each step.
+"""The course of a run: its phases, its progress, and the experiment of each step.
 
     start ──▶ at ──▶ one RL step ──▶ advance ──▶ at ──▶ …
 
@@ -17,22 +17,23 @@ from rlkit.training.schedules.controllers import count_streak, read_condition
 from rlkit.training.schedules.paths import flatten_numbers, list_fields, list_settable, replace
 from rlkit.types import Controller, bound, safe
 
-PHASED = ("algorithm", "kl", "reference", "reward")  # groups replaceable by a phase
+PHASED = ("algorithm", "kl", "reference", "reward")  # the groups that a phase can replace
 
 
 @safe("algorithm", "kl", "reference", "reward", "until", "numbers", "reset")
 class Phase(NamedTuple):
-    """A part of the run with config groups of its own. None keeps the whole run's group.
+    """A part of the run with config groups of its own. A group of None stays the whole run's group.
 
-    until      when the phase ends
+    `until` says when the phase ends:
+
     20         after 20 RL steps of the phase
     0.5        once the phase has lasted this share of trainer.steps; greater than 0, less than 1
     text       once this condition holds, for example "reward/mean > 0.8 for 5"
     function   once it returns True: (metrics) or (metrics, steps in the phase) → bool
-    None       never: only for the last phase
+    None       never; only the last phase may have it
 
-    `numbers` are like those of the schedule but count steps from the start of the phase. They take
-    precedence over the schedule's numbers, which count steps from the start of the run.
+    `numbers` are like the numbers of the schedule, but count steps from the start of the phase.
+    They take precedence over the schedule's numbers, which count steps from the start of the run.
     """
 
     algorithm: Any
@@ -41,27 +42,30 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    # what else is reset when the phase begins, in addition to the groups replaced by it
+    # parts that are reset when the phase begins, in addition to the groups replaced by the phase
     reset: Sequence[Literal["optimizer", "reference"]] = ()
 
     @property
     def groups(self) -> dict[str, Any]:
-        """The groups replaced by the phase."""
+        """Config groups replaced by the phase: name → group."""
         own = self._asdict()
         return {name: own[name] for name in PHASED if own[name] is not None}
 
 
 @safe("numbers", "phases", "name")
 class Schedule(NamedTuple):
-    """`numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function
-    or a Controller.
+    """Scheduled numbers of a run, and its phases.
 
-    A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}; a command line
-    can override the latter. A function takes the step, counted from 0, and also the configured
-    number if it has a second positional parameter `value`. If its keyword `steps` defaults to None,
-    it gets the length of the run (trainer.steps), or of its phase. `phases` maps names to
-    phases, in order. `name` is the name of a run with phases, because it has no single algorithm to
-    be named after.
+    `numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function or
+    a Controller. A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}. A
+    command line can override nested mappings.
+
+    A function takes the step, counted from 0. If it has a second positional parameter `value`, it
+    also takes the configured number. If its keyword `steps` defaults to None, it gets the length of
+    the run (trainer.steps), or of its phase.
+
+    `phases` maps names to phases, in order. `name` is the name of a run with phases, because no
+    single algorithm can name this run.
     """
 
     numbers: Mapping[str, Any] = {}
@@ -70,23 +74,24 @@ class Schedule(NamedTuple):
 
     @property
     def paths(self) -> dict[str, Callable[..., float] | Controller]:
-        """Dotted path → function or Controller, for the whole run. For a phase they are in
-        `list_phases(experiment)[name].schedule`."""
+        """Dotted path → function or Controller, for the whole run. The functions and Controllers of
+        a phase are in `list_phases(experiment)[name].schedule`."""
         return flatten_numbers(self.numbers)
 
 
 class Progress(NamedTuple):
-    """How far a run is: plain numbers, in the checkpoint as `_asdict()`."""
+    """The position of a run in its course. A checkpoint stores these plain numbers as
+    `_asdict()`."""
 
     step: int = 0  # RL steps done
     phase: int = 0  # position among the phases
     since: int = 0  # RL step at which the phase began
-    streak: int = 0  # on how many steps in a row its end condition has held
-    controllers: Mapping[str, Mapping[str, float]] = {}  # path → state
+    streak: int = 0  # on how many steps in a row the phase's end condition has held
+    controllers: Mapping[str, Mapping[str, float]] = {}  # path → state of its Controller
 
 
 def start(experiment: Any) -> Progress:
-    """The progress of a run that has not begun."""
+    """Return the progress of a run that has not begun."""
     first = next(iter(list_phases(experiment).values()))
     return Progress(
         controllers={path: dict(c.init()) for path, c in find_controllers(first).items()}
@@ -94,10 +99,11 @@ def start(experiment: Any) -> Progress:
 
 
 def list_phases(experiment: Any) -> dict[str, Any]:
-    """Name → the experiment of that phase: with the phase's groups, with its numbers in place of
-    shared ones of the same path, and without phases.
+    """Return the experiment of each phase by the name of the phase.
 
-    A run without phases is one phase named "".
+    The experiment of a phase has the phase's groups in place of the run's. A number of the phase
+    takes the place of the run's number with the same path. The experiment has no further phases. A
+    run without phases is one phase named "".
     """
     schedule = experiment.schedule
     if not schedule.phases:
@@ -111,15 +117,15 @@ def list_phases(experiment: Any) -> dict[str, Any]:
 
 
 def _find_current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
-    """The present phase (None in a run without phases), and its experiment."""
+    """Return the present phase and its experiment. The phase is None in a run without phases."""
     given = list(experiment.schedule.phases.values())
     of_phases = list(list_phases(experiment).values())
     return given[progress.phase] if given else None, of_phases[progress.phase]
 
 
 def find_controllers(experiment: Any) -> dict[str, Controller]:
-    """Path → Controller in the experiment of one phase: the Controllers set in place of a number,
-    and those of the schedule."""
+    """Return path → Controller for the experiment of one phase. A Controller may take the place of
+    a number in the experiment, or be one of the schedule's numbers."""
     scheduled = {
         path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)
     }
@@ -127,7 +133,7 @@ def find_controllers(experiment: Any) -> dict[str, Controller]:
 
 
 def find_inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, Controller]]:
-    """(path, Controller) for each Controller in place of a number."""
+    """Yield (path, Controller) for each Controller that takes the place of a number."""
     for key, value in list_fields(node).items():
         if isinstance(value, Controller):
             yield f"{prefix}{key}", value
@@ -136,10 +142,10 @@ def find_inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def resolve_schedules(experiment: Any, progress: Progress) -> Any:
-    """The experiment of the next step, with the phase's groups, and with a plain number in place of
-    every scheduled number.
+    """Return the experiment of the next step. It has the phase's groups, and a plain number in
+    place of every scheduled number.
 
-    Raises: KeyError naming the path without a target.
+    Raises: KeyError naming a path that leads to no number.
     """
     phase, x = _find_current(experiment, progress)
     own = flatten_numbers(phase.numbers) if phase else {}
@@ -155,8 +161,8 @@ def resolve_schedules(experiment: Any, progress: Progress) -> Any:
 
 
 def foresee_step(experiment: Any, progress: Progress, step: int) -> Any:
-    """The experiment of a later step, as far as it is known now: phases of known length end on
-    time, and controllers stay as they are."""
+    """Return the experiment of a later step, as far as it is known now. Phases of known length are
+    assumed to end on time, and controllers to keep their values."""
     given = list(experiment.schedule.phases.values())
     while progress.step < step:
         progress = progress._replace(step=progress.step + 1)
@@ -168,17 +174,18 @@ def foresee_step(experiment: Any, progress: Progress, step: int) -> Any:
 
 
 def phase_steps(until: Any, steps: int) -> int | None:
-    """How many RL steps a phase has in a run of `steps`; None if `until` is not a number."""
+    """Return how many RL steps a phase has in a run of `steps`, or None if `until` is not a
+    number."""
     if isinstance(until, float):
         return max(1, round(until * steps))
     return until if isinstance(until, int) else None
 
 
 def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
-    """The length of a schedule without `steps`: the RL steps of the run, or of the present phase if
-    the schedule is the phase's `own`.
+    """Return the length, in RL steps, of a schedule without `steps`. It is the length of the run,
+    or of the present phase if the phase itself defines the schedule (`own`).
 
-    A phase whose end is not known beforehand is taken to last until the end of the run.
+    A phase whose end is not known beforehand counts until the end of the run.
     """
     steps = experiment.trainer.steps
     if not own:
@@ -191,7 +198,8 @@ def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
 def _set_span(
     function: Callable[..., Any], experiment: Any, progress: Progress, *, own: bool
 ) -> Callable[..., Any]:
-    """The function with `steps` set to `_span`, if it has this parameter with the default None."""
+    """Return the function with `steps` set to `_span`, if the function has this parameter with the
+    default None."""
     taken = inspect.signature(function).parameters.get("steps")
     if taken is None or taken.default is not None:
         return function
@@ -199,8 +207,8 @@ def _set_span(
 
 
 def _is_brought(phase: Phase | None, path: str) -> bool:
-    """Whether the number at a path comes from the phase: from its numbers, or from a group replaced
-    by it."""
+    """Return whether the number at a path comes from the phase: from the phase's numbers, or from a
+    group replaced by the phase."""
     return phase is not None and (
         path in flatten_numbers(phase.numbers) or path.partition(".")[0] in phase.groups
     )
@@ -215,7 +223,7 @@ def _get_value_in_force(state: Mapping[str, float], configured: Any) -> float:
 
 
 def list_values(experiment: Any, progress: Progress) -> dict[str, float]:
-    """Path → value in the next step, of every scheduled number and every Controller."""
+    """Return path → value in the next step, for every scheduled number and every Controller."""
     x = resolve_schedules(experiment, progress)
     paths = x.schedule.paths | find_controllers(_find_current(experiment, progress)[1])
     return {
@@ -227,7 +235,12 @@ def list_values(experiment: Any, progress: Progress) -> dict[str, float]:
 
 
 def explain_new_length(experiment: Any, progress: Progress, *, before: int) -> str:
-    """A sentence on how a changed trainer.steps affects a resumed run; "" if it is unchanged."""
+    """Return a sentence about the effect of a changed trainer.steps on a resumed run, or "" if it
+    is unchanged.
+
+    Args:
+      before: trainer.steps of the run so far.
+    """
     steps = experiment.trainer.steps
     if before == steps:
         return ""
@@ -247,10 +260,10 @@ def explain_new_length(experiment: Any, progress: Progress, *, before: int) -> s
 
 
 def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> Progress:
-    """The progress after an RL step with these `metrics`.
+    """Return the progress after an RL step with these `metrics`.
 
-    Controllers are updated. If the phase's end condition holds, the next phase begins: its own
-    controllers start again, and shared controllers continue.
+    Controllers are updated. If the phase's end condition holds, the next phase begins. Controllers
+    that the new phase defines start again. Controllers shared by both phases continue.
     """
     phase, x = _find_current(experiment, progress)
     now = find_controllers(x)
@@ -274,7 +287,8 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
 
 
 def find_resets(experiment: Any, progress: Progress) -> Sequence[str]:
-    """The parts reset at the beginning of the phase: "reference", "optimizer", both or neither."""
+    """Return the parts to reset at the beginning of the phase: "reference", "optimizer", both or
+    neither."""
     phase, _ = _find_current(experiment, progress)
     return () if phase is None else phase.reset
 
@@ -282,7 +296,12 @@ def find_resets(experiment: Any, progress: Progress) -> Sequence[str]:
 def describe_transition(
     experiment: Any, before: Progress, now: Progress, reset: Sequence[str]
 ) -> str:
-    """A line on the start of a phase. `reset`: some of "reference" and "optimizer moments"."""
+    """Return a line about the start of a phase.
+
+    Args:
+      before, now: the progress before and after the start of the phase.
+      reset: some of "reference" and "optimizer moments".
+    """
     named = list_phases(experiment)
     names = list(named)
     name = names[now.phase]
@@ -296,15 +315,15 @@ def describe_transition(
 
 
 def measure_schedules(experiment: Any, progress: Progress) -> dict[str, float]:
-    """schedule/PATH: every scheduled number as it was in the step; schedule/phase: the number of
-    the phase, from 0."""
+    """Return metrics about schedules. schedule/PATH: the value of every scheduled number in the
+    step. schedule/phase: the number of the phase, counted from 0."""
     own = {f"schedule/{path}": value for path, value in list_values(experiment, progress).items()}
     return own | ({"schedule/phase": progress.phase} if len(list_phases(experiment)) > 1 else {})
 
 
 def list_watched(experiment: Any, progress: Progress) -> dict[str, str]:
-    """Path → the metric followed at this path in the present phase: by a controller, or by the
-    condition for the end of the phase."""
+    """Return path → the metric that is watched at this path in the present phase. A controller
+    watches a metric, or the condition for the end of the phase does."""
     phase, x = _find_current(experiment, progress)
     out = {}
     for path, controller in find_controllers(x).items():
@@ -318,7 +337,7 @@ def list_watched(experiment: Any, progress: Progress) -> dict[str, str]:
 
 
 def find_unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
-    """A sentence for each path that waits for a metric not measured in a step. Metrics of
+    """Return a sentence for each path that waits for a metric not measured in a step. Metrics of
     validation problems (eval/…) are left out, because not every step measures them."""
     return [
         f"{path}: waits for '{metric}', but no step measures it.{suggest_name(metric, metrics)}"
@@ -334,7 +353,7 @@ def require_measured(experiment: Any, progress: Progress, metrics: Mapping[str, 
 
 
 def _check_end(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
-    """Whether the phase is over, and on how many steps in a row its condition has held."""
+    """Return whether the phase is over, and on how many steps in a row its condition has held."""
     steps = progress.step - progress.since
     if isinstance(until, str):
         held = count_streak(read_condition(until), progress.streak, metrics)

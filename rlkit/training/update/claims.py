@@ -1,22 +1,27 @@
-"""Whether an engine samples with the versions of the weights that it claims (`Step.versions`).
+"""Check whether an engine samples with the versions of the weights that it claims
+(`Step.versions`).
 
-`Cached` and `Transformers` read the trainer's own tensors and have nothing to claim. Any other
-engine is given copies. In every step the trainer's own forward reads one rollout in 128 again (at
-least one) with the weights of its version, and with the previous and the next version.
+`Cached` and `Transformers` read the trainer's own tensors, so there is nothing to check. Every
+other engine gets copies of the weights. In every step the trainer's forward pass reads one rollout
+in 128 again, and at least one. It reads the rollout with the weights of the claimed version, and
+with the previous and the next version.
 
     noise     mean over a row's tokens of min(|engine - claimed|, |engine - other|)
     telling   tokens with |other - claimed| > 16 noise
     digits    after each row: digits ← max(0, digits) + log10(4) · there - log10(7/4) · here
 
-engine, claimed and other are log-probs; `there` and `here` count the telling tokens nearer to
-`other` and to `claimed`. If the engine is honest and its rounding is symmetric, the mean rounding
-is at most twice the noise. So a telling token lies nearer to `other` with a probability of at most
-1/8: Markov's inequality bounds the probability of a rounding this large by 1/4, and half of these
-roundings go towards `other`. 4 and 4/7 are then the likelihood ratios of 1/2 against 1/8, and n
-rows of an honest engine reach 6 digits with a probability of at most n · 1e-6. An engine with
-another version reaches 6 digits after 10 telling tokens if all of them lie nearer to that version,
-or after 34 if half of them do. The same sum with `here` and `there` exchanged proves the claimed
-version. If neither is proved, two versions differ by less than the engine rounds.
+engine, claimed and other are log-probs. `there` counts the telling tokens nearer to `other`, and
+`here` the telling tokens nearer to `claimed`.
+
+Suppose that the engine is honest and its rounding is symmetric. Then the mean rounding is at most
+twice the noise. So a telling token lies nearer to `other` with a probability of at most 1/8.
+Markov's inequality gives this bound: the probability of a rounding this large is at most 1/4, and
+half of these roundings go towards `other`. 4 and 4/7 are then the likelihood ratios of 1/2 against
+1/8. So n rows of an honest engine reach 6 digits with a probability of at most n · 1e-6. An engine
+with another version reaches 6 digits after 10 telling tokens if all of them lie nearer to the other
+version. If only half of them do, it reaches 6 digits after 34 telling tokens. The same sum with
+`here` and `there` exchanged proves the claimed version. If neither version is proved, the two
+versions differ by less than the engine rounds.
 
 Source: Page 1954, "Continuous inspection schemes", applied to likelihood ratios.
 """
@@ -37,13 +42,13 @@ from rlkit.training.update.scored import compute_batch_logprobs
 from rlkit.types import Batch
 
 EVERY = 128  # one of this many rollouts is read again
-TELLING = 16  # times the noise
-LARGEST = 1 << 30  # versions are kept if the trained weights of one have at most this many bytes
+TELLING = 16  # a telling token's two log-probs differ by more than this many times the noise
+LARGEST = 1 << 30  # versions are kept if one version's trained weights take at most this many bytes
 
 
 def count_telling(engine: Tensor, claimed: Tensor, other: Tensor) -> tuple[int, int]:
     """Count the telling tokens nearer to the claimed version, and the telling tokens nearer to the
-    other.
+    other version.
 
     Args:
       engine, claimed, other: [M] log-probs of the same tokens in nats.
@@ -56,23 +61,30 @@ def count_telling(engine: Tensor, claimed: Tensor, other: Tensor) -> tuple[int, 
 
 
 def add_row(digits: float, tokens: int, against: int) -> float:
-    """The digits of a proof after a row with tokens for it and against it."""
+    """Return the digits of a proof after one more row.
+
+    Args:
+      digits: the digits of the proof before the row.
+      tokens: number of the row's telling tokens that support the proof.
+      against: number of the row's telling tokens that contradict it.
+    """
     return max(0.0, digits) + math.log10(4) * tokens - math.log10(7 / 4) * against
 
 
 def has_copies(engine: Any) -> bool:
-    """Whether an engine samples with copies of the trainer's weights."""
+    """Return whether an engine samples with copies of the trainer's weights."""
     return not isinstance(engine, Cached | Transformers)
 
 
 def keeps_versions(model: nn.Module) -> bool:
-    """Whether the weights of earlier versions are kept. They are if the trained weights take at
-    most LARGEST bytes and are not sharded."""
+    """Return whether the weights of earlier versions are kept. They are kept if the trained weights
+    take at most LARGEST bytes and are not sharded."""
     return sum(p.nbytes for p in list_trained(model)) <= LARGEST and not find_sharded_modules(model)
 
 
 def unchecked_line(engine: Any, model: nn.Module, *, shards: bool) -> str:
-    """A line for an engine if only its newest version is checked; else empty."""
+    """Return a line for the user if only the engine's newest version can be checked, and otherwise
+    an empty string."""
     if not has_copies(engine) or (keeps_versions(model) and not shards):
         return ""
     return (
@@ -82,16 +94,20 @@ def unchecked_line(engine: Any, model: nn.Module, *, shards: bool) -> str:
 
 
 class Claims:
-    """The trained weights of the last versions, and the proofs about the engine so far."""
+    """The trained weights of the latest versions, and what the tokens so far prove about the
+    engine."""
 
     def __init__(self) -> None:
         self.kept: dict[int, list[Tensor]] = {}  # version → weights, on the CPU
-        self.right = NAN  # digits of proof, see above; nan before two versions were compared
+        # Digits that prove the claimed version, and digits that prove another version. Both are nan
+        # until two versions have been compared.
+        self.right = NAN
         self.wrong = NAN
 
     def check(self, u: Update) -> dict[str, float]:
-        """Keep the weights before the updates of a step, and compare a few of its rollouts with the
-        kept weights. Return figures for the step's row; empty for an engine that is not checked."""
+        """Keep a copy of the weights before the updates of a step, and compare a few of its
+        rollouts with the kept versions. Return figures for the step's row, or an empty mapping if
+        the engine is not checked."""
         x = u.x
         if not has_copies(x.generation.engine) or not keeps_versions(u.model):
             return {}
@@ -124,11 +140,11 @@ class Claims:
 
 
 def list_trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters in training."""
+    """List the model's trainable parameters."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def put(model: nn.Module, weights: list[Tensor]) -> None:
-    """Write weights into the parameters in training."""
+    """Write weights into the model's trainable parameters."""
     for p, weight in zip(list_trained(model), weights, strict=True):
         p.data.copy_(weight)

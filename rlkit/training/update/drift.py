@@ -1,19 +1,19 @@
-"""How far the policy moves, measured on few rollouts after a step's last update, without a copy of
-any weights.
+"""Measure how far the policy moves, on a few rollouts after a step's last update. No weights are
+copied.
 
 A KL from an earlier policy to the present one needs only the earlier policy's log-probs of its own
-tokens. So the log-probs of a few rollouts are kept (a sixteenth of a step's rollouts, but at least
-four), and a forward pass for each figure scores these rollouts again after the last update. The
-earlier log-probs come from the trainer's pass before its updates, or from the update itself if a
-step has only one. If neither exists (see `algorithm.old`), an additional pass reads the same
-rollouts.
+tokens. So the log-probs of a few rollouts are kept: a sixteenth of a step's rollouts, but at least
+four. After the last update, one forward pass for each figure computes the present log-probs of
+these rollouts. The earlier log-probs come from the trainer's pass before its updates. A step with a
+single update has no such pass, and this update itself gives them. If neither exists (see
+`algorithm.old`), an additional pass reads the same rollouts.
 
     figure     mean of k3, in nats per token     on
     kl/step    KL(before the step‖now)           rollouts of the step with a trained token
     kl/start   KL(the start of the run‖now)      the same rollouts of the first step, in every step
 
-kl/start is nan if kl/ref already measures the distance from the start: with an active KL and a
-reference frozen at the start. Neither figure exists if the episodes were not sampled by the policy
+kl/start is nan if kl/ref already measures the distance from the start. This is so with an active KL
+and a reference frozen at the start. Both figures are nan if the policy did not sample the episodes
 (algorithm=sft).
 """
 
@@ -34,24 +34,25 @@ from rlkit.training.update.signal import updates_once
 from rlkit.training.update.split import move_to_device, select
 from rlkit.types import Batch, Rollout, Weighted
 
-# one of EVERY rollouts is measured, and at least LEAST
+# one of EVERY rollouts is measured, but at least LEAST rollouts
 EVERY = 16
 LEAST = 4
-# the tensors of every batch
+# the required fields of a Batch: its tensors
 TENSORS = [f.name for f in fields(Batch) if f.default is f.default_factory is MISSING]
 
 
 class Few(NamedTuple):
-    """A few rollouts, and an earlier policy's log-probs of their tokens [B, T]; None while these
-    are unknown."""
+    """A few rollouts, and an earlier policy's log-probs of their tokens [B, T]. The log-probs are
+    None until they are known."""
 
     batch: Batch
     logprobs: Tensor | None
 
 
 def select_few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
-    """All rows of every 16th rollout with a trained token, or of four rollouts in a small batch.
-    Only the tensors are kept. None if no rollout has a trained token."""
+    """Select all rows of every 16th rollout with a trained token, or of about four rollouts in a
+    small batch. Only the tensors of the batch are kept. Return None if no rollout has a trained
+    token."""
     owners = batch.rollout_ids[batch.response_mask.any(1)].unique()
     if not len(owners):
         return None
@@ -62,15 +63,19 @@ def select_few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
 
 
 def add_pass(u: Update, own: Few | None) -> Few | None:
-    """Add the present policy's log-probs, if there are none yet."""
+    """Compute the present policy's log-probs of the rollouts, unless log-probs are already
+    there."""
     if own is None or own.logprobs is not None:
         return own
     return own._replace(logprobs=compute_batch_logprobs(u, u.model, own.batch).logprobs)
 
 
 def add_terms(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | None:
-    """Add the log-probs from the only update of a step. `terms`: name → per-token terms; the tokens
-    of each rollout are in order."""
+    """Take the log-probs from the step's only update, unless log-probs are already there.
+
+    Args:
+      terms: name → per-token terms of the update, in the order of each rollout's tokens.
+    """
     if own is None or own.logprobs is not None:
         return own
     batch = own.batch
@@ -86,15 +91,16 @@ def add_terms(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | N
 def prepare_drift(
     u: Update, batch: Weighted, start: Few | None, rollouts: Sequence[Rollout]
 ) -> tuple[Few | None, Few | None]:
-    """The rollouts to measure a step's drift on: rollouts of the step, and of the first step.
+    """Select the rollouts that measure a step's drift. Do this before the updates of the step.
 
     Args:
-      start: rollouts of the first step; None in the first step, or if no figure needs them.
+      start: rollouts of the first step. None in the first step, or if no figure needs them.
       rollouts: all rollouts of the step.
-    Returns: both with the log-probs from before the updates. If the step has a single update,
-      that update gives the log-probs of the step's rollouts later (`add_terms`).
+    Returns: rollouts of this step, and rollouts of the first step, both with the log-probs from
+      before the updates. If the step has a single update, the log-probs of its own rollouts are
+      added after this update (`add_terms`).
     """
-    if u.x.algorithm.episodes is not None:  # the policy has not sampled them
+    if u.x.algorithm.episodes is not None:  # the policy has not sampled the episodes
         return None, start
     own = select_few(batch, batch.logprobs_old)
     if not updates_once(u, batch):
@@ -105,7 +111,7 @@ def prepare_drift(
 
 
 def measure_drift(u: Update, own: Few | None, start: Few | None) -> dict[str, float]:
-    """kl/step and kl/start; nan without any rollout."""
+    """Compute kl/step and kl/start. A figure is nan without rollouts to measure it on."""
     says = u.kept.measures_drift(u.kept.phase, u.x)
     device = next(u.model.parameters()).device
     kl = {}
@@ -120,7 +126,7 @@ def measure_drift(u: Update, own: Few | None, start: Few | None) -> dict[str, fl
 
 
 def pack_few(own: Few | None) -> dict[str, Any] | None:
-    """The rollouts and log-probs for a checkpoint, as plain types and tensors."""
+    """Convert rollouts and log-probs to plain types and tensors, for a checkpoint."""
     if own is None or own.logprobs is None:
         return None
     batch = {name: getattr(own.batch, name).cpu() for name in TENSORS}
@@ -128,5 +134,5 @@ def pack_few(own: Few | None) -> dict[str, Any] | None:
 
 
 def unpack_few(saved: Mapping[str, Any] | None) -> Few | None:
-    """The inverse of `pack_few`."""
+    """Restore the rollouts from the value of `pack_few`."""
     return None if saved is None else Few(Batch(**saved["batch"]), saved["logprobs"])

@@ -1,4 +1,4 @@
-"""The losses of policy and critic on some rows of an update."""
+"""Compute the losses of policy and critic on some rows of an update."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from rlkit.types import Minibatch, TokenLogprobs, Weighted, plain
 
 
 def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
-    """The batch with each token's share of the loss, and with only the metrics of the aggregation.
-    Call it once per optimiser step, on all rows of the step."""
+    """Add each token's share of the loss to the batch, and keep only the metrics of the
+    aggregation. Call this once per optimizer step, on all rows of the step."""
     with torch.no_grad():
         weights, metrics = call_part("aggregation", algorithm.aggregation, batch.quantities)
         return Minibatch(**vars(batch) | {"metrics": metrics}, weights=weights)
@@ -34,17 +34,18 @@ def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
 def surrogate(
     batch: Minibatch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef ·
-    KL - entropy_coef · entropy).
+    """Compute the policy's loss on some rows of an update's batch: Σ weights · (scale · policy loss
+    + coef · KL - entropy_coef · entropy).
 
-    It sums over rows and never takes a mean.
+    The loss is a sum over rows, never a mean. So the losses of micro-batches add up to the loss of
+    their minibatch.
 
     Args:
       batch: with advantages, weights, old log-probs and, if the KL is in the loss, reference
         log-probs.
-      scores: of the policy being trained.
-    Returns: the loss, and the terms for the metrics, detached: [B, T] per token, and the parts'
-      own figures as PART/NAME.
+      scores: log-probs and entropies of the policy in training.
+    Returns: the loss, and detached terms for the metrics. A term is [B, T] per token, or a figure
+      of a part, named PART/NAME.
     """
     mask = batch.response_mask
     given = batch.quantities | {
@@ -99,8 +100,8 @@ def surrogate(
 def value_surrogate(
     batch: Minibatch, scores: TokenLogprobs, critic: Critic
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its
-    terms, detached."""
+    """Compute the critic's loss on some rows of an update's batch: coef · Σ weights · value loss.
+    Return the loss and its terms, detached."""
     mask = batch.response_mask
     given = batch.quantities | {
         "values": F.fill_masked(
@@ -117,8 +118,9 @@ def value_surrogate(
 def find_clipped_tokens(
     loss: Callable[..., Any], quantities: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """clip_held and clip_capped [B, T] bool, by the rule that a policy loss declares
-    (`policy_losses.Clip`); empty without a rule."""
+    """Return clip_held and clip_capped, [B, T] bool. The rule declared by the policy loss
+    (`policy_losses.Clip`) decides which tokens are clipped. Return an empty mapping if the loss
+    declares no rule."""
     clip = getattr(plain(loss), "clip", None)
     if clip is None:
         return {}

@@ -1,5 +1,5 @@
-"""The size of a run's micro-batches. If memory runs out, halve them and do the work again, or
-raise an error with the key to lower."""
+"""Choose the size of a run's micro-batches. If memory runs out, the micro-batches are halved and
+the work is repeated, or an error names the config key to lower."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ T = TypeVar("T")
 
 
 class OutOfMemory(RLKitError, MemoryError):
-    """Memory ran out, and a smaller micro-batch does not help. The message names the key to
+    """Raised if memory runs out and smaller micro-batches do not help. The message names the key to
     lower."""
 
 
 class MicroBatches:
-    """trainer.micro_batch_tokens, halved as often as memory ran out."""
+    """The size of a run's micro-batches: trainer.micro_batch_tokens, halved each time memory runs
+    out."""
 
     def __init__(self, tokens: int):
         self.tokens = tokens
         self.halvings = 0
-        self.minibatch: Minibatch | None = None  # the minibatch whose update is running or failed
+        self.minibatch: Minibatch | None = None  # the minibatch of the running or failed update
 
     @property
     def limit(self) -> int:
-        """The most tokens of a micro-batch."""
+        """The largest number of tokens in a micro-batch."""
         return max(1, self.tokens >> self.halvings)
 
     def of(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
-        """The micro-batches of this rank as row numbers, and whether each counts. Every rank has
-        the same number of micro-batches; some may be padding and do not count."""
+        """Split a batch into this rank's micro-batches. Each item holds row numbers, and whether
+        its results count. Every rank gets the same number of micro-batches. A rank with too few
+        gets additional ones, and these do not count."""
         if ranks.size() == 1:
             return ((rows, True) for rows in split_into_micro_batches(batch, self.limit))
         lengths = batch.attention_mask.sum(1)
@@ -54,12 +56,14 @@ class MicroBatches:
     def retry_halved(
         self, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None
     ) -> T:
-        """Return the value of `work`. If memory runs out, repeat it with half as many tokens per
-        micro-batch, as long as this splits `batch`.
+        """Call `work` and return its value. If memory runs out, call it again with half as many
+        tokens per micro-batch, as long as smaller micro-batches split `batch` further.
 
-        Micro-batches stay small, also in the checkpoint; this changes only the last bits of
-        gradients. `work` must start from scratch each time; additions of a failed try to `terms`
-        are removed. Several ranks do not retry, because they would no longer do the same work.
+        The micro-batches stay small from then on, also after a resume from a checkpoint. This
+        changes only the last bits of gradients. `work` must start from scratch each time.
+        Everything that a failed try added to `terms` is removed. A run with several ranks does not
+        retry, because the ranks would no longer do the same work.
+
         Raises: OutOfMemory.
         """
         while True:
@@ -68,22 +72,22 @@ class MicroBatches:
                 return work()
             except torch.OutOfMemoryError as error:
                 message = str(error).splitlines()[0]
-            # not in the handler, because the error's frames keep the tensors alive there
+            # not in the `except` block, because inside it the error's frames keep the tensors alive
             if terms is not None and before is not None:
                 terms.go_back(before)
             self.halve(batch, message)
 
     def retry_update(self, minibatch: Minibatch, work: Callable[[], T], terms: UpdateTerms) -> T:
-        """Call `retry_halved` for the update of a minibatch, and note the minibatch for the debug
-        bundle."""
+        """Call `retry_halved` for the update of a minibatch. If the update fails, `minibatch` keeps
+        this minibatch for the debug bundle."""
         self.minibatch = minibatch
         done = self.retry_halved(minibatch, work, terms)
         self.minibatch = None
         return done
 
     def halve(self, batch: Batch, message: str) -> None:
-        """Halve the tokens of a micro-batch. Raises: OutOfMemory if this does not split the
-        batch."""
+        """Halve the number of tokens in a micro-batch. Raise OutOfMemory if smaller micro-batches
+        would not split the batch further."""
         splits = any(
             len(set(batch.rollout_ids[rows].tolist())) > 1
             for rows in split_into_micro_batches(batch, self.limit)
@@ -110,7 +114,8 @@ class MicroBatches:
 
 @contextmanager
 def name_remedy(what: str, remedy: str) -> Iterator[None]:
-    """Run a block. If memory runs out, raise OutOfMemory with `remedy`, the key to lower."""
+    """Run a block. If memory runs out in it, raise OutOfMemory with `remedy`, the change that saves
+    memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

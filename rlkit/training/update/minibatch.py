@@ -1,5 +1,5 @@
-"""The updates of a step, one minibatch each. A micro-batch only adds its sum to the sum of its
-minibatch."""
+"""The updates of a step, with one minibatch for each. A minibatch is processed in micro-batches,
+and the gradients of its micro-batches are added up."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from rlkit.types import Minibatch, TokenLogprobs, Weighted
 
 
 def step_minibatches(u: Update, batch: Weighted, terms: UpdateTerms) -> Iterator[Minibatch]:
-    """Every update's batch, in order, with the weights of its tokens.
+    """Yield the batch of every update in order, with each token's weight in the loss.
 
-    Later epochs have other minibatches. As long as no update has had a gradient, the reference's
-    log-probs are computed again in the new minibatches, if an update needs them.
+    Every epoch splits the rollouts into different minibatches. The reference's log-probs were
+    computed in the minibatches of the first epoch. If an update of a later epoch needs them, and no
+    earlier update has had a gradient, they are computed again in the new minibatches.
     """
     kl = u.x.kl
     for epoch, splits in enumerate(split_into_minibatches(batch, u.x.algorithm, u.seed)):
@@ -44,7 +45,8 @@ def step_minibatches(u: Update, batch: Weighted, terms: UpdateTerms) -> Iterator
 def make_one_update(
     u: Update, optimizers: Optimizers, minibatch: Minibatch, terms: UpdateTerms
 ) -> bool:
-    """One step of each optimizer; False ends the updates of this RL step."""
+    """Take one step of each optimizer on a minibatch. Return False to end the updates of this RL
+    step."""
     learns = not u.warming_up and has_signal(u, minibatch)
     others = [] if u.warming_up else list(list_stream_passes(u, minibatch))
     if not learns and not others and u.critic is None:
@@ -82,8 +84,9 @@ def sum_gradients(
 ) -> tuple[float, float, float]:
     """Add up the gradients of all passes of an update.
 
-    Returns: over all ranks: the summed KL(old‖now) in nats of the tokens used by
-      algorithm.target_kl, their number, and the loss.
+    Returns: three sums over all ranks. The first is KL(old‖now) in nats, summed over the tokens
+      counted by algorithm.target_kl. The second is the number of these tokens. The third is the
+      loss.
     """
     a = u.x.algorithm
     moved = tokens = loss = 0.0
@@ -118,7 +121,7 @@ def sum_gradients(
 
 
 def compute_trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
-    """Log-probs and values of an update's tokens, with gradient."""
+    """Compute log-probs and values of an update's tokens, with gradient."""
     with u.clock.part("model"):
         return u.host.forward(
             u.model,
@@ -132,7 +135,8 @@ def compute_trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
 
 
 def find_exact_reference(u: Update, packed: Packed) -> tuple[Tensor, Head] | None:
-    """Hidden states and head of the reference, if the KL is exact over the vocabulary."""
+    """Return the reference's hidden states and head, or None if the KL is not computed exactly over
+    the vocabulary."""
     if not u.x.kl.active or not asks_for(u.x.kl.estimator, "full_kl"):
         return None
     with u.kept.reference(u.x.reference) as model, torch.no_grad():

@@ -26,8 +26,9 @@ CRITIC = 1
 
 
 class Optimizers:
-    """The optimizers of the policy and, if there is one, of the critic, in this order. Counts how
-    many steps in a row each optimizer has skipped because a number was not finite."""
+    """The optimizer of the policy and, if there is a critic, the optimizer of the critic, in this
+    order. For each optimizer it counts how many steps in a row were skipped because the loss or the
+    gradient was not finite."""
 
     def __init__(self, made: Sequence[torch.optim.Optimizer]):
         self.made = list(made)
@@ -46,17 +47,18 @@ class Optimizers:
         parameters: Iterable[torch.nn.Parameter],
         loss: float,
     ) -> tuple[float, float]:
-        """Clip the gradients and step one optimizer at the present learning rate. Return the norm
-        of its gradient and the rate.
+        """Clip the gradients, and step one optimizer at the present learning rate. Return the norm
+        of the gradient before clipping, and the learning rate.
 
-        If the loss or the norm is not finite, there is no step, and the returned norm is nan.
-        Raises: NonFinite, after trainer.max_nonfinite such steps in a row.
+        If the loss or the norm is not finite, the step is skipped and the returned norm is nan.
+
+        Raises: NonFinite, after trainer.max_nonfinite skipped steps in a row.
         """
         optimizer = self.made[index]
         for group in optimizer.param_groups:
             group["lr"] = hyperparameters(configured).get("lr", group["lr"])
         parameters = list(parameters)
-        # gradients of shards have been summed in the backward pass already
+        # the backward pass has already summed the gradients of shards over the ranks
         u.host.all_reduce(p.grad for p in parameters if not is_sharded(p))
         clipped = torch.nn.utils.clip_grad_norm_(parameters, u.x.trainer.max_grad_norm)
         norm = float(ranks.gather_tensors(clipped))
@@ -78,19 +80,19 @@ class Optimizers:
 
 
 def make_first_critic(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
-    """The critic of the first phase that has one, or None. It is built at the start of the run,
-    even if only a later phase trains it."""
+    """Make the critic of the first phase that trains one. Return None if no phase trains a critic.
+    The critic is made at the start of the run, even if only a later phase trains it."""
     active = find_first_critic(x)
     if active is None:
         return None
-    # these draws must not move the generators of other draws
+    # the critic's random start must not change the random numbers of anything else
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(x.seed)
         return make_critic(model, model=active.model, trunk_gradient=active.trunk_gradient)
 
 
 def find_first_critic(x: Experiment) -> Critic | None:
-    """The settings of the first phase with a critic."""
+    """Return the critic's settings in the first phase that trains one, or None."""
     every = (phase.algorithm.critic for phase in list_phases(x).values())
     return next((critic for critic in every if critic.active), None)
 
@@ -98,7 +100,7 @@ def find_first_critic(x: Experiment) -> Critic | None:
 def make_optimizers(
     x: Experiment, model: torch.nn.Module, critic: torch.nn.Module | None
 ) -> list[torch.optim.Optimizer]:
-    """New optimizers of the policy and, if there is one, of the critic."""
+    """Make new optimizers for the policy and, if there is one, for the critic."""
     made = [make_optimizer(x.optimizer, [p for p in model.parameters() if p.requires_grad])]
     settings = find_first_critic(x)
     if critic is not None and settings is not None:
@@ -110,8 +112,8 @@ def make_optimizers(
 def make_optimizer(
     make: Callable[..., Any], parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer of these parameters. torch's Adam and AdamW are fused on CUDA: one kernel for
-    all tensors instead of about ten."""
+    """Make the optimizer of these parameters. On CUDA, torch's Adam and AdamW are made with
+    fused=True: one kernel updates all tensors instead of about ten kernels."""
     free = not bound(make).keys() & {"fused", "foreach"}
     if (
         free
@@ -130,8 +132,8 @@ def adamw_8bit(
     betas: Sequence[float] = (0.9, 0.99),
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """AdamW with 8-bit moments in blocks: 2 bytes per parameter instead of 8. Tensors below 4,096
-    entries keep float32 moments.
+    """AdamW with 8-bit moments in blocks, which take 2 bytes per parameter instead of 8. Tensors
+    below 4,096 entries keep float32 moments.
 
     Raises: ConfigError if the package bitsandbytes is missing, or if the weights are sharded.
     Source: Dettmers et al. 2022, arXiv:2110.02861.

@@ -1,4 +1,4 @@
-"""The largest micro-batch of a run, tried before its first step."""
+"""Try the largest micro-batch of a run before its first step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from rlkit.types import Batch, Rollout, Step, Task
 
 
 def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
-    """Run a forward and backward pass on a micro-batch of the longest possible rollouts, with room
-    for the optimizer's moments.
+    """Run a forward and backward pass on a micro-batch of the longest possible rollouts, while
+    memory for the optimizer's moments is taken.
 
-    It runs before the first step on a GPU, so memory runs out in the first minute and not in the
-    first hour.
+    This happens before the first step on a GPU. So if memory is too small, it runs out in the first
+    minute and not in the first hour.
+
     Raises: OutOfMemory.
     """
     batch = build_longest_rollouts(u, tasks)
@@ -47,8 +48,8 @@ def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
 
 
 def build_longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
-    """As many rollouts as fill a micro-batch, each as long as the first tasks, the environment and
-    the model allow."""
+    """Build a batch of rollouts with the greatest possible length, as many as fit into one
+    micro-batch. The first tasks, the environment and the model limit the length."""
     x = u.x
     prompt, width = longest_lengths(x, u.policy, tasks)
     embedding: Any = u.model.get_input_embeddings()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The record of one RL step for its passes and updates."""
+"""The record of one RL step. All passes and updates of the step read it."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from rlkit.types import Batch, Policy, Rollout
 
 
 class Host(NamedTuple):
-    """Hooks: how the host runs forward, backward, optimizer step and all-reduce. The defaults are
-    plain torch and the collectives of a process group."""
+    """Hooks for the host of the computation. They run the forward pass, the backward pass, the
+    optimizer step and the all-reduce. The defaults are plain torch and the collectives of a process
+    group."""
 
-    # (model, function, *arguments, **settings) → function(model, …), as its forward pass
+    # (model, function, *arguments, **settings) → function(model, …), run as a forward pass
     forward: Callable[..., Any] = ranks.run_in_forward
     backward: Callable[[Tensor], Any] = Tensor.backward
     optimizer_step: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer.step()
-    # every tensor becomes its sum over the processes, in place
+    # replaces every tensor by its sum over the processes, in place
     all_reduce: Callable[[Iterable[Tensor | None]], None] = ranks.all_reduce_sum
 
 
 class Update(NamedTuple):
-    """One RL step: its experiment, the models it reads, and the host of its computations.
+    """One RL step: its experiment, the models, and the hooks that run its computations.
 
-    The record stays the same from the first pass to the last update. The weights move in its
-    models, and `micro` may halve its micro-batches.
+    The record itself does not change between the first pass and the last update. Only the weights
+    of its models change, and `micro` may halve the micro-batches.
     """
 
-    x: Experiment  # of the step: with its phase, and with the present values of scheduled numbers
+    x: Experiment  # of this step, with its phase and the present values of scheduled numbers
     policy: Policy
     critic: nn.Module | None  # None in a phase without a critic
     kept: ReferenceStates  # the reference and the teachers
     micro: MicroBatches
     host: Host
     clock: Clock
-    step: int  # RL steps done
-    # seed for the order of rollouts and every other draw of the step; the same on all ranks
+    step: int  # RL steps done before this one
+    # seed for the order of rollouts and every other random draw of the step; the same on all ranks
     seed: int
-    warming_up: bool  # whether the critic learns alone
-    trained: Sequence[Rollout]  # the rollouts of the batch's rows
+    warming_up: bool  # whether only the critic learns in this step
+    trained: Sequence[Rollout]  # the rollouts that the rows of the batch come from
 
     @property
     def model(self) -> nn.Module:
@@ -56,11 +57,11 @@ class Update(NamedTuple):
 
     @property
     def temperature(self) -> float:
-        """The divisor of the trained log-probs: the sampler's temperature, 1 for a greedy
-        sampler."""
+        """The temperature that divides the logits for the trained log-probs. It is the sampler's
+        temperature, or 1 for a greedy sampler."""
         return self.x.generation.temperature or 1.0
 
     def assemble_batch(self, rollouts: Sequence[Rollout]) -> Batch:
-        """Rollouts as tensors on the policy's device."""
+        """Convert rollouts to tensors on the policy's device."""
         device = next(self.model.parameters()).device
         return assemble(rollouts, pad_token_id=self.policy.pad_token_id, device=device)

@@ -1,4 +1,4 @@
-"""Rollouts as the batch of a step: the trained rollouts, and the observed tokens."""
+"""Turn rollouts into the batch of a step: choose the trained rollouts, and mark observed tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlkit.types import Batch, Rollout
 
 
 def make_sampled_batch(u: Update) -> Batch:
-    """The trained rollouts of a step."""
+    """Return the batch of the rollouts in `u.trained`."""
     a = u.x.algorithm
     batch = filter_rollouts(u.assemble_batch(u.trained), a)
     batch = select_reward_rows(batch, u.trained, a.streams.get("reward"))
@@ -29,11 +29,12 @@ def make_sampled_batch(u: Update) -> Batch:
 
 
 def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
-    """The batch with the rollouts to train on, and the rewards for the advantage.
+    """Choose the rollouts to train on, and compute the rewards for the advantage.
 
-    The group filter reads the raw rewards. Then the overlong rule may change rewards (and the token
-    reward at the last sampled token) and leave rollouts out. A rollout left out is no longer in
-    `response_mask` but stays in `sampled_mask`; its reward still counts in baselines.
+    The group filter reads the raw rewards. Afterwards the overlong rule may change rewards and
+    leave rollouts out. A change of a reward also changes the token reward at the rollout's last
+    sampled token. The tokens of a rollout that is left out are removed from `response_mask`. They
+    stay in `sampled_mask`, and the rollout's reward still counts in baselines.
     """
     with torch.no_grad():
         given = batch.quantities
@@ -50,19 +51,20 @@ def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
 
 
 def mark_last_tokens(batch: Batch) -> Tensor:
-    """[B, T] True at the last sampled token of each rollout."""
+    """Return a mask [B, T] with True at the last sampled token of each rollout."""
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
     return F.from_episodes(last, positions, mask, batch.response_mask)
 
 
 def select_reward_rows(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
-    """The batch with only the rollouts from the parts of the reward's stream."""
+    """Train only on rollouts from the parts of the mixture that the reward's stream names. Without
+    such a stream the batch stays unchanged."""
     return batch if stream is None else select_parts(batch, rollouts, stream)
 
 
 def select_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
-    """The batch with only the rollouts from the stream's parts of the mixture."""
+    """Train only on rollouts from the parts of the mixture that a stream names."""
     if stream.parts is None:
         return batch
     parts = [rollouts[i].task.part for i in batch.rollout_ids.tolist()]
@@ -70,14 +72,19 @@ def select_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Ro
 
 
 def select_rows(batch: Rows, rows: Sequence[bool]) -> Rows:
-    """The batch with only the tokens of these rows in its response_mask."""
+    """Train only on these rows: remove the tokens of all other rows from response_mask.
+
+    Args:
+      rows: for each row, whether it is kept.
+    """
     chosen = torch.tensor(rows, device=batch.ids.device)
     return replace(batch, response_mask=batch.response_mask & chosen[:, None])
 
 
 def mark_observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Batch:
-    """The batch with `observed_mask`: the tokens of tools' answers, without the template around
-    them. Each is marked only in the first row with it."""
+    """Add `observed_mask` to the batch. It marks the tokens of tools' answers, without the
+    template's tokens around them. If several rows hold the same answer, only the first row marks
+    it."""
     mask = torch.zeros_like(batch.response_mask)
     row = 0
     for rollout in rollouts:
@@ -91,8 +98,8 @@ def mark_observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer)
 
 
 def find_tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
-    """Where the contents of a step's new tool messages are in its prompt_ids. The search runs from
-    the end and takes the last occurrence of each."""
+    """Find the contents of a step's new tool messages in its prompt_ids, as (begin, end). The
+    search runs from the end of the prompt and takes the last occurrence of each content."""
     ids = list(step.prompt_ids)
     spans = list[tuple[int, int]]()
     limit = len(step.prompt_ids)

@@ -1,5 +1,5 @@
-"""Passes over a batch in micro-batches, without gradient: the models' figures for its tokens before
-the updates."""
+"""Passes over a batch without gradient, one micro-batch at a time. They compute the models'
+log-probs, entropies and values before the updates."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Known = TypeVar("Known", bound=Scored)
 
 
 def score(u: Update, batch: Batch) -> Scored:
-    """The batch with old log-probs, entropies and values, and reference log-probs, if anything
-    before or in the update needs them.
+    """Add log-probs without gradient to the batch: the old policy's log-probs with entropies and
+    values, and the reference's log-probs. Each is computed only if a later computation needs it.
 
-    They are computed in the minibatches and micro-batches of the first epoch. So a policy equal to
-    the reference gives the same bits in its update, and the gradient of the KL is exactly 0.
-    Otherwise it would be rounding noise, and an optimizer enlarges noise to full steps. With one
-    epoch of one minibatch the old policy is the current one, so its log-probs are the detached
-    current ones and cost nothing. If algorithm.old needs no pass of the trainer, there is a pass
-    only if something else needs one.
+    The passes use the minibatches and micro-batches of the first epoch. So if the policy equals the
+    reference, both give the same bits, and the gradient of the KL is exactly 0. Otherwise the
+    gradient would be rounding noise, and an optimizer enlarges noise to full steps.
+
+    With one epoch of one minibatch the old policy is the current one. Its log-probs are then the
+    detached log-probs of the update and cost nothing. If algorithm.old takes the old policy from
+    elsewhere, the trainer's pass runs only if something else needs it.
     """
     splits = split_into_minibatches(batch, u.x.algorithm, u.seed)[0]
     share = compute_old_share(batch, u.x.algorithm, step=u.step)
@@ -48,17 +49,18 @@ def score(u: Update, batch: Batch) -> Scored:
 
 
 def compute_old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None:
-    """Where the ratio's old policy lies between the sampling policy (0) and the current policy (1),
-    [B, T]. None if the trainer has to compute it in a pass before the update (`algorithm.old`).
+    """Return where the ratio's old policy lies between the sampling policy (0) and the current
+    policy (1), [B, T]. Return None if the trainer has to compute the old policy's log-probs in a
+    pass before the update. algorithm.old decides:
 
     trainer      None: a pass of the trainer gives the policy before the update
-    sampler      share 0: the sampling policy, by the sampler's log-probs. The ratio is π / μ, so a
-                 clip depends on the age of a sample
-    loglinear    share (d - 1) / d: between both (`rlkit.functional.interpolated_old`). The token
-                 was sampled d versions before the version in training, step + 1
+    sampler      share 0: the old policy is the sampling policy, with the sampler's log-probs. The
+                 ratio is π / μ, so the effect of a clip depends on the age of a sample
+    loglinear    share (d - 1) / d: a policy between both (`rlkit.functional.interpolated_old`). The
+                 token was sampled d versions before the version in training, step + 1
 
     Args:
-      step: RL steps done.
+      step: RL steps done before this one.
     """
     if algorithm.old == "trainer":
         return None
@@ -70,7 +72,8 @@ def compute_old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tenso
 
 
 def needs_old(u: Update) -> bool:
-    """Whether anything asks for the policy's log-probs, entropies or values before the update."""
+    """Return whether any part needs the policy's log-probs, entropies or values from before the
+    update."""
     a = u.x.algorithm
     before = [a.advantage, a.normalization, a.overlong, a.token_filter]
     if a.old == "trainer":
@@ -87,15 +90,15 @@ def needs_old(u: Update) -> bool:
 
 
 def with_reference(u: Update, batch: Known, splits: Sequence[Tensor]) -> Known:
-    """The batch with the reference's log-probs, computed in these minibatches."""
+    """Add the reference's log-probs to the batch, computed in the minibatches given by `splits`."""
     with u.kept.reference(u.x.reference) as model:
         found = compute_batch_logprobs(u, model, read_batch(u, batch), splits)
     return replace(batch, logprobs_ref=found.logprobs)
 
 
 def read_batch(u: Update, batch: Rows) -> Rows:
-    """The batch with all tokens whose log-probs are needed. A KL in the baseline and a teacher also
-    need the tokens of untrained rollouts."""
+    """Return the batch with a response mask on every token whose log-probs are needed. A KL in the
+    baseline and a teacher also need the tokens of untrained rollouts."""
     every = u.x.kl.in_baseline or "teacher" in u.x.algorithm.active_streams
     return batch.whole() if every else batch
 
@@ -109,11 +112,12 @@ def compute_batch_logprobs(
     *,
     critic: nn.Module | None = None,
 ) -> TokenLogprobs:
-    """Log-probs, entropies and values [B, T] of a batch, one micro-batch at a time.
+    """Compute log-probs, entropies and values [B, T] of a batch, one micro-batch at a time.
 
     Args:
-      splits: row numbers of the minibatches; each is cut into micro-batches separately. None: a
-        single minibatch of all rows.
+      splits: row numbers of each minibatch. Each minibatch is split into micro-batches separately.
+        None: one minibatch with all rows.
+      critic: the model of the values. None: no values are computed.
     """
     out: dict[str, Tensor] = {}
     for split in (

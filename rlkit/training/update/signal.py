@@ -1,4 +1,4 @@
-"""Whether an update has a gradient. An update known to have no gradient is skipped."""
+"""Decide whether an update has a gradient. An update known to have no gradient is skipped."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rlkit.types import Weighted, declarations
 
 
 def has_signal(u: Update, batch: Weighted) -> bool:
-    """False if the gradient of the policy's loss is known to be exactly 0. Such an update is
-    skipped.
+    """Return False if the gradient of the policy's loss is known to be exactly 0.
 
-    This holds for a batch without a trained token, or if no term has a gradient:
+    The gradient is 0 for a batch without a trained token. It is also 0 if none of these terms has a
+    gradient:
 
-    policy loss     every advantage is 0, and the loss declares by `@vanishes` that it then has no
-                    gradient
-    KL in the loss  the reference is the policy (`references.is_policy`), and the estimator declares
-                    by `@vanishes` that it then has no gradient
-    entropy bonus   its coefficient is 0
-    value loss      it has no gradient into the policy's trunk
+    policy loss     it has none if every advantage is 0 and the loss declares by `@vanishes` that
+                    its gradient is then 0
+    KL in the loss  it has none if the reference is the policy (`references.is_policy`) and the
+                    estimator declares by `@vanishes` that its gradient is then 0
+    entropy bonus   it has none if its coefficient is 0
+    value loss      it has none if no gradient flows from it into the policy's trunk
 
-    A skipped update steps no optimizer. So weights, moments and the optimizer's count of steps stay
-    as they are. A step with a gradient of 0 would decay the weights and repeat old momentum. A
-    skipped update is not measured for algorithm.target_kl. The batch, and so the answer, is the
-    same on all ranks.
+    A skipped update steps no optimizer, so the weights, the moments and the optimizer's count of
+    steps stay as they are. A step with a gradient of 0 would instead decay the weights and repeat
+    old momentum. A skipped update is not measured for algorithm.target_kl. The batch is the same on
+    all ranks, so the answer is too.
     """
     a = u.x.algorithm
     if not batch.response_mask.any():
@@ -42,12 +42,12 @@ def has_signal(u: Update, batch: Weighted) -> bool:
 
 
 def _declared(part: Any, when: str) -> bool:
-    """Whether a part declares by `@vanishes` to have no gradient in the case `when`."""
+    """Return whether a part declares by `@vanishes` that it has no gradient in the case `when`."""
     return when in (declarations(part, "vanishes") or ())
 
 
 def updates_once(u: Update, batch: Weighted) -> bool:
-    """Whether a single update reads the whole batch before any weight moves. Its log-probs are then
-    the log-probs of the old policy."""
+    """Return whether a single update reads the whole batch before any weight moves. The log-probs
+    in this update are then the log-probs of the old policy."""
     a = u.x.algorithm
     return a.epochs * a.minibatches == 1 and not u.warming_up and has_signal(u, batch)

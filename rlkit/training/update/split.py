@@ -1,4 +1,4 @@
-"""A batch in pieces: rows of one update, and the micro-batches of a pass over them."""
+"""Split a batch: choose the rows of one update, and divide a pass over them into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlkit.types import Batch
 
 Rows = TypeVar("Rows", bound=Batch)
 
-# Quantities of the N rollouts: a selection of rows leaves them whole. All others have a row
-# dimension.
+# Fields with one entry for each of the N rollouts. A selection of rows does not change them. All
+# other tensors have one entry for each row.
 PER_ROLLOUT = (
     "rewards",
     "group_ids",
@@ -27,8 +27,8 @@ PER_ROLLOUT = (
 
 
 def select(batch: Rows, rows: Tensor) -> Rows:
-    """Some rows of a batch, cut to the longest of them. Quantities of rollouts [N], and values that
-    are not tensors, stay whole."""
+    """Return some rows of a batch, cut to the length of the longest selected row. Fields with one
+    entry per rollout [N], and values that are not tensors, stay unchanged."""
     width = int(batch.attention_mask[rows].sum(1).max())
     per_row: dict[str, Any] = {
         name: value[rows][:, :width] if value.dim() == 2 else value[rows]
@@ -43,8 +43,8 @@ def select(batch: Rows, rows: Tensor) -> Rows:
 
 
 def split_into_minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
-    """Row numbers of every update: `epochs` passes over all rollouts, each split at random into
-    `minibatches` parts of whole rollouts."""
+    """Return the row numbers of every update, epoch by epoch. Each of the `epochs` passes over all
+    rollouts is split at random into `minibatches` parts. A rollout is never divided."""
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     owners = batch.rollout_ids.cpu()
     orders = [
@@ -57,18 +57,19 @@ def split_into_minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> lis
         ]
         for order in orders
     ]
-    # A part has no rows if each of its rollouts ended before its first reply.
+    # A part without rows is left out: each of its rollouts ended before its first reply.
     return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
 
 
 def split_into_micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
-    """Yield row numbers, as many at a time as fit into `max_tokens` tokens. Rollouts of a group are
-    neighbours.
+    """Yield the row numbers of one micro-batch after another. Each takes as many rows as fit into
+    `max_tokens` tokens. Rollouts of a group are neighbours.
 
-    Rows of one rollout stay together, because a ratio or a mean over a sequence needs all its
-    tokens. So a micro-batch has at least one rollout, even if its rows alone exceed `max_tokens`. A
-    row counts up to its last trained token; tokens shared with other rows (`rlkit.models.packing`)
-    count in each row. Rows without a trained token are left out: they add nothing to any sum.
+    Rows of one rollout stay together, because a ratio or a mean over a sequence needs all of its
+    tokens. So a micro-batch has at least one rollout, even if this rollout alone exceeds
+    `max_tokens`. A row counts up to its last trained token. Tokens shared between rows
+    (`rlkit.models.packing`) count in each row. Rows without a trained token are left out, because
+    they add nothing to any sum.
     """
     lengths = (
         (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device))
@@ -96,7 +97,7 @@ def split_into_micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
 
 
 def move_to_device(batch: Rows, device: torch.device | str) -> Rows:
-    """The batch on a device, including the tensors in its mappings."""
+    """Return the batch on a device, including the tensors in its mappings."""
 
     def there(value: Any) -> Any:
         if isinstance(value, dict):

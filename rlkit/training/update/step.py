@@ -26,22 +26,22 @@ from rlkit.types import Rollout, Weighted
 
 
 class Updated(NamedTuple):
-    """The batch of a step's updates, and their effects."""
+    """The batch of a step's updates, and the effects of these updates."""
 
     batch: Weighted
     terms: UpdateTerms
     drift: dict[str, float]
-    start: drift.Few | None  # rollouts of the first step, to measure the drift of later steps
+    start: drift.Few | None  # a few rollouts of the first step, to measure the drift from the start
 
 
 def update_models(
     u: Update, optimizers: Optimizers, rollouts: Sequence[Rollout], start: drift.Few | None
 ) -> Updated:
-    """Train policy and critic on the trained rollouts of `u`.
+    """Train policy and critic on the rollouts in `u.trained`.
 
     Args:
-      rollouts: all rollouts of the step. start: `Updated.start` of the previous step; None in the
-        first step.
+      rollouts: all rollouts of the step.
+      start: `Updated.start` of the previous step, or None in the first step.
     """
     batch = weigh_batch(u)
     own, start = drift.prepare_drift(u, batch, start, rollouts)
@@ -57,7 +57,8 @@ def update_models(
 
 
 def weigh_batch(u: Update) -> Weighted:
-    """The batch of the step, with everything needed by its loss; later code does not change it."""
+    """Return the batch of the step with all inputs of its loss. Later code does not change this
+    batch."""
     batch = make_sampled_batch(u)
     scored = u.micro.retry_halved(batch, partial(score, u, batch))
     return set_known_old(u, weigh(scored, u.x.algorithm, u.x.kl))
@@ -70,11 +71,12 @@ def step_metrics(
     updates: dict[int, int],
     tokens: int,
 ) -> dict[str, Any]:
-    """The metrics of a step.
+    """Return the metrics of a step.
 
     Args:
-      rollouts: all rollouts of the step. updates: version → steps of the policy's optimizer so far.
-      tokens: of the run so far.
+      rollouts: all rollouts of the step.
+      updates: version of the weights → steps of the policy's optimizer up to this version.
+      tokens: number of tokens in all batches of the run so far, prompts included.
     """
     batch, terms, x = done.batch, done.terms, u.x
     metrics: dict[str, Any] = {**summarize(rollouts), **update_metrics(batch, terms, x)}

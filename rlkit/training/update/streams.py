@@ -1,9 +1,9 @@
-"""Streams: training signals other than the reward. Each adds coef · Σ weights · loss per token to
-an update, in a pass of its own over its own tokens.
+"""Streams: training signals other than the reward. A stream adds coef · Σ weights · loss per token
+to an update. It has a pass of its own, over its own tokens.
 
-loss = reward + Σ_c coef_c Σ_t w_ct l_ct. The weights w_c sum to 1 over the stream's mask, before
-the batch is split. So a stream does not change the gradients of other streams, and a stream without
-tokens, or with coefficient 0, computes nothing.
+loss = reward + Σ_c coef_c Σ_t w_ct l_ct. The weights w_c sum to 1 over the tokens of stream c, and
+are fixed before the batch is split. So a stream does not change the gradients of other streams. A
+stream computes nothing if it has no tokens, or if its coefficient is 0.
 """
 
 from __future__ import annotations
@@ -30,35 +30,36 @@ from rlkit.training.update.sampled import select_parts, select_rows
 from rlkit.training.update.split import select
 from rlkit.types import Batch, Minibatch, TokenScorer, plain
 
-# rollout → (number of tokens of its own first prompt, ids of the teacher's prompt)
+# rollout → (number of tokens in the policy's first prompt, token ids of the teacher's prompt)
 Prompts = dict[int, tuple[int, list[int]]]
 
 
 class Imitation(NamedTuple):
-    """Tokens imitated by a stream in an update, marked by the response_mask of `batch`."""
+    """A pass of a stream that imitates given tokens. The response_mask of `batch` marks these
+    tokens."""
 
     name: str
     stream: Stream
     batch: Batch
-    weights: Tensor  # [B, T] share of each token; they sum to 1
+    weights: Tensor  # [B, T] share of each token in the stream's loss; they sum to 1
 
 
 class Taught(NamedTuple):
-    """Tokens on which the policy follows a teacher in an update, marked by the response_mask of
-    `batch`."""
+    """A pass in which the policy follows one teacher. The response_mask of `batch` marks the tokens
+    of the pass."""
 
     name: str
     stream: Stream
-    batch: Minibatch  # the field `weights` of the batch is for the reward's loss
+    batch: Minibatch  # its field `weights` belongs to the reward's loss, not to this pass
     weights: Tensor  # [B, T] share of each token; over all teachers they sum to 1
-    factor: Tensor | None  # [B, T] off-policy correction of the sampled tokens; None is 1
+    factor: Tensor | None  # [B, T] off-policy correction of the sampled tokens; None means 1
     teacher: str  # key of the teacher's model
-    shown: Prompts | None  # prompts with the teacher's hint; None: the policy's prompts
+    shown: Prompts | None  # prompts with the teacher's hint; None: the teacher reads the policy's
 
 
 def list_stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taught]:
-    """Yield every pass of an update, with weights fixed before the pass is split. Streams without a
-    token are left out.
+    """Yield every pass of an update. The weights of a pass are fixed before the pass is split. A
+    stream without tokens yields no pass.
 
     Raises: DataError if a part of the mixture has no teacher.
     """
@@ -72,8 +73,9 @@ def list_stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | 
 
 
 def _select_imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch | None:
-    """The tokens imitated by a stream: tools' answers, or the conversations in the rows of
-    the minibatch's prompts. None without a prompt."""
+    """Return the tokens imitated by a stream. They are the answers of tools, or the conversations
+    in the data rows of the minibatch's prompts. Return None if the stream applies to none of these
+    prompts."""
     if stream.mask == "observations":
         assert minibatch.observed_mask is not None
         batch = replace(minibatch, response_mask=minibatch.observed_mask)
@@ -86,16 +88,16 @@ def _select_imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch |
 
 
 def _list_taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]:
-    """Yield one pass for each teacher, over the rows of its part of the mixture. The weights sum to
-    1 over the mask of all parts."""
+    """Yield one pass for each teacher, over the rows from the teacher's part of the mixture. The
+    weights of all these passes together sum to 1."""
     teacher = u.x.teacher
     batch = select_parts(minibatch.whole(), u.trained, stream)
     shown = None
     rows = batch.rollout_ids.tolist()
     if teacher.show is not None:
         shown = build_shown_prompts(u.policy, u.trained, teacher.show, u.x.environment)
-        # a row with a rewritten context does not begin with the first prompt, so it cannot show the
-        # hint
+        # a row whose context was rewritten does not begin with the first prompt, so the hint cannot
+        # be put into it
         first = (batch.step_ids[:, 0] == 0).tolist()
         batch = select_rows(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
     if not batch.response_mask.any():
@@ -116,14 +118,14 @@ def _list_taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Ta
 
 
 def _weights(stream: Stream, batch: Batch) -> Tensor:
-    """Each token's share of a stream's loss [B, T]."""
+    """Return each token's share of a stream's loss [B, T]."""
     with torch.no_grad():
         weights, _ = call_part("aggregation", stream.aggregation or token_mean, batch.quantities)
         return fill_masked(weights, batch.response_mask, 0.0)
 
 
 def _correction(u: Update, batch: Minibatch) -> Tensor | None:
-    """The off-policy correction of the sampled tokens of a teacher's pass; None means 1."""
+    """Return the off-policy correction of the sampled tokens in a teacher's pass. None means 1."""
     function = u.x.algorithm.correction
     nothing = plain(function) is no_correction
     if nothing or batch.logprobs_old is None or batch.old_share is not None:
@@ -133,8 +135,8 @@ def _correction(u: Update, batch: Minibatch) -> Tensor | None:
 
 
 def backward_stream(u: Update, given: Imitation | Taught, terms: UpdateTerms) -> float:
-    """Add the gradient of a pass, one micro-batch at a time. Return this rank's part of the
-    loss."""
+    """Add the gradient of a stream's pass, one micro-batch at a time. Return this rank's part of
+    the loss."""
     total = 0.0
     for rows, counts in u.micro.of(given.batch):
         some: Batch = select(given.batch, rows)
@@ -155,19 +157,21 @@ def backward_stream(u: Update, given: Imitation | Taught, terms: UpdateTerms) ->
 
 
 def compute_nll(u: Update, packed: Packed) -> Tensor:
-    """-log π of the pass's tokens [M]."""
+    """Compute -log π of the pass's tokens [M]."""
     scores = u.host.forward(u.model, forward_logprobs, packed, temperature=u.temperature)
     return -scores.logprobs[packed.response_mask]
 
 
 def compute_divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) -> Tensor:
-    """The divergence at each token of some rows of a pass [M]. The teacher reads the same reply,
-    after its own prompt if there is one."""
+    """Compute the divergence between policy and teacher at each token of some rows of a pass [M].
+    The teacher reads the same reply. Before it, the teacher reads its own prompt if it has one, and
+    otherwise the policy's."""
     batch = select(given.batch, rows)
     mask = batch.response_mask
     factor = None if given.factor is None else given.factor[rows][:, : mask.shape[1]]
     teacher = compute_teacher_states(u, given, batch, packed)
-    # without the trainer's old log-probs there is no correction, and the ratio is π / μ
+    # without the trainer's old log-probs there is no correction, and the ratio is π / μ, the policy
+    # over the sampling policy
     before = batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler
     return u.host.forward(
         u.model,
@@ -184,8 +188,8 @@ def compute_divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) 
 def compute_teacher_states(
     u: Update, given: Taught, batch: Batch, packed: Packed
 ) -> tuple[Tensor, Any]:
-    """The teacher's last hidden states at the tokens of the pass [M, H], and its head. A
-    TokenScorer returns this pair itself."""
+    """Return the teacher's last hidden states at the tokens of the pass [M, H], and its head. A
+    teacher that is a TokenScorer returns this pair itself."""
     rows = (
         (batch.ids, batch.response_mask)
         if given.shown is None
@@ -215,7 +219,7 @@ def compute_token_divergences(
     factor: Any,
     **settings: Any,
 ) -> Tensor:
-    """The divergence at the sampled tokens of packed rows [M], in the order of the response
+    """Compute the divergence at the sampled tokens of packed rows [M], in the order of the response
     mask."""
     hidden = compute_states(model, packed)[packed.inverse]
     head = split_model(model)[1]
@@ -236,8 +240,8 @@ def compute_token_divergences(
 
 
 def show_to_teacher(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
-    """The rows as the teacher reads them, ids and mask [B, T']: the teacher's prompt, then the same
-    tokens as after the policy's prompt."""
+    """Return the rows as the teacher reads them, as token ids and mask [B, T']. The teacher's
+    prompt takes the place of the policy's prompt, and the tokens after it stay the same."""
     ids = []
     masks = []
     for row, rollout in enumerate(batch.rollout_ids.tolist()):

@@ -1,4 +1,5 @@
-"""The factors on each token's loss: advantages, corrections, filters."""
+"""Compute the factors on each token's loss: advantages, off-policy corrections and token
+filters."""
 
 from __future__ import annotations
 
@@ -18,17 +19,20 @@ from rlkit.types import Batch, Estimate, Scored, Weighted
 
 
 def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:  # noqa: B008  (immutable)
-    """The batch with advantages [B, T], returns if there is a critic, and the factor on each
-    token's policy loss; zero outside the response mask.
+    """Return the batch with advantages [B, T] and the factor on each token's policy loss. If there
+    is a critic, also add returns. The factor is zero outside the response mask.
 
-    advantage → normalisation → minus the KL from this token on, if the KL is in the reward. If the
-    advantage asks for `token_rewards`, the KL is deducted from these instead. With `kl.in_baseline`
-    the KL is deducted from the rewards before the advantage is estimated, for every kind of
-    advantage. This includes untrained rollouts, because they count in the baseline too. The factor
-    is off-policy correction × token filter; both may ask for advantages. Computed once over the
-    whole update batch, without gradient.
-    Raises: PartError if the advantage has neither shape [N] nor [B, T], or a critic gets no
-    returns.
+    Advantages are estimated, then normalised. With a KL in the reward, each token's advantage is
+    then lowered by the KL of this token and of all later ones. There are two exceptions. If the
+    advantage asks for `token_rewards`, the KL is deducted from these rewards instead. With
+    `kl.in_baseline`, the KL is deducted from the rewards of rollouts before any kind of advantage
+    is estimated. This includes untrained rollouts, because they count in the baseline too.
+
+    The factor is off-policy correction × token filter. Both functions may ask for advantages.
+    Everything is computed once over the whole batch of the step, without gradient.
+
+    Raises: PartError if the advantage has neither shape [N] nor [B, T], or if there is a critic and
+      the advantage returns no returns for it.
     """
     with torch.no_grad():
         penalty = penalize(batch, kl)
@@ -70,7 +74,8 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
 def _estimate(
     batch: Scored, algorithm: Algorithm, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """Normalised advantages [B, T], returns [B, T] or None, and the metrics of the two parts."""
+    """Return normalised advantages [B, T], returns [B, T] or None, and the metrics of the advantage
+    function and of the normalisation."""
     estimate, measured = call_part("advantage", algorithm.advantage, given)
     advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
     if algorithm.critic.active and returns is None:
@@ -94,15 +99,15 @@ def _estimate(
 
 
 def _mark_scored(batch: Batch) -> Tensor:
-    """[B, T] True on trained tokens of rollouts with a reward."""
+    """Return a mask [B, T] with True on the trained tokens of rollouts with a reward."""
     return batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
 
 
 def _scale(
     batch: Scored, algorithm: Algorithm, given: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Off-policy correction × token filter [B, T], and the metrics of both. If the old policy
-    moves with the current one, `surrogate` applies the correction."""
+    """Return off-policy correction × token filter [B, T], and the metrics of both. If the old
+    policy changes together with the current policy, the correction is left to `surrogate`."""
     factor: Any = 1.0
     corrected: dict[str, Tensor] = {}
     if batch.old_share is None:
@@ -112,8 +117,8 @@ def _scale(
 
 
 def penalize(batch: Scored, kl: KL) -> Tensor:
-    """The KL penalty on the reward of each token [B, T], for the policy before the update; zeros if
-    the KL is not in the reward."""
+    """Return the KL penalty on the reward of each token [B, T], for the policy before the update.
+    It is zero everywhere if the KL is not in the reward."""
     if not kl.in_reward:
         return torch.zeros_like(batch.token_rewards)
     mask = batch.response_mask
@@ -133,19 +138,19 @@ def penalize(batch: Scored, kl: KL) -> Tensor:
 
 
 def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
-    """Sum over a token and all later trained tokens of its rollout [B, T]. Tokens of tools and
-    users do not count."""
+    """Sum the values of a token and of all later trained tokens in its rollout [B, T]. Tokens of
+    tools and users do not count."""
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     later = F.to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
     return F.from_episodes(later, positions, mask, values)
 
 
 def set_known_old(u: Update, batch: Weighted) -> Weighted:
-    """The batch. If all updates will be skipped, no update computes the old policy's log-probs, and
-    the reference's log-probs take their place.
+    """Fill in the old policy's log-probs if every update of the step will be skipped. In this case
+    no update computes them, and the reference's log-probs take their place.
 
-    They are equal: with the KL in the loss, an update is skipped only while the reference is the
-    policy.
+    Both are equal. With the KL in the loss, an update is skipped only as long as the reference is
+    the policy itself. In all other cases the batch is returned unchanged.
     """
     open_ = u.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
     if not open_ or u.x.algorithm.active_streams or has_signal(u, batch):
