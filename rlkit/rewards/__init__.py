@@ -1,7 +1,7 @@
-"""Verifiable rewards: functions from a rollout to a score, or None if it cannot be
-scored.
+"""Score rollouts with verifiable rewards. A reward function takes a rollout and returns a score, or
+None if the rollout cannot be scored.
 
-Each file imports only from the ones above it.
+Each file imports only from files above it in this list.
 
 declarations.py  declarations of a function: batched, no_gold, reads_truth and others
 verdicts.py      the input of a reward function, and the values it may return
