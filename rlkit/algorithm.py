@@ -136,8 +136,8 @@ class Algorithm(NamedTuple):
 
     @property
     def reward_coef(self) -> float:
-        """Return the weight of the policy loss: 1 without streams, or 0 if there are streams, but
-        none for the reward."""
+        """Return the weight of the policy loss. Without streams it is 1. With streams, it is the
+        `coef` of the stream "reward", or 0 without this stream."""
         own = self.streams.get("reward", Stream(0.0 if self.streams else 1.0))
         return require_number(own.coef)
 
@@ -392,7 +392,7 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
 def require_number(coefficient: float | Controller) -> float:
     """Return a coefficient that must be a number. Before each step,
     `rlkit.training.schedules.resolve_schedules` replaces the controllers of an experiment by
-    numbers."""
+    numbers. Raises: TypeError for a controller."""
     if isinstance(coefficient, Controller):
         raise TypeError(
             "a controller is no number; take the experiment of a step,"
