@@ -54,9 +54,9 @@ class Critic(NamedTuple):
 
     name: str = "none"
     loss: ValueLossFn | None = None
-    optimizer: Callable[..., Any] | None = None  # (parameters) → torch optimizer
+    optimizer: Callable[..., Any] | None = None  # function from the parameters to a torch optimizer
     model: Literal["head", "separate"] = "head"
-    coef: float = 1.0  # weight of the value loss beside the policy loss
+    coef: float = 1.0  # weight of the value loss, relative to the policy loss
     # with model=head: whether the value loss also trains the policy's trunk
     trunk_gradient: bool = False
     warmup: int = 0  # number of RL steps at the start that train only the critic
@@ -86,8 +86,8 @@ class Stream(NamedTuple):
 
     coef: float | Controller = 1.0
     mask: Literal["sampled", "observations", "demonstrations"] | None = None
-    aggregation: AggregationFn | None = None  # None: token_mean
-    loss: Divergence | None = None  # a teacher's divergence
+    aggregation: AggregationFn | None = None  # weights of the tokens; None: token_mean
+    loss: Divergence | None = None  # divergence from a teacher; only for the stream "teacher"
     parts: Sequence[str] | None = None  # parts of a mixture to use; None: all prompts
 
     def of(self, part: str) -> bool:

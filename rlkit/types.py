@@ -569,7 +569,8 @@ def assumes(*words: Assumption) -> Callable[[Part], Part]:
 
 
 def gives(*words: Guarantee, **where: Any) -> Callable[[Part], Part]:
-    """Declare a property of a reward function's scores: `@gives("binary", correct=1, wrong=0)`.
+    """Declare a property of the scores of a reward function, as in
+    `@gives("binary", correct=1, wrong=0)`.
 
     With `where`, the property holds only if the function's hyperparameters have these values. A
     function may have several of these decorators, and then all their words hold. `@gives()`
@@ -586,8 +587,8 @@ def keeps(*words: Guarantee) -> Callable[[Part], Part]:
 
 
 def vanishes(*words: Vanishing, **where: Any) -> Callable[[Part], Part]:
-    """Declare where the gradient of a part is exactly 0: `@vanishes("without_advantages",
-    penalty=0)`.
+    """Declare a case in which the gradient of a part is exactly 0, as in
+    `@vanishes("without_advantages", penalty=0)`.
 
     If this is the case for all parts of an update, the update is skipped. A part without this
     declaration is never skipped. With `where`, the declaration holds only if the part's
@@ -1218,7 +1219,7 @@ class Thinking(NamedTuple):
     ids: tuple[int, int] | None
     # ids that close the thinking: an interrupting text (model.interruption) and the closing tag
     close: tuple[int, ...]
-    decode: Callable[[Sequence[int]], str]  # ids → their text
+    decode: Callable[[Sequence[int]], str]  # token ids → text
 
     def opened(self, context: Sequence[int]) -> bool:
         """Return whether a context ends in the opening tag, as with some chat templates. If so, the
@@ -1258,9 +1259,9 @@ class Reference(NamedTuple):
     """Describe how to keep the reference policy. `init` makes its state, and `update` changes the
     state.
 
-    `model(state, policy_model)` is a context manager around the model for scoring. `save` returns
-    the state for a checkpoint, as plain types and tensors. It returns nothing if `init` can make
-    the same state again. `load` puts the saved state into a new state.
+    `model(state, policy_model)` is a context manager that gives the model for scoring. `save`
+    returns the state for a checkpoint, as plain types and tensors. It returns nothing if `init` can
+    make the same state again. `load` puts the saved state into a new state.
     """
 
     name: str

@@ -20,7 +20,7 @@ def by_task(
 
     Args:
       environments: environments by name.
-      system_prompt: put in front of each environment's first prompt; None adds none.
+      system_prompt: text to put in front of each environment's first prompt; None: no text.
     Raises:
       ConfigError: if a system prompt is given, but an environment makes its own sessions. The
         returned function raises it for an unknown name, with the row and the known names.

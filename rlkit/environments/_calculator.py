@@ -77,7 +77,7 @@ def _normalise(expression: str) -> str:
     """Rewrite the expression in Python's spelling: replace symbols, drop thousands commas, and
     write n% as n / 100."""
     source = expression.translate(SYMBOLS).strip()
-    # 1,200 may be two arguments
+    # in a function call, 1,200 may be one number or two arguments
     if re.search(r"[A-Za-z_]\s*\(", source) and THOUSANDS.search(source):
         raise ValueError(
             "the comma is ambiguous beside a function; put a space after a comma between arguments,"
@@ -154,7 +154,7 @@ def _extract_square_root(value: Fraction) -> Fraction:
 
 
 def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
-    """Round half to even, as Python's round."""
+    """Round a number, with halves to the even digit, as Python's `round` does."""
     if digits.denominator != 1 or abs(digits) > 100:
         raise ValueError("round takes a whole number of digits, at most 100")
     return Fraction(round(value, int(digits)))

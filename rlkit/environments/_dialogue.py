@@ -40,9 +40,9 @@ def dialogue(
         prompt_fn is not called.
       max_turns: number of replies of an episode, at least 1. If the episode has not ended after
         this many replies, it is truncated.
-      system_prompt: put in front of the task's messages; None adds none.
-      history: strip_thinking renders the conversation again for every reply, without earlier
-        thinking. keep_thinking only appends.
+      system_prompt: text to put in front of the task's messages; None: no text.
+      history: with strip_thinking, the conversation is rendered again for every reply, without
+        earlier thinking. With keep_thinking, new text is only appended to it.
       overflow: how to handle a full context of the model. truncate ends the episode. drop_oldest
         drops the oldest replies, each with the messages after it, until a whole reply fits. The
         task's messages always stay.

@@ -19,13 +19,13 @@ def guess_number(
     system_prompt: str | None = None,
     overflow: Literal["truncate", "drop_oldest"] = "truncate",
 ) -> Environment:
-    """Play the game of tasks=guess_number: answer each reply with "higher" or "lower", until the
-    guess is `task.answer`.
+    """Make the environment for the tasks of guess_number. Each reply is answered with "higher" or
+    "lower", until the guess is `task.answer`.
 
     Args:
       max_turns: number of guesses of an episode, at least 1. An episode without a right guess is
         truncated.
-      system_prompt: put in front of the task's messages; None adds none.
+      system_prompt: text to put in front of the task's messages; None: no text.
       overflow: as in `dialogue`.
     """
     return dialogue(

@@ -46,16 +46,18 @@ def gymnasium(
         and perhaps `close()`. `make` and the methods may be async, and all episodes then wait at
         the same time. If an `id` is given, `make` is instead called once with the id, at the start
         of the run, and returns the function without arguments.
-      id: a name for `make`, for example FrozenLake-v1.
+      id: name of a game, passed to `make`, for example FrozenLake-v1.
       parse_action: function from the content of a reply, without its thinking, to an action. If it
         raises ValueError, the reply is not an action: the policy reads the error and loses its turn
         with reward 0.
       render: function from an observation to its text.
       max_turns: number of replies of an episode, at least 1. If the game has not ended after this
         many replies, the episode is truncated.
-      system_prompt: put in front of the task's messages and the first observation; None adds none.
-      history: keep_thinking only appends. strip_thinking renders the conversation again for every
-        reply, without earlier thinking.
+      system_prompt: text to put in front of the task's messages and the first observation; None: no
+        text.
+      history: with keep_thinking, new text is only appended to the conversation. With
+        strip_thinking, the conversation is rendered again for every reply, without earlier
+        thinking.
       deadline: seconds, > 0, that an episode may wait for async methods in total; then it is
         truncated. None: no limit.
     Raises: ConfigError for a limit out of range, or if `make` needs an argument. The start of an

@@ -12,7 +12,7 @@ def single_turn(*, system_prompt: str | None = None) -> Environment:
     """Make an environment with one reply to the task's messages, without tools.
 
     Args:
-      system_prompt: put in front of the task's messages; None adds none.
+      system_prompt: text to put in front of the task's messages; None: no text.
     """
 
     def first_prompt(task: Task) -> Messages:

@@ -40,7 +40,7 @@ def tool_use(
         calls, the episode is truncated.
       max_calls: number of calls answered in one reply, at least 1. Further calls of the reply are
         answered with an error.
-      system_prompt: put in front of the task's messages; None adds none.
+      system_prompt: text to put in front of the task's messages; None: no text.
       parse_calls: function that reads the calls from a reply's content. If it has a keyword
         `tools`, it gets the tools.
       overflow: how to handle a full context of the model. truncate ends the episode. drop_oldest

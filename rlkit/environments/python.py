@@ -40,7 +40,7 @@ class PythonSession:
     """
 
     def __init__(self, *, sandbox: Sandbox | None = None):
-        self.sandbox = sandbox or Sandbox()  # for the same check as in `python_tool`
+        self.sandbox = sandbox or Sandbox()  # read by the same check as in `python_tool`
         self.interpreter = Interpreter(self.sandbox)
 
     def python(self, code: str) -> str:

@@ -68,10 +68,11 @@ def xml(
     Args:
       content: a reply without its thinking.
       tools: tools by name. An environment passes its own tools to a parser with this keyword.
-    Returns: as `hermes` does. The text is stripped. If the parameter is not a string, the text is
-      read as JSON. A call has an `error` and no arguments if it is not closed, has no name in
-      quotes, names no tool, or names a tool without exactly one required parameter. If the tool has
-      no required parameter and the text is empty, it is a call without arguments.
+    Returns: the content without the calls, and the calls, as in `hermes`. The text is stripped. If
+      the parameter is not a string, the text is read as JSON. A call has an `error` and no
+      arguments if it is not closed, or if it has no name in quotes. The same holds if there is no
+      tool of this name, or if the tool does not have exactly one required parameter. If the tool
+      has no required parameter and the text is empty, the call has no arguments.
     """
     pieces: list[str] = []
     calls: list[ToolCall] = []

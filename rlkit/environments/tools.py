@@ -210,7 +210,7 @@ async def _attempt(
         if task is None or task.cancelling():
             raise
         return f"Error: {_reason(error)}.", False  # the tool itself raised CancelledError
-    except Exception as error:  # a tool may raise anything, and the episode goes on
+    except Exception as error:  # whatever the tool raises, the episode goes on
         return f"Error: {_reason(error)}.", False
 
 

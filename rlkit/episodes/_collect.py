@@ -193,7 +193,7 @@ async def collect_groups(
       engine: samples the completions. None makes a new `rlkit.engines.Cached()`. If you call this
         function many times, pass the same engine each time: its cache and its compiled code outlive
         a call.
-      group_size: samples per task, > 0.
+      group_size: number of samples per task, > 0.
       seed, step: the run's seed and the number of the RL step. Together with the positions of the
         task and the sample, they are the only source of randomness (rlkit.functional.mix). So the
         same call gives the same rollouts in any batch, on any rank. They also seed the random
@@ -234,7 +234,7 @@ async def collect_groups(
                 raise Hung("the episode is over")
             await at.place.ready()
             said = await speak(rollout, messages, session)
-            # an engine may not report versions
+            # not every engine reports versions
             return said and said._replace(versions=said.versions or ((0, version),))
 
         held = [at]

@@ -29,8 +29,8 @@ from rlkit.types import Message, Rollout
 if TYPE_CHECKING:
     import pyarrow
 
-# Column → Parquet type. Between `reward` and `advantage` there is a column `reward_NAME` for each
-# component of the reward.
+# Parquet type of each column. Between `reward` and `advantage`, the table also has a column
+# `reward_NAME` for each component of the reward.
 COLUMNS: dict[str, str] = {
     "step": "int64",
     "group": "int64",

@@ -20,8 +20,7 @@ from rlkit.types import Environment, Policy, Rollout, Task
 # one environment for all tasks, or a function from a task to its environment
 Setting = Environment | Callable[[Task], Environment]
 
-# a verifier's score of a right answer, unless the task's metadata sets another score as
-# `correct_from`
+# smallest score of a right answer, unless the task's metadata sets another score as `correct_from`
 CORRECT = 1.0
 
 
@@ -46,10 +45,10 @@ def greedy_accuracy(
     is given. All ranks share the work, and each rank gets the result.
 
     Args:
-      reward: the verifier; `is_correct` decides which scores are right.
+      reward: the verifier. `is_correct` decides whether a score is right.
       temperature: sampling temperature, ≥ 0; 0 is greedy. With greedy decoding, an untrained policy
         may only repeat itself.
-      collecting: engine, version and max_new_tokens, as for `collect`.
+      collecting: engine, version and max_new_tokens, passed to `collect`.
     Returns: the figures of `summarise_accuracy`, and the rollouts. For a mixture, `parts` holds the
       same figures for each part.
     """

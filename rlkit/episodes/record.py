@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 FORMATS = (".jsonl.gz", ".jsonl")
-FAILED = "failed_rollout.jsonl.gz"  # a reward failed on this rollout
+FAILED = "failed_rollout.jsonl.gz"  # file for a rollout on which a reward failed
 MEMBER = re.compile(rb"\x1f\x8b\x08[\0\x04]\0{4}")  # start of a gzip member without name and time
-PIECE = 1 << 16  # bytes unpacked at a time
+PIECE = 1 << 16  # number of bytes to unpack at a time
 TEXT = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -88,7 +88,7 @@ def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None
 def keep_failed_rollout(folder: Path) -> Iterator[None]:
     """Save the failing rollout to the folder if a reward raises RewardError within the block. A
     note on the error names the file."""
-    # rewards import torch, and files of rollouts can be read without torch
+    # imported here, because rewards import torch, and rollout files must be readable without torch
     from rlkit.rewards import RewardError
 
     try:
@@ -128,7 +128,7 @@ def load_rollouts(
     Args:
       path: a file of `save_rollouts` or `append_rollouts`, or a file in a run's folder rollouts/.
         If `step` is given, path is the folder rollouts/ itself.
-      step: the RL step, counted from 1. None reads the whole file.
+      step: number of the RL step, from 1. None: the whole file is read.
       strict: whether to raise at the first damaged line. If False, a warning names the file and
         line of each damage, and all other rollouts are loaded.
     Raises: DataError with file and line if a line is damaged and `strict` is set, or if no rollout
@@ -209,8 +209,8 @@ def _json_row(place: str, line: bytes) -> Iterator[tuple[str, str | DataError]]:
 
 
 def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
-    """Yield the text of each member of a gzip file, and a description of its damage or None. After
-    a damaged member, continue with the next member."""
+    """Yield the text of each member of a gzip file, with a description of its damage, or None if it
+    is intact. After a damaged member, continue with the next member."""
     start = 0
     while start < len(data):
         text, length, damage = _unpack_member(memoryview(data)[start:])
@@ -249,7 +249,7 @@ def _unpack_member(data: memoryview) -> tuple[bytes, int, str | None]:
 COLUMNS = ("rl_step", "task_id", "num_steps", "response_length", "total_reward")
 # the keys of a message with their own columns; its other keys are stored as JSON text
 PLAIN = ("role", "content")
-# half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
+# half a surrogate pair, in hexadecimal; a str can contain it, but UTF-8 cannot
 LONE = "d[89a-f][0-9a-f]{2}"
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
 # Python types accepted for a field of this type; a field of any other type must be a str
@@ -264,7 +264,7 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def decode_rollouts(data: bytes) -> list[Rollout]:
-    """Invert `encode_rollouts`. Raises: DataError for other data."""
+    """Decode rollouts from the bytes of `encode_rollouts`. Raises: DataError for other data."""
     return [_rollout(line) for line in gzip.decompress(data).decode().split("\n") if line]
 
 

@@ -37,10 +37,12 @@ class TaskSampler(NamedTuple):
     gets 1 instead of w_i / Σ w, and all others get 0. Among equal w, the problem drawn longest ago
     gets the 1.
 
-    weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs,
-              whatever their scores
-    retest    every retest-th draw of a part takes the problem drawn longest ago; 0: no draw does
-    memory    factor on a problem's earlier successes and failures whenever a new group is scored
+    weigh     function from the rows of the table [n, 4] to the weights w ≥ 0 [n]; None: all
+              problems are drawn in the order of the epochs, whatever their scores
+    retest    every retest-th draw of a part takes the problem drawn longest ago; 0: there are no
+              retests
+    memory    factor that multiplies a problem's earlier successes and failures whenever a new group
+              is scored
     """
 
     name: str
@@ -101,8 +103,8 @@ def by_pool(
 def variance_sampler(
     *, explore: float = 0.1, prior: float = 0.5, memory: float = 0.8
 ) -> TaskSampler:
-    """Draw in proportion to the expected variance of a reply's success: w = E[p(1-p)] = ab /
-    ((a+b)(a+b+1)) for p ~ Beta(a, b).
+    """Draw problems in proportion to the expected variance of a reply's success. The weight is w =
+    E[p(1-p)] = ab / ((a+b)(a+b+1)) for p ~ Beta(a, b).
 
     a = prior + Σ_k memory^k · successes, where k = 0 is the problem's last group. b is the same sum
     over failures. With a prior of 1/2, an unseen problem has the weight 1/8. After four successes
@@ -132,10 +134,11 @@ def prioritised_sampler(
     """Draw the problem with the largest p(1-p), where p is the pass rate of its last group. Retests
     also bring back problems that were solved or too hard.
 
-    Args: retest: every retest-th draw takes the problem drawn longest ago. So each of n problems
-      is drawn within n · retest draws. unseen: the weight of a problem without a group, in place of
-      p(1-p). A weight below 0.25 lets known signal go first; a weight above 0 lets unknown problems
-      go before problems without signal. explore: share of uniform draws.
+    Args: retest: every retest-th draw takes the problem drawn longest ago. So each of n problems is
+      drawn within n · retest draws. unseen: weight of a problem without a group, instead of p(1-p).
+      If it is below 0.25, problems with p near 1/2 are drawn before unseen problems. If it is above
+      0, unseen problems are drawn before problems with p = 0 or p = 1. explore: share of uniform
+      draws.
     Source: the heap with periodic retests of arXiv:2601.02648.
     """
     return TaskSampler(
@@ -236,7 +239,7 @@ def choose_tasks(
 
 
 def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Random) -> int:
-    """Choose a row for the `number`-th draw of its part."""
+    """Choose a row for draw number `number` of the part."""
     import torch
 
     if sampler.retest and number % sampler.retest == 0:

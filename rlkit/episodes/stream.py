@@ -71,7 +71,7 @@ def take(
 
     Args:
       tasks: the same tasks, in the same order, in every call of a run.
-      state: StreamState() at the start of a run.
+      state: the position so far; StreamState() at the start of a run.
       n: number of tasks, ≥ 0.
       seed: the run's seed.
       sampler: rule for choosing problems. If it has weights, it chooses the problems, and the order

@@ -22,11 +22,11 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Compute the metrics of scored rollouts. The keys depend only on the names of the reward and
     on the parts of the mixture. A value that cannot be computed is nan.
 
-    part/NAME/*         all metrics below for the rollouts of one part of a mixture, and their share
-                        of the rollouts
+    part/NAME/*         all metrics below for the rollouts of one part of a mixture; share is the
+                        part's share of all rollouts
 
-    reward/*            raw task reward, rewards of steps included; unscored_frac is the share
-                        without a score
+    reward/*            raw task reward, with the rewards of steps; unscored_frac is the share of
+                        rollouts without a score
     reward/NAME/*       a component of the reward, also if its weight is 0. mean and std are of its
                         score. ok_frac, wrong_frac, unparseable_frac, timeout_frac and error_frac
                         are the shares of its statuses. variance_share, 0 … 1, is its squared

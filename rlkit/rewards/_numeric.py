@@ -18,8 +18,8 @@ from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.types import Rollout, Task, gives
 
 MAX_DIGITS = 200  # longest number, in characters; a longer number is not an answer
-MAX_SEGMENT = 1000  # characters after a marker that are searched for its number
-MAX_MARKERS = 100  # markers read in one text, from the last marker backwards
+MAX_SEGMENT = 1000  # number of characters after a marker to search for its number
+MAX_MARKERS = 100  # largest number of markers to read in one text, from the last marker backwards
 
 # ------------------------------------------------------------------ different spellings of a number
 
@@ -35,7 +35,7 @@ SPELLINGS = str.maketrans(
     | FRACTIONS
 )
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-PART = r"\s{0,9}-?\s{0,9}[0-9.,]{1,99}\s{0,9}"  # of a LaTeX fraction
+PART = r"\s{0,9}-?\s{0,9}[0-9.,]{1,99}\s{0,9}"  # numerator or denominator of a LaTeX fraction
 REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?=[$%])"), ""),
     # -$18, before currencies become spaces
@@ -74,7 +74,7 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 
 # ------------------------------------------------------------------- a number with an optional unit
 
-# Possessive (++): a long run of digits is read once.
+# The repetition is possessive (++), so a long run of digits is read only once.
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})++(?![0-9])|[0-9]++)"
 DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]++)?|\.[0-9]++)"
 POWER = (
@@ -104,7 +104,7 @@ WORD = rf"{LETTER}++(?:['’.]{LETTER}++)*+(?:\s?\^(?:\{{-?[0-9]\}}|-?[0-9]))?"
 UNIT = re.compile(
     rf"\s*+(?:[%°](?:\s?{WORD})?|[(/]?\s*+{WORD})(?:(?:\s*[/*.)(-]\s*|\s+){WORD}){{0,5}}\s*+\)?"
 )
-# The only units of one or two letters. In 2k and 3xy the letters are factors.
+# The only units of one or two letters. Other short words are factors, as in 2k and 3xy.
 SHORT_UNIT = re.compile(
     "[mgshlLJWVNAKCF]|[kcmnd][mg]|[mcd]?[lL]|lb|oz|ft|in|yd|mi|hr|yr|wk|mo|am|pm|st|nd|rd|th|sq|pt|qt|ha|cc|[kMG][WVJ]|m[VA]|Hz|[kKMGT]B|Pa|dB|[AW]h"
 )
@@ -135,10 +135,10 @@ MARKER = re.compile(
 END_OF_SENTENCE = re.compile(r"\n|(?<!\\)(?<!\bRs)[.!?;](?=\s|$)")
 NUMBERED_HEADING = re.compile(r"\W*+[0-9]++\s?[.):]\s++\S")
 WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
-# Python before 3.11.5 matches a possessive group with alternatives wrongly (gh-106052), so groups
-# are greedy here.
-# The parts of an expression: digits, operators, single letters other than the words a and I,
-# LaTeX commands, signs in words.
+# Python before 3.11.5 matches a possessive group with alternatives wrongly (gh-106052). So the
+# groups here are greedy.
+# The parts of an expression: digits, operators, single letters except the words a and I, LaTeX
+# commands, and signs in words.
 EXPRESSION = re.compile(
     rf"(?:[0-9\s.,+\-*/^(){{}}\[\]=%°<>|!:≈]|\\[A-Za-z]++|(?<!{LETTER})(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
     rf"|(?<!['’])(?<!{LETTER})(?![aAI]){LETTER}(?!{LETTER}))+",
@@ -199,13 +199,13 @@ def parse_number(text: str) -> Fraction | None:
     r"""Return the number in a text as an exact fraction. The result is None if the text is not one
     number with an optional unit.
 
-    Numbers have a sign (-5, −5, - 5, minus 5), commas between thousands, decimals, fractions (3/4,
-    2 3/4, ½, \frac{3}{4}, 2\frac12), powers (10^{-3}, 10⁻³, 2 \times 10^6, 1e6) and words of scale
-    (5 million). Currencies, percent signs and units are dropped, without conversion: 50% is 50, and
-    50 cents is 50. A unit is up to six words, without words of calculation (and, times, half, …). A
-    unit of one or two letters must be a known unit, because 2k is a product. A full stop or comma
-    at the end and emphasis around the number are dropped. The result is also None for a zero
-    denominator, and for a number of more than MAX_DIGITS characters.
+    A number may have a sign (-5, −5, - 5, minus 5), commas between thousands, and decimals. It may
+    be a fraction (3/4, 2 3/4, ½, \frac{3}{4}, 2\frac12) or a power (10^{-3}, 10⁻³, 2 \times 10^6,
+    1e6), and may have a word of scale (5 million). Currencies, percent signs and units are dropped,
+    without conversion: 50% is 50, and 50 cents is 50. A unit has up to six words, without words of
+    calculation (and, times, half, …). A unit of one or two letters must be a known unit, because 2k
+    is a product. A full stop or comma at the end and emphasis around the number are dropped. The
+    result is also None for a zero denominator, and for a number of more than MAX_DIGITS characters.
 
     >>> parse_number(r"$2\frac{1}{2}$ cups"), parse_number(r"3\sqrt{2}"), parse_number("10:30")
     (Fraction(5, 2), None, None)
@@ -333,7 +333,7 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
     following: re.Match[str] | None = None
     for marker in reversed(markers[-MAX_MARKERS:]):
         segment = text[marker.end() : following.start() if following else len(text)].lstrip()
-        if len(segment) > MAX_SEGMENT:  # a number at the cut must not be read in part
+        if len(segment) > MAX_SEGMENT:  # the cut must not split a number
             segment = segment[:MAX_SEGMENT].rpartition(" ")[0]
         segment = _cut_own_text(
             str(marker.lastgroup),
@@ -356,7 +356,7 @@ def _cut_own_text(kind: str, text: str, *, closed: bool) -> str:
         return text if closed else ""
     if kind == "end":
         return ""
-    lead = len(text) - len(text.lstrip(" \n\t:*$\\[("))  # LaTeX may begin on a line of its own
+    lead = len(text) - len(text.lstrip(" \n\t:*$\\[("))  # LaTeX may begin on the next line
     return text[:lead].replace("\n", " ") + END_OF_SENTENCE.split(text[lead:], maxsplit=1)[0]
 
 

@@ -24,7 +24,7 @@ def weighted_sum(scores: Mapping[str, float], weights: Mapping[str, float]) -> f
     Args:
       scores: score of each component by name, in the component's own unit.
       weights: weight of each component by name; a negative weight makes it a penalty.
-    Raises: KeyError for a component without a weight.
+    Raises: KeyError if a component has no weight.
     """
     return sum(weights[name] * score for name, score in scores.items())
 
@@ -48,7 +48,7 @@ def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Compute Σ weight * score / Σ |weight|. The sum of the weights does not change the scale of
     the reward. If no weight is negative, the mean lies between the smallest and the largest score.
 
-    Args: as in `weighted_sum`, with at least one component.
+    Args: those of `weighted_sum`, with at least one component.
     """
     return weighted_sum(scores, weights) / sum(abs(weights[name]) for name in scores)
 
@@ -58,8 +58,8 @@ def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Compute Π weight * score. If one component is 0, the reward is 0. So a right answer in the
     wrong form earns nothing.
 
-    Args: as in `weighted_sum`. Components should be in 0 … 1, because two negative factors make a
-    positive product.
+    Args: those of `weighted_sum`. Components should be in 0 … 1, because two negative factors make
+    a positive product.
     """
     return math.prod(weights[name] * score for name, score in scores.items())
 

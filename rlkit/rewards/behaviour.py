@@ -66,7 +66,7 @@ def length(
     Args:
       unit: "words" counts the words of the final reply, without its thinking. A word is text
         between white space. "tokens" counts the sampled tokens of the whole episode, with thinking.
-      low, high: bounds in this unit, both within the band; 0 ≤ low ≤ high.
+      low, high: bounds of the band in this unit, both inside; 0 ≤ low ≤ high.
       below, above, inside: the three scores.
     Returns: one of the three scores. A reply cut off by the length limit counts with the length it
       has.
@@ -99,7 +99,7 @@ def soft_length(
       limit: length from which the penalty is full. buffer: length of the ramp, 0 < buffer ≤ limit.
       penalty: the full penalty, > 0.
     Returns: a score in [-penalty, 0].
-    Raises: ConfigError for a buffer outside the limit.
+    Raises: ConfigError unless 0 < buffer ≤ limit.
     Source: DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476. In DAPO, the penalty counts tokens and
       is added to the reward (algorithm/overlong=penalty).
     """

@@ -215,7 +215,7 @@ def _await_all(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 
 def _outcome(task: asyncio.Task[Any]) -> Any:
     try:
         return get_result(task)
-    except BaseException as error:  # returned; the caller decides what to raise
+    except BaseException as error:  # returned, because the caller decides which error to raise
         return error
 
 

@@ -12,7 +12,7 @@ from rlkit.rewards.terms import Term
 from rlkit.rewards.verdicts import Paid, ScoreStatus, Verdict
 from rlkit.types import Rollout, unpacked
 
-TAKEN = ("mean", "std", "variance_share")  # names of rlkit's own metrics reward/TERM/…
+TAKEN = ("mean", "std", "variance_share")  # names used by rlkit's own metrics reward/TERM/…
 LARGEST = 1e15  # largest reward; the sum of squares of larger rewards may overflow float32
 
 

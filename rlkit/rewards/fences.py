@@ -15,7 +15,7 @@ OPENING = re.compile(
     rf" \t]*+{LIST_MARKER}*+)(?P<fence>`{{3,}}(?=[^`]*+$)|~{{3,}})(?P<info>.*)"
 )
 PYTHON = re.compile(r"\{?\s*\.?(?:i?python|py)[0-9.]*+(?![\w-])|[\w./-]++(?<=\.py)", re.IGNORECASE)
-# also attributes without a language: title="solution"
+# a block with attributes but without a language also counts as unmarked: title="solution"
 UNMARKED = re.compile(r"code|\{[^.]*+\}|\w++=.*+|", re.IGNORECASE)
 WORD = re.compile(r"\{?\.?[A-Za-z]")
 
@@ -31,10 +31,10 @@ class Block(NamedTuple):
 class _Open(NamedTuple):
     """Hold a block while it is being read."""
 
-    fence: str  # its run of backticks or tildes
+    fence: str  # the run of backticks or tildes
     info: str  # the text after the fence
-    indent: int  # columns before the fence
-    quotes: int  # block quotes around the fence
+    indent: int  # number of columns before the fence
+    quotes: int  # number of block quotes around the fence
     lines: list[str]
 
 

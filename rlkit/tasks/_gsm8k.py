@@ -30,8 +30,7 @@ def gsm8k(
     Args:
       path: a hub id, or a local file or folder. The rows need the fields `question` and `answer`
         (see `read_rows`).
-      split: train, validation or test. GSM8K has no validation rows of its own, so they are a share
-        of train.
+      split: train, validation or test. GSM8K has no validation rows, so a share of train is used.
       seed: seed of the order. It does not change the split of a row.
       validation, held_out: shares of the questions for validation and test, if the source does not
         have these splits (see `read_split`).

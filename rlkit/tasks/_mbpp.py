@@ -46,7 +46,7 @@ def mbpp(
       validation, held_out: shares of the texts for validation and test, if the source does not have
         these splits (see `read_split`).
       max_samples: number of problems to keep after the shuffle; None for all.
-      exclude: task_ids to leave out.
+      exclude: values of `task_id` to leave out.
       environment: name of the environment, written into every task.
     Returns: tasks with the ids mbpp/SPLIT/TASK_ID. `answer` is the reference solution in a code
       block. `metadata` has `tests` (hidden), `shown` and `setup`. The sandbox must be able to check

@@ -15,7 +15,7 @@ SUFFIXES = (".jsonl", ".parquet")
 ROLES = ("system", "user", "assistant", "tool")
 Row = dict[str, Any]
 Place = tuple[int, str, Row]  # (index in the source, place of the row for messages, row)
-Readers = dict[str, Callable[[], Iterator[tuple[str, Row]]]]  # split → reader of its rows
+Readers = dict[str, Callable[[], Iterator[tuple[str, Row]]]]  # split → function that reads its rows
 
 
 def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tuple[str, Row]]:
@@ -34,7 +34,8 @@ def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tup
       object.
     """
     found = _find_sources(path, name)
-    one_file = path.endswith(SUFFIXES) and not Path(path).expanduser().is_dir()  # for all splits
+    # a file holds the rows of every split
+    one_file = path.endswith(SUFFIXES) and not Path(path).expanduser().is_dir()
     yield from _read_split(found, "train" if one_file else split, path)
 
 
@@ -156,7 +157,7 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:
 def _decode_line(where: str, line: bytes) -> tuple[str, Row]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError also for bytes that are not UTF-8
         raise DataError(
             f"{where}: not a line of JSON ({error}); correct the line, or leave it out"
         ) from error
@@ -207,7 +208,7 @@ def _hub(path: str, name: str | None) -> Readers:
 
         found = load_dataset(path, name)
     except Exception as error:
-        # for any error of the hub client, the user has to mend the path or the network
+        # whatever the hub client raises, the user has to correct the path or the network
         reason = name_error(error)
         raise DataError(
             f"task.path={path} is no local path, and cannot be loaded from the hub: {reason:.300}."

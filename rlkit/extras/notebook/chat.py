@@ -220,11 +220,11 @@ class ToolUseLLM(LLMGenerator):
             seed=self.seed,
             **limits,
         )
-        self.seed += 1  # the next conversation is another sample
+        self.seed += 1  # so the next conversation is sampled with another seed
         return answer._asdict()
 
 
-# °F and °C
+# city → °F and °C
 TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}
 
 

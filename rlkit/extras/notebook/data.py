@@ -21,7 +21,7 @@ class Generation(NamedTuple):
 
     text: str
     token_ids: Tensor  # [T] int64, with the end token
-    logprobs: Tensor | None  # [T] in nats, at the sampler's temperature
+    logprobs: Tensor | None  # [T] log-probs in nats, at the sampler's temperature
     valid_mask: Tensor  # [T] float, 1 on sampled tokens, also on the end token
     metadata: Mapping[str, Any] = {}  # thinking and finish_reason
 
@@ -67,7 +67,7 @@ class GenerationConfig(NamedTuple):
     max_new_tokens: int = 512
     temperature: float = 0.7
     top_p: float = 0.9
-    top_k: int = 50  # 0 is off
+    top_k: int = 50  # 0: no limit
     do_sample: bool = True  # False decodes greedily, like temperature 0
     # setting of the chat template; None: the template's default
     enable_thinking: bool | None = False

@@ -63,7 +63,7 @@ NAMES = {
 class Run(NamedTuple):
     """Hold the state that one iteration of an optimizer passes to the next."""
 
-    learner: Mapping[str, Any]  # Learner.save
+    learner: Mapping[str, Any]  # result of Learner.save
     critic: nn.Module | None
     engine: Any
     stream: StreamState

@@ -36,7 +36,8 @@ INTERPRETER = re.compile(r"(python|pypy)[\d.]*|node|ruby|perl|(ba|da|k|z)?sh")
 SCRIPT = re.compile(r".\.(py|js|cjs|mjs|rb|pl|sh)$")
 # options of an interpreter that are followed by a text or a module instead of a script
 TEXT = re.compile(r"-\w*[cemp]|--eval|--print")
-RECORDS = "outputs"  # the folder of runs; their rollouts hold answers
+# the folder of runs, which a program may not read, because rollouts hold answers
+RECORDS = "outputs"
 
 
 def find_files(command: Sequence[str], found: Callable[[str], bool] = os.path.isfile) -> list[str]:

@@ -34,7 +34,7 @@ def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environmen
         sub-environment. All functions may be plain or async.
       settings: settings of `gymnasium` for each episode: parse_action, render, max_turns,
         system_prompt, history.
-    Raises: as `gymnasium`.
+    Raises: the errors of `gymnasium`.
     """
 
     def table(task: Task, count: int) -> Vector:

@@ -91,7 +91,7 @@ def mcp(
       max_servers: largest number of server processes alive at the same time, at least one for each
         server that is not shared; None: no limit. If an episode would exceed it, the episode begins
         when another is over. The last bits of its log-probs then depend on this moment.
-      The rest is as for `tool_use`.
+      The other arguments are those of `tool_use`.
     Raises: ConfigError for an invalid server, or for a limit out of range. The first episode raises
       it if the package is missing, if a server's tools cannot be listed, or if two tools have the
       same name.
@@ -286,7 +286,7 @@ def make_signature(schema: Mapping[str, Any]) -> inspect.Signature:
                     name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
                 )
             )
-        except ValueError:  # a keyword of Python
+        except ValueError:  # a name that is a keyword of Python
             return anything
     if schema.get("additionalProperties"):
         parameters += anything.parameters.values()

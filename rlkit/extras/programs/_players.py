@@ -34,7 +34,7 @@ class Launch(NamedTuple):
     limits: Limits
     score: bool  # whether its exit status is the reward
     variables: Mapping[str, str]
-    answer: str  # source of the final content
+    answer: str  # where the final content is found (`answer` of the environment)
     fields: Sequence[str]  # fields of the task's metadata that the program sees
 
 
@@ -68,7 +68,7 @@ class Client(NamedTuple):
     """Give a Python function access to the policy of its episode. It has an address and a key for
     any client, and a method for a plain request."""
 
-    base_url: str  # ends in /v1
+    base_url: str  # address of the endpoint; ends in /v1
     api_key: str
 
     def chat(

@@ -49,9 +49,9 @@ class Finished(NamedTuple):
     """Hold the result of a command."""
 
     status: int  # exit status; 128 + the number of a signal
-    printed: str  # on standard output
-    complained: str  # on standard error
-    flooded: bool = False  # it printed too much
+    printed: str  # its standard output
+    complained: str  # its standard error
+    flooded: bool = False  # whether it printed too much
 
 
 def find_landlock_version() -> int:
@@ -175,7 +175,7 @@ async def _read(guard: asyncio.subprocess.Process, most: int) -> Finished:
             if room >= 0:
                 kept += chunk
             else:
-                stdin.close()  # the guard ends the program
+                stdin.close()  # then the guard ends the program
         return bytes(kept)
 
     printed, complained = await asyncio.gather(read(guard.stdout), read(guard.stderr))

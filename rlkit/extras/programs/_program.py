@@ -429,7 +429,7 @@ async def _play_program(
     wait = Wait("the program", named)
 
     async def reply(*asked: Any, **settings: Any) -> Step:
-        with wait.pause():  # meanwhile the program waits for the policy
+        with wait.pause():  # not counted, because the program waits for the policy
             return await ask(*asked, **settings)
 
     said: dict[str, Any] = {}

@@ -95,7 +95,7 @@ class Game:
         return Player(self, number)
 
     async def start(self) -> None:
-        """Make and reset the game, once."""
+        """Make and reset the game once. The first caller does this, and the other player waits."""
         while self.game is None and self.over is None:
             if self.starting:
                 await self.changed.wait()

@@ -24,7 +24,7 @@ from rlkit.sandbox.process import make_folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.types import Task
 
-LONGEST_NUMBER = 64  # bytes
+LONGEST_NUMBER = 64  # largest size of a verifier's number, in bytes
 OUTPUT = 1 << 20  # largest output of a verifier, in bytes
 
 State = tuple[int, ...]

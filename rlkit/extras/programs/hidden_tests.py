@@ -27,7 +27,7 @@ from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.plain_files import read_plain_file
 from rlkit.types import Task
 
-LONGEST_REPORT = 1 << 16  # bytes of reward.json
+LONGEST_REPORT = 1 << 16  # largest size of reward.json, in bytes
 
 
 class HiddenTests(NamedTuple):

@@ -33,7 +33,7 @@ from rlkit.system.deadline import run_in_worker
 from rlkit.system.loops import wind_up
 from rlkit.types import Step
 
-MAX_BODY = 4 << 20  # bytes of a request
+MAX_BODY = 4 << 20  # largest size of a request, in bytes
 BODY_SECONDS = 30.0  # time for a whole request to arrive, counted from its head
 IDLE_SECONDS = 75.0  # time for a connection to send the head of the next request
 # time to write an answer into the kernel's buffers, which hold at least 100 kB
@@ -213,7 +213,8 @@ class Endpoint:
         response = await self._response(request)
         line = request.transport
         if line is not None:
-            line.set_write_buffer_limits(0)  # a write ends when the kernel has all of it
+            # so a write ends only when the kernel has all its bytes
+            line.set_write_buffer_limits(0)
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await response.prepare(request)
@@ -299,7 +300,7 @@ class Endpoint:
     async def _answered(
         self, request: web.Request, wire: Wire, door: Door, asked: ChatRequest, digest: bytes
     ) -> web.Response:
-        """Answer a request to sample. Raises: RequestRefused."""
+        """Answer a request for a reply. Raises: RequestRefused."""
         if not door.open:  # it was closed while the request was read
             return refuse_request(wire, 409, "the episode is over")
         retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")

@@ -23,7 +23,7 @@ class ChatRequest(NamedTuple):
     """Hold a program's request: a whole conversation, and the tools for its prompt."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]]  # schemas in the form of chat templates
+    tools: list[dict[str, Any]]  # schemas, in the form for chat templates
     limit: int | None = None  # largest number of tokens of the reply
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -92,7 +92,7 @@ def _tool(name: Any, function: Body, parameters: str, where: str) -> dict[str, A
         "description": function.get("description") or "",
         "parameters": function.get(parameters) or {},
     }
-    # of /v1/responses
+    # only tools of /v1/responses have an output schema
     result = {"return": function["output_schema"]} if function.get("output_schema") else {}
     return {"type": "function", "function": schema | result}
 
