@@ -1,8 +1,8 @@
-"""The records of an algorithm, and the only place that calls its parts.
+"""Define the records of an algorithm, and call its parts. No other file calls a part.
 
-A part is a plain function. Its positional parameters are quantities of `rlkit.types.QUANTITIES`,
-given by name. So a user's own loss asks for quantities in its signature, and nothing here changes.
-`part` calls it.
+A part is a plain function. Its positional parameters are names of quantities in
+`rlkit.types.QUANTITIES`, and `call_part` passes these quantities by name. So a user's own loss can
+ask for any quantity in its signature, and no code here has to change.
 """
 
 from __future__ import annotations
@@ -46,52 +46,53 @@ Value = TypeVar("Value")
 @safe("name", "optimizer")
 @ranges(warmup=(0, None), coef=(0, None))
 class Critic(NamedTuple):
-    """The predictor of returns. Without a loss, no critic is built.
+    """Describe the critic, a model that predicts returns. Without a loss, no critic is built.
 
-    `head` reads the last hidden states of the policy's own trunk. `separate` has a trunk of its
-    own, a copy of the policy at the start.
+    With model=head, the critic reads the last hidden states of the policy's trunk. With
+    model=separate, the critic has its own trunk, at first a copy of the policy.
     """
 
     name: str = "none"
     loss: ValueLossFn | None = None
-    optimizer: Callable[..., Any] | None = None  # (parameters) → torch optimizer
+    optimizer: Callable[..., Any] | None = None  # function from the parameters to a torch optimizer
     model: Literal["head", "separate"] = "head"
-    coef: float = 1.0  # weight of the value loss beside the policy loss
-    trunk_gradient: bool = False  # head: the value loss trains the policy's trunk too
-    warmup: int = 0  # RL steps that train the critic alone
+    coef: float = 1.0  # weight of the value loss, relative to the policy loss
+    # with model=head: whether the value loss also trains the policy's trunk
+    trunk_gradient: bool = False
+    warmup: int = 0  # number of RL steps at the start that train only the critic
 
     @property
     def active(self) -> bool:
-        """Whether there is a critic."""
+        """Say whether there is a critic."""
         return self.loss is not None
 
 
 @safe("loss", "parts")
 @ranges(coef=(0, None))
 class Stream(NamedTuple):
-    """One per-token signal in the loss: coef · Σ weights · loss per token, with weights of its own
-    over a mask of its own.
+    """Describe one per-token signal in the loss: coef · Σ weights · loss per token. Each stream has
+    its own weights and its own mask.
 
     mask             the tokens of
-    sampled          a teacher: all sampled tokens, even those that the group filter or the overlong
-                     rule take out of the reward's mask
-    observations     imitation: the answers of tools, without the template around them
-    demonstrations   imitation: the replies of the conversations in the rows of the step's prompts
+    sampled          a teacher: all sampled tokens, even of rollouts that the group filter or the
+                     overlong rule removes from the reward's mask
+    observations     imitation: the results of tools, without the template around them
+    demonstrations   imitation: the replies in the conversations of the step's tasks
 
-    The reward uses the algorithm's own mask and weights, so only its `coef` and `parts` are set.
-    With `parts`, a stream sees only the prompts of these parts of a mixture, and its weights sum to
-    1 over them.
+    The stream "reward" uses the mask and the weights of the algorithm itself, so only its `coef`
+    and `parts` are set. With `parts`, a stream uses only the prompts of these parts of a mixture,
+    and its weights sum to 1 over these prompts.
     """
 
     coef: float | Controller = 1.0
     mask: Literal["sampled", "observations", "demonstrations"] | None = None
-    aggregation: AggregationFn | None = None  # None: token_mean
-    loss: Divergence | None = None  # a teacher's divergence
-    parts: Sequence[str] | None = None  # of a mixture; None: all, and any task
+    aggregation: AggregationFn | None = None  # weights of the tokens; None: token_mean
+    loss: Divergence | None = None  # divergence from a teacher; only for the stream "teacher"
+    parts: Sequence[str] | None = None  # parts of a mixture to use; None: all prompts
 
     def of(self, part: str) -> bool:
-        """Whether prompts of this part of a mixture belong to it. A part of a mixture within a
-        mixture has both names, as a/b."""
+        """Return whether the stream uses prompts of this part of a mixture. A part of a mixture
+        within a mixture has both names, as in a/b."""
         return self.parts is None or any(
             part == own or part.startswith(f"{own}/") for own in self.parts
         )
@@ -103,7 +104,7 @@ STREAMS = ("reward", "teacher", "imitation")
 @safe("name", "episodes", "streams")
 @ranges(epochs=(1, None), minibatches=(1, None), max_refills=(0, None), entropy_coef=(0, None))
 class Algorithm(NamedTuple):
-    """A named set of functions; complete alone."""
+    """Hold a named set of functions that together make a complete algorithm."""
 
     name: str
     advantage: AdvantageFn
@@ -120,26 +121,29 @@ class Algorithm(NamedTuple):
     entropy_coef: float | Controller = 0.0
     epochs: int = 1
     minibatches: int = 1
-    # a step's updates end at this distance from the old policy, in nats per token
+    # the updates of a step end when the policy is this far from the old policy, in nats per token;
+    # None: no limit
     target_kl: float | None = None
-    # the meaning of "old" in the ratio: `place_old`
+    # which policy is "old" in the ratio, see `place_old`
     old: Literal["trainer", "sampler", "loglinear"] = "trainer"
-    # rounds of further prompts if the group filter leaves fewer than batch.prompts
+    # largest number of further rounds of prompts in a step, if the group filter leaves fewer than
+    # batch.prompts
     max_refills: int = 0
-    # scored episodes from elsewhere than sampling (sft), called as rlkit.collect; None: collect
+    # function that returns scored episodes without sampling (sft), with the arguments of
+    # rlkit.collect; None: rlkit.collect
     episodes: Callable[..., Any] | None = None
-    streams: Mapping[str, Stream] = {}  # of STREAMS; none is the reward alone
+    streams: Mapping[str, Stream] = {}  # streams by name, from STREAMS; empty: the reward alone
 
     @property
     def reward_coef(self) -> float:
-        """The weight of the policy loss: 1 without streams, 0 with streams but none for the
-        reward."""
+        """Return the weight of the policy loss. Without streams it is 1. With streams, it is the
+        `coef` of the stream "reward", or 0 without this stream."""
         own = self.streams.get("reward", Stream(0.0 if self.streams else 1.0))
         return require_number(own.coef)
 
     @property
     def active_streams(self) -> dict[str, Stream]:
-        """The streams other than the reward's that count in this step."""
+        """Return the streams with a weight above 0 in this step, without the reward's."""
         return {
             name: stream
             for name, stream in self.streams.items()
@@ -148,7 +152,7 @@ class Algorithm(NamedTuple):
 
     @property
     def parts(self) -> dict[str, Callable[..., Any]]:
-        """Name → function, of every slot called with quantities."""
+        """Return every function that is called with quantities, by the name of its field."""
         slots = {name: getattr(self, name) for name in self._fields if name in PARTS}
         return slots | ({"critic.loss": self.critic.loss} if self.critic.loss is not None else {})
 
@@ -156,8 +160,8 @@ class Algorithm(NamedTuple):
 @safe("name")
 @ranges(coef=(0, None))
 class KL(NamedTuple):
-    """The penalty that keeps the policy near the reference. With `coef` 0 or no estimator there is
-    no penalty and no reference pass.
+    """Describe the penalty that keeps the policy near the reference. If `coef` is 0, or without an
+    estimator, there is no penalty and the reference is not scored.
 
     placement            adds
     loss                 coef · KL_t to the loss of each token
@@ -169,31 +173,33 @@ class KL(NamedTuple):
     estimator: KLFn | None = None
     placement: Literal["loss", "reward", "reward_sequence"] = "loss"
     coef: float | Controller = 0.0
-    # loss: multiply each token's estimate by its ratio, for the gradient of the sampling too
+    # with placement=loss: whether to multiply each token's estimate by its ratio, so the gradient
+    # also accounts for the sampling of the token
     importance_weight: bool = False
-    # reward: subtracted before the baseline and the normalisation, not after
+    # with placement=reward: whether to subtract the penalty before the baseline and the
+    # normalisation, instead of after
     in_baseline: bool = False
 
     @property
     def active(self) -> bool:
-        """Whether the reference has to be scored."""
+        """Say whether the reference has to be scored."""
         return self.estimator is not None and (isinstance(self.coef, Controller) or self.coef > 0)
 
     @property
     def in_loss(self) -> bool:
-        """Whether it is a term of the loss."""
+        """Say whether the penalty is a term of the loss."""
         return self.active and self.placement == "loss"
 
     @property
     def in_reward(self) -> bool:
-        """Whether it is a part of the reward."""
+        """Say whether the penalty is a part of the reward."""
         return self.active and self.placement != "loss"
 
 
 @functools.lru_cache(maxsize=256)
 def list_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The quantities that a part asks for: its parameters that can be positional and have no
-    default."""
+    """List the quantities that a part asks for: its parameters without a default, except
+    keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(
         p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
@@ -201,21 +207,21 @@ def list_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def asks_for(function: Callable[..., Any] | None, name: str) -> bool:
-    """Whether a part asks for a quantity."""
+    """Return whether a part asks for a quantity."""
     return function is not None and name in list_inputs(function)
 
 
 def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
-    """Call a part with the quantities of its signature. Return its value without metrics and
-    without checks; `part` checks it."""
+    """Call a part with the quantities of its signature and return its value, without metrics. The
+    value is not checked; `call_part` checks it."""
     return unpacked(apply_part(function, quantities))[0]
 
 
 def apply_part(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
-    """Call a function with the quantities in its signature. Metadata and the mapping of components
-    are copies of its own.
+    """Call a function with the quantities in its signature. It gets its own copies of the metadata
+    and of the mapping of components.
 
-    Raises: PartError if it changes a tensor in place, because other parts read the same one.
+    Raises: PartError if it changes a tensor in place, because other parts read the same tensor.
     """
     given = {name: _hand_over(name, quantities[name]) for name in list_inputs(function)}
     before = {name: tensor._version for name, tensor in _tensors(given)}
@@ -233,13 +239,13 @@ def _hand_over(name: str, value: Any) -> Any:
     if name == "components":
         return dict(value)
     if name == "metadata":
-        with suppress(Exception):  # a value that cannot be copied is shared
+        with suppress(Exception):  # if a value cannot be copied, the function gets the value itself
             return copy.deepcopy(value)
     return value
 
 
 def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """The tensors among quantities, and in mappings among them, by name."""
+    """List the tensors among quantities, and in mappings among the quantities, by name."""
     flat = [(name, value) for name, value in given.items() if not isinstance(value, dict)]
     flat += [pair for value in given.values() if isinstance(value, dict) for pair in value.items()]
     return [
@@ -249,8 +255,8 @@ def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     ]
 
 
-# Part, as in the names of its metrics: (its place in the config, the Protocol with its result in
-# words, the tensors).
+# For each part, by its name in metrics: its path in the config, its Protocol, and the form of each
+# tensor that it returns.
 PARTS: Mapping[str, tuple[str, Any, tuple[str, ...]]] = {
     "group_filter": ("algorithm.group_filter", GroupFilterFn, ("[N] bool",)),
     "overlong": ("algorithm.overlong", OverlongFn, ("[N]", "[N] bool")),
@@ -269,15 +275,15 @@ PARTS: Mapping[str, tuple[str, Any, tuple[str, ...]]] = {
 def call_part(
     name: str, function: Callable[..., Any], given: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Call a part with its quantities. Return its value, and its metrics as NAME/METRIC: [], [N] or
-    [B, T], without gradient.
+    """Call a part with its quantities and check the result. Return its value, and its metrics as
+    NAME/METRIC. A metric is [], [N] or [B, T], without gradient.
 
     Args:
-      name: of PARTS.
-      given: at least `ids` and `rewards`, because their shapes and device decide if the value is
-        right, and all quantities that the part asks for.
-    Raises: PartError that names the part, if a quantity is not there yet, or if the value does not
-      fit its Protocol.
+      name: a name in PARTS.
+      given: quantities by name: all that the part asks for, and always `ids` and `rewards`, because
+        the value is checked against their shapes and device.
+    Raises: PartError naming the part, if a quantity has not been computed yet, or if the value does
+      not fit the part's Protocol.
     """
     path, protocol, wanted = PARTS[name]
     asked = list_inputs(function)
@@ -336,8 +342,8 @@ def _check_metrics(
     device: torch.device,
     refused: Callable[[str], PartError],
 ) -> dict[str, Tensor]:
-    """The metrics of a part as NAME/METRIC, without gradient. Raises: the error of `refused`, for a
-    metric of another shape."""
+    """Return the metrics of a part as NAME/METRIC, without gradient. Raises: the error made by
+    `refused`, if a metric has another shape."""
     measured = {}
     for key, number in metrics.items():
         tensor = (
@@ -359,7 +365,7 @@ def _check_metrics(
 def _describe_fault(
     value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch.device
 ) -> str:
-    """Describe how a tensor breaks its entry in PARTS; an empty text if it does not."""
+    """Describe how a value differs from the form in PARTS; return an empty text if it does not."""
     if not isinstance(value, Tensor):
         return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
     if all(value.shape != shape for size, shape in sizes.items() if size in spec):
@@ -374,7 +380,7 @@ def _describe_fault(
 
 
 def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword-only parameters of a part and their values."""
+    """Return the keyword-only parameters of a part with their values."""
     parameters = inspect.signature(function).parameters.values()
     return {
         p.name: p.default
@@ -384,8 +390,9 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def require_number(coefficient: float | Controller) -> float:
-    """A coefficient in an experiment of a step, whose controllers
-    `rlkit.training.schedules.resolve_schedules` has turned into numbers."""
+    """Return a coefficient that must be a number. Before each step,
+    `rlkit.training.schedules.resolve_schedules` replaces the controllers of an experiment by
+    numbers. Raises: TypeError for a controller."""
     if isinstance(coefficient, Controller):
         raise TypeError(
             "a controller is no number; take the experiment of a step,"

@@ -1,12 +1,13 @@
-"""Every contract of rlkit on one page: the records of a run, and the functions to swap.
-Read this first.
+"""Define every contract of rlkit on one page: the records of a run, and the functions that a config
+can exchange. Read this first.
 
     Task ──▶ Environment ──▶ Rollout ──▶ Batch ──▶ Algorithm ──▶ optimiser ──▶ Reference update
 
-Shape letters, used everywhere: N rollouts (prompts × group size), B rows (sequences; a rollout may
-fill several), T positions of a padded row, V vocabulary. A mask is True where a token counts. All
-`[B, T]` tensors are aligned with `ids`: entry t of a log-prob belongs to token t given the tokens
-before it.
+These letters stand for sizes everywhere: N is the number of rollouts (prompts × group size). B is
+the number of rows. A row is one training sequence, and a rollout may fill several rows. T is the
+number of positions of a padded row. V is the size of the vocabulary. A mask is True at each token
+that counts. All `[B, T]` tensors are aligned with `ids`: entry t of a log-prob is the log-prob of
+token t, given the tokens before it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import (
     runtime_checkable,
 )
 
-if TYPE_CHECKING:  # this page costs nothing to import
+if TYPE_CHECKING:  # so importing this page does not import torch
     import torch
     from torch import Tensor
 
@@ -38,13 +39,13 @@ if TYPE_CHECKING:  # this page costs nothing to import
     RolloutMask: TypeAlias = Tensor  # [N], bool
     TokenMask: TypeAlias = Tensor  # [B, T], bool
     Value = TypeVar("Value")
-    OrMeasured: TypeAlias = "Value | tuple[Value, Metrics]"  # alone, or with metrics
+    OrMeasured: TypeAlias = "Value | tuple[Value, Metrics]"  # a value alone, or with metrics
 
 # ------------------------------------------------------------------------------------ conversations
 
 
 class Message(TypedDict, total=False):
-    """One chat message, in the form of chat templates."""
+    """Hold one chat message, in the form of chat templates."""
 
     role: str  # system, user, assistant or tool
     content: str
@@ -58,7 +59,8 @@ Messages = Sequence[Message]
 
 
 class ToolCall(NamedTuple):
-    """A call by the policy. `error` says why the text is not a call; then `arguments` is empty."""
+    """Hold a tool call by the policy. If the text is not a valid call, `error` says why, and
+    `arguments` is empty."""
 
     id: str
     name: str
@@ -67,7 +69,8 @@ class ToolCall(NamedTuple):
 
 
 class ToolResult(NamedTuple):
-    """The result of a call. The policy reads `content`; `ok` is False for every kind of failure."""
+    """Hold the result of a tool call. The policy reads `content`. `ok` is False for every kind of
+    failure."""
 
     id: str
     name: str
@@ -77,7 +80,7 @@ class ToolResult(NamedTuple):
 
     @property
     def message(self) -> Message:
-        """The message that answers the call."""
+        """Return the message that answers the call."""
         return {
             "role": "tool",
             "tool_call_id": self.id,
@@ -87,8 +90,8 @@ class ToolResult(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One row of a dataset. It names its reward and its environment, so that a mixture scores each
-    row its own way."""
+    """Hold one row of a data set. It names its reward and its environment, so each row of a mixture
+    can have its own."""
 
     id: str
     messages: tuple[Message, ...]
@@ -96,17 +99,18 @@ class Task(NamedTuple):
     reward: str = "numeric"
     environment: str = "tool_use"
     metadata: Mapping[str, Any] = {}
-    part: str = ""  # of a mixture: the task that the row is from
+    part: str = ""  # name of the row's task in a mixture
 
 
-# Evaluations during a run use validation problems. Test problems are for the figures before and
-# after it, and decide nothing.
+# Evaluations during a run use validation problems. Test problems are used only before and after the
+# run, for figures that decide nothing.
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class Splits(NamedTuple):
-    """The problems of a run. Without evaluations there are no validation or test problems."""
+    """Hold the problems of a run by split. A run without evaluations has no validation and no test
+    problems."""
 
     train: Sequence[Task]
     validation: Sequence[Task] = ()
@@ -116,63 +120,65 @@ class Splits(NamedTuple):
 # ----------------------------------------------------------------------------------------- episodes
 
 Status = Literal["terminated", "truncated"]
-# How a reply ended; the first that applies: cut off by a limit of tokens; its thinking was closed
-# by the budget and it ended by itself; it ended with tool calls, readable or not; it ended by
-# itself. There is no "error": an engine that fails ends the run, and an unreadable call is
-# answered.
+# How a reply ended; the first word that applies is used. length: a limit of tokens cut it off.
+# budget: the thinking budget closed its thinking, and then it ended by itself. tool: it ended with
+# tool calls, readable or not. stop: it ended by itself. There is no "error", because a failing
+# engine ends the run, and an unreadable call is answered.
 FinishReason = Literal["length", "budget", "tool", "stop"]
 THINK_TAGS = ("<think>", "</think>")
 
 
 class SamplingParams(NamedTuple):
-    """How to sample a completion, and when an episode rejoins the decoding after a wait.
+    """Set how to sample a completion, and when an episode joins the decoding again after a wait.
 
     If the environment answers without waiting, the episode joins the next round of decoding. After
-    a wait (a tool in a thread, a request over the network) it joins
-      rounds   exactly `admission_rounds` decoded tokens after the reply; the decoder waits for a
-               late answer. A run repeats itself.
-      barrier  before anything else is decoded. A run repeats itself, slowly.
-      free     as soon as the answer is there. This is the fastest. The clock decides which rows
-               share a batch, and so the last bits.
+    a wait (a tool in a thread, a request over the network), `admission` decides when it joins:
+      rounds   exactly `admission_rounds` decoded tokens after the reply. The decoder waits for an
+               answer that is late. A repeated run gives the same results.
+      barrier  before any other token is decoded. A repeated run gives the same results, but it is
+               slow.
+      free     as soon as the answer has come. This is the fastest. Timing decides which rows are
+               decoded in one batch, and so the last bits of the log-probs.
     """
 
-    max_new_tokens: int = 256  # of one completion, > 0
-    # divides the logits, >= 0; 0 is greedy, with the log-probs of temperature 1
+    max_new_tokens: int = 256  # longest completion, in tokens, > 0
+    # divisor of the logits, >= 0; 0 is greedy, with the log-probs of temperature 1
     temperature: float = 1.0
-    top_p: float = 1.0  # in (0, 1]; 1 cuts nothing
-    top_k: int = 0  # >= 0; 0 cuts nothing
-    # >= 0, of one completion; then the engine writes the closing tag. None: no limit
+    top_p: float = 1.0  # in (0, 1]; 1 keeps all tokens
+    top_k: int = 0  # >= 0; 0 keeps all tokens
+    # longest thinking of one completion, in tokens, >= 0; after it the engine writes the closing
+    # tag. None: no limit
     max_thinking_tokens: int | None = None
     admission: Literal["rounds", "barrier", "free"] = "rounds"
-    admission_rounds: int = 16  # > 0, in decoded tokens per slot
+    admission_rounds: int = 16  # number of decoded tokens per slot, > 0
 
 
 class Generation(NamedTuple):
-    """One reply: the token ids as sampled (end-of-turn token included) and their log-probs after
-    temperature.
+    """Hold one completion: the sampled token ids, with the end-of-turn token, and their log-probs
+    after temperature.
 
     If a thinking budget closed the thinking, the engine itself wrote the tokens at the positions
-    `forced`. The policy reads them, but nothing is learned from them. Their log-probs are 0,
-    because the engine had no choice.
+    `forced`. The policy reads these tokens but is not trained on them. Their log-probs are 0,
+    because they were not sampled.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     forced: tuple[int, ...] = ()
-    # spans: first position, version of the weights for the tokens from there on
+    # spans: (first position, version of the weights from this position on)
     versions: tuple[tuple[int, int], ...] = ()
 
 
 class Step(NamedTuple):
-    """One turn of an episode: the new messages, the policy's reply, and the results of its tool
-    calls."""
+    """Hold one turn of an episode: the new messages, the policy's reply, and the results of its
+    tool calls."""
 
-    prompt: tuple[Message, ...]  # the messages new in this turn
+    prompt: tuple[Message, ...]  # the new messages of this turn
     # the context of the reply, without the `kept` tokens at its start
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    # of response_ids, by the sampler, after temperature; 0 where forced
+    # the sampler's log-prob of each of response_ids, after temperature; 0 for forced tokens
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     thinking: str = ""
@@ -181,55 +187,57 @@ class Step(NamedTuple):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     reward: float | None = None
-    # positions in response_ids written by the thinking budget: neither sampled nor trained
+    # positions in response_ids of tokens written by the thinking budget, neither sampled nor
+    # trained on
     forced: tuple[int, ...] = ()
     # number of exchanges (a reply and the messages after it) dropped from the start of the context
     dropped: int = 0
-    # spans: first position in response_ids, number of RL steps behind the weights
+    # spans: (first position in response_ids, number of RL steps that had trained the weights)
     versions: tuple[tuple[int, int], ...] = ()
-    # number of tokens at the context's start equal to the previous step's context and reply; see
-    # Rollout.context
+    # number of tokens at the start of the context that are not stored in prompt_ids, because they
+    # equal the start of the previous step's context and reply; see Rollout.context
     kept: int = 0
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the whole context of the reply."""
+        """Return the number of tokens in the whole context of the reply."""
         return self.kept + len(self.prompt_ids)
 
     @property
     def sampled(self) -> list[int]:
-        """Sampled positions in response_ids."""
+        """Return the positions of the sampled tokens in response_ids."""
         return [i for i in range(len(self.response_ids)) if i not in self.forced]
 
 
 class Rollout(NamedTuple):
-    """A whole episode. `reward` is None if it cannot be scored; `status` keeps terminated and
-    truncated apart."""
+    """Hold a whole episode. `reward` is None if the episode cannot be scored. `status` tells an
+    ended episode (terminated) from one cut off by a limit (truncated)."""
 
     task: Task
     steps: tuple[Step, ...]
     status: Status = "terminated"
-    # why it was truncated: length, context, steps, deadline, environment (a limit of its own) or
-    # error (it failed)
+    # why it was truncated: length, context, steps, deadline, environment (a limit of the
+    # environment itself) or error (the environment failed)
     truncation: str = ""
-    group: int = 0  # position of the prompt in the batch: rollouts of one group share it
+    group: int = 0  # position of the prompt in the batch; all rollouts of a prompt have the same
     sample: int = 0  # number of this sample in its group
     reward: float | None = None
-    rewards: Mapping[str, float | None] = {}  # named components
-    metadata: Mapping[str, Any] = {}  # from its environment
-    # component → origin of its score: ok, wrong, unparseable, timeout or error
+    rewards: Mapping[str, float | None] = {}  # score of each term of the reward
+    metadata: Mapping[str, Any] = {}  # values added by the environment
+    # status of each term's score: ok, wrong, unparseable, timeout or error
     statuses: Mapping[str, str] = {}
-    # reward/TERM/NAME and aggregator/NAME → further figures of the reward's functions; program/NAME
-    # → counts of a program's endpoint
+    # metrics by name: reward/TERM/NAME and aggregator/NAME from the reward's functions, and
+    # program/NAME from a program's endpoint
     metrics: Mapping[str, float] = {}
-    # reward of each step by the environment alone; () if no term of the reward added to it
+    # each step's reward from the environment alone; () if no term of the reward added to the steps'
+    # rewards
     environment_rewards: tuple[float | None, ...] = ()
-    # reward of the greedy rollout of its prompt, never trained on; None: it cannot be scored
+    # reward of a greedy rollout of the same prompt, never trained on; None: it cannot be scored
     greedy_reward: float | None = None
-    greedy_played: bool = False  # whether there was one
-    player: int | None = None  # in a game of two: 0 moves first, 1 second
-    error: str = ""  # why its environment failed, or its program was ended
-    # the session's state at its end, as plain values; empty if it tells none
+    greedy_played: bool = False  # whether a greedy rollout was played
+    player: int | None = None  # in a game for two: 0 moves first, 1 second
+    error: str = ""  # why the environment failed, or why the program was ended
+    # the session's state at the end of the episode, as plain values; empty if it reports none
     state: Mapping[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -243,15 +251,16 @@ class Rollout(NamedTuple):
         return render_rollout(self)
 
     def add(self, step: Step) -> Rollout:
-        """Add one turn. If the step holds its whole context, store only the difference from the
-        step before."""
+        """Return the rollout with one more turn. If the step holds its whole context, only the part
+        that differs from the step before is stored."""
         if self.steps and not step.kept:
             kept = agreement(self.context(-1) + self.steps[-1].response_ids, step.prompt_ids)
             step = step._replace(prompt_ids=step.prompt_ids[kept:], kept=kept)
         return self._replace(steps=(*self.steps, step))
 
     def context(self, index: int) -> tuple[int, ...]:
-        """All token ids of a reply's context. Raises: IndexError if there is no such step."""
+        """Return all token ids in the context of a reply. Raises: IndexError if the step does not
+        exist."""
         *earlier, step = self.steps[: range(len(self.steps))[index] + 1]
         ids: list[int] = []
         for before in earlier:
@@ -260,7 +269,7 @@ class Rollout(NamedTuple):
 
     @property
     def total_reward(self) -> float | None:
-        """`reward` plus the rewards of the steps: the reward for training."""
+        """Return `reward` plus the rewards of the steps. Training uses this sum."""
         return (
             None
             if self.reward is None
@@ -269,28 +278,29 @@ class Rollout(NamedTuple):
 
     @property
     def final_content(self) -> str:
-        """The text to read an answer from: `metadata["final_content"]` if the environment sets it,
-        else the content of the last reply, thinking excluded."""
+        """Return the text to read an answer from. It is `metadata["final_content"]` if the
+        environment sets it, or else the content of the last reply, without its thinking."""
         last = self.steps[-1].content if self.steps else ""
         return self.metadata.get("final_content", last)
 
     @property
     def response_length(self) -> int:
-        """Sampled tokens of all steps together, without the text of a thinking budget."""
+        """Return the number of sampled tokens of all steps together, without the text of a thinking
+        budget."""
         return sum(len(step.response_ids) - len(step.forced) for step in self.steps)
 
     @property
     def conversation(self) -> list[Message]:
-        """The episode as chat messages, thinking included, calls structured, results with the
-        call's id."""
+        """Return the episode as chat messages. Thinking is included, calls are structured, and each
+        result has the id of its call."""
         return self.history(len(self.steps), thinking=True)
 
     def history(self, steps: int, *, thinking: bool, dropped: int = 0) -> list[Message]:
-        """The messages of the first `steps` steps, with or without the policy's thinking.
+        """Return the messages of the first `steps` steps, with or without the policy's thinking.
 
-        Results of a step's calls belong to their step here; in the token stream they are part of
-        the next prompt. `dropped` is the number of oldest exchanges to leave out, each a reply and
-        the messages after it. The first prompt stays.
+        Here the results of a step's calls belong to this step. In the token stream they are part of
+        the next prompt. `dropped` is the number of oldest exchanges to leave out. An exchange is a
+        reply and the messages after it. The first prompt always stays.
         """
         messages: list[Message] = [*self.steps[0].prompt] if self.steps[:steps] else []
         for index, step in enumerate(self.steps[dropped:steps], dropped):
@@ -314,7 +324,7 @@ class Rollout(NamedTuple):
 
 
 def agreement(a: Sequence[int], b: Sequence[int]) -> int:
-    """Count the equal token ids at the start of two sequences of one type."""
+    """Count the equal token ids at the start of two sequences. Both must have the same type."""
     if a == b[: len(a)]:
         return len(a)
     return next(
@@ -327,96 +337,102 @@ def agreement(a: Sequence[int], b: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Rollouts as right-padded tensors, as they were sampled.
+    """Hold rollouts as right-padded tensors, as they were sampled.
 
-    The type of a batch says how much has been computed. Each record below has the fields of the
-    ones before it, so a function of token ids takes them all:
+    The type of a batch says how much has been computed. Each type below also has the fields of the
+    types before it. So a function of token ids accepts all of them:
 
         Batch ── score ──▶ Scored ── weigh ──▶ Weighted ── some rows, shares ──▶ Minibatch
 
-    A quantity for some algorithms only is None for the others.
+    If a quantity is needed only by some algorithms, it is None for the others.
     """
 
     ids: Tensor  # [B, T] int64
     attention_mask: Tensor  # [B, T] bool, True on real tokens
     response_mask: Tensor  # [B, T] bool, True on the sampled tokens to train on
     sampled_mask: Tensor  # [B, T] bool, True on all sampled tokens
-    rollout_ids: Tensor  # [B] int64, the rollout of a row (0 … N-1)
-    step_ids: Tensor  # [B, T] int64, the step of a token in its rollout
-    rewards: Tensor  # [N] float, nan if it cannot be scored
+    rollout_ids: Tensor  # [B] int64, number of the row's rollout (0 … N-1)
+    step_ids: Tensor  # [B, T] int64, number of the token's step in its rollout
+    rewards: Tensor  # [N] float, nan if a rollout cannot be scored
     group_ids: Tensor  # [N] int64
-    truncated: Tensor  # [N] bool, cut off by a limit instead of ended
-    lengths: Tensor  # [N] int64, sampled tokens of a rollout, trained on or not
-    reply_lengths: Tensor  # [N] int64, sampled tokens of a rollout's longest reply
-    # [B, T] float, a step's reward at its last sampled token, the episode's at the last of all
+    truncated: Tensor  # [N] bool, True if a limit cut off the rollout
+    lengths: Tensor  # [N] int64, number of sampled tokens of a rollout, trained on or not
+    reply_lengths: Tensor  # [N] int64, number of sampled tokens in a rollout's longest reply
+    # [B, T] float; a step's reward is at the last sampled token of the step, and the episode's
+    # reward is at the last sampled token of the rollout
     token_rewards: Tensor
-    logprobs_sampler: Tensor  # [B, T] by the sampling engine
-    # [B, T] int64, RL steps done when the weights behind a token were loaded; 0 elsewhere
+    logprobs_sampler: Tensor  # [B, T] from the sampling engine
+    # [B, T] int64, number of RL steps that had trained the weights of a sampled token; 0 elsewhere
     versions: Tensor
-    # reward component → [N] float, nan if it cannot be scored
+    # [N] float for each term of the reward, nan if a rollout cannot be scored
     components: Mapping[str, Tensor] = field(default_factory=dict)
-    # of each of the N rollouts: its task's metadata, and its own on top
+    # metadata of each of the N rollouts: the task's, updated with the rollout's own
     metadata: tuple[Mapping[str, Any], ...] = ()
-    # PART/NAME → [], [N] or [B, T]: figures of parts from before the update, or from weighing it
+    # [], [N] or [B, T] by name PART/NAME: metrics returned by parts before the update, or while the
+    # batch was weighed
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    # [N] reward of one greedy rollout of the prompt, nan if it has none; None: none was played
+    # [N] reward of one greedy rollout of the prompt, nan if it cannot be scored; None: no greedy
+    # rollout was played
     greedy_rewards: Tensor | None = None
-    # [B, T] bool, answers of tools, without the template around them; None: no stream asks for it
+    # [B, T] bool, True on tokens of tool results, without the template around them; None: no stream
+    # asks for it
     observed_mask: Tensor | None = None
 
     @property
     def quantities(self) -> dict[str, Any]:
-        """Name → quantity, for the parts of an algorithm."""
+        """Return the quantities for the parts of an algorithm, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def whole(self) -> Self:
-        """The batch with every sampled token in its response_mask, even of rollouts left out of
-        training."""
+        """Return the batch with every sampled token in its response_mask, even the tokens of
+        rollouts left out of training."""
         return replace(self, response_mask=self.sampled_mask)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scored(Batch):
-    """A batch with the models' figures on its tokens before the update."""
+    """Hold a batch with figures of the models on its tokens, computed before the update."""
 
-    # [B, T] by the trainer; None: the only update of the step finds them, or `old_share` does
+    # [B, T] from the trainer; None: the step has only one update, which computes them itself, or
+    # `old_share` replaces them
     logprobs_old: Tensor | None
-    # [B, T] in 0 … 1: position of "old" between sampler (0) and policy (1); None: it is
-    # logprobs_old
+    # [B, T] in 0 … 1, place of the "old" log-prob between sampler (0) and policy (1); None:
+    # logprobs_old is used
     old_share: Tensor | None = None
-    entropy_old: Tensor | None = None  # [B, T] in nats, by the trainer
-    values: Tensor | None = None  # [B, T] by the critic, of the state before each sampled token
-    logprobs_ref: Tensor | None = None  # [B, T] by the reference
-    full_kl: Tensor | None = None  # [B, T] in nats, exact over the vocabulary, policy to reference
+    entropy_old: Tensor | None = None  # [B, T] in nats, from the trainer
+    values: Tensor | None = None  # [B, T] from the critic, value of the state before each token
+    logprobs_ref: Tensor | None = None  # [B, T] from the reference
+    # [B, T] in nats, exact KL(policy ‖ reference) over the vocabulary
+    full_kl: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weighted(Scored):
-    """A scored batch with the factors on the loss of each token; they are fixed before the
-    split."""
+    """Hold a scored batch with the factors on the loss of each token. The factors are fixed before
+    the batch is split into minibatches."""
 
     advantages: Tensor  # [B, T]
-    scale: Tensor  # [B, T] off-policy correction × token filter
-    returns: Tensor | None = None  # [B, T] the critic's target
+    scale: Tensor  # [B, T] off-policy correction × token filter, a factor on the policy loss
+    returns: Tensor | None = None  # [B, T] target of the critic
     # [B, T] share of the step's tokens with a higher covariance of advantage and log-prob
     covariance_rank: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Minibatch(Weighted):
-    """The rows of one update."""
+    """Hold the rows of one update."""
 
-    weights: Tensor  # [B, T] share of each token in the loss; sums to 1 over the update
+    weights: Tensor  # [B, T] weight of each token in the loss; the weights sum to 1 over the update
 
 
 class TokenLogprobs(NamedTuple):
-    """Figures of the model in training on the sampled tokens; everything [B, T], 0 outside the
-    response mask."""
+    """Hold figures of the trained model on the sampled tokens. All tensors are [B, T] and 0 outside
+    the response mask."""
 
     logprobs: Tensor
     entropy: Tensor
-    values: Tensor | None = None  # by the critic, if there is one
-    full_kl: Tensor | None = None  # to the reference, if the KL is exact
+    values: Tensor | None = None  # from the critic, if there is one
+    full_kl: Tensor | None = None  # exact KL to the reference, if the KL term asks for it
 
 
 # --------------------------------------------------------------------------------- extension points
@@ -480,25 +496,25 @@ QUANTITIES: Mapping[str, str] = {
 
 
 def plain(part: Any) -> Any:
-    """The function of a part, without the partials around it."""
+    """Return the function of a part, without the partials around it."""
     while isinstance(part, functools.partial):
         part = part.func
     return part
 
 
 def bound(part: Any) -> Mapping[str, Any]:
-    """The keyword arguments bound to a part by a config; none for a plain function."""
+    """Return the keyword arguments that a config has bound to a part; none for a plain function."""
     return part.keywords if isinstance(part, functools.partial) else {}
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value, or a class, is a NamedTuple."""
+    """Return whether a value or a class is a NamedTuple."""
     return hasattr(value, "_fields")
 
 
 def missing(part: Any, protocol: type) -> list[str]:
-    """The methods of a Protocol missing from a value: all of them for a class, because it is not
-    an instance yet."""
+    """List the methods of a Protocol that a value lacks. A class lacks all of them, because it is
+    not an instance."""
     return [
         name
         for name in vars(protocol)
@@ -507,9 +523,9 @@ def missing(part: Any, protocol: type) -> list[str]:
     ]
 
 
-# Declarations of a part, for the checks before a run (rlkit.config.problems). These lists are
-# closed: an unknown word is refused in the decorator. A part without declarations assumes nothing
-# and guarantees nothing.
+# Words for the declarations of a part. The checks before a run read the declarations
+# (rlkit.config.problems). The lists are complete: a decorator refuses any other word. A part
+# without declarations assumes nothing and guarantees nothing.
 
 Guarantee = Literal["binary", "non_negative", "raw"]
 GUARANTEES: Mapping[str, str] = {
@@ -547,52 +563,55 @@ Part = TypeVar("Part", bound=Callable[..., Any])
 
 
 def assumes(*words: Assumption) -> Callable[[Part], Part]:
-    """Declare an assumption of a part: `@assumes("binary_rewards")`. A composition that breaks it
-    is refused before the run."""
+    """Declare an assumption of a part: `@assumes("binary_rewards")`. If a config breaks the
+    assumption, it is refused before the run."""
     return _declared("assumes", words, ASSUMPTIONS, {})
 
 
 def gives(*words: Guarantee, **where: Any) -> Callable[[Part], Part]:
-    """Declare a property of a reward function's scores: `@gives("binary", correct=1, wrong=0)`.
+    """Declare a property of the scores of a reward function, as in
+    `@gives("binary", correct=1, wrong=0)`.
 
-    With `where`, it holds only while the function's hyperparameters have these values. Several of
-    these decorators add up; `@gives()` promises none of the words.
+    With `where`, the property holds only if the function's hyperparameters have these values. A
+    function may have several of these decorators, and then all their words hold. `@gives()`
+    promises none of the words.
     """
     return _declared("gives", words, GUARANTEES, where)
 
 
 def keeps(*words: Guarantee) -> Callable[[Part], Part]:
-    """Declare the words that still hold after a part has changed rewards. The part is an aggregator
-    (they must hold for all components) or an overlong rule."""
+    """Declare which properties of rewards still hold after a part has changed the rewards. The part
+    is an aggregator or an overlong rule. For an aggregator, a property must hold for all
+    components."""
     return _declared("keeps", words, GUARANTEES, {})
 
 
 def vanishes(*words: Vanishing, **where: Any) -> Callable[[Part], Part]:
-    """Declare where the gradient of a part is exactly 0: `@vanishes("without_advantages",
-    penalty=0)`.
+    """Declare a case in which the gradient of a part is exactly 0, as in
+    `@vanishes("without_advantages", penalty=0)`.
 
-    If all parts of an update declare it, the update is skipped there; a part without the
-    declaration is never skipped. With `where`, it holds only while the part's hyperparameters have
-    these values. A wrapper made with `functools.wraps` declares for itself, because it may add a
-    term.
+    If this is the case for all parts of an update, the update is skipped. A part without this
+    declaration is never skipped. With `where`, the declaration holds only if the part's
+    hyperparameters have these values. A wrapper made with `functools.wraps` does not take it over
+    from its function, because the wrapper may add a term.
     """
     return _declared("vanishes", words, VANISHING, where)
 
 
 def stateful(part: Part) -> Part:
-    """Declare that a function's result depends on its earlier calls: a reward with a counter, an
-    environment with a memory of episodes.
+    """Declare that a function's result depends on its earlier calls. Examples are a reward with a
+    counter and an environment with a memory of episodes.
 
-    With asynchrony=overlap a second process makes its calls, with a state of its own, so the
-    composition is refused before the run.
+    With asynchrony=overlap, a second process would call the function with a separate state. So the
+    config is refused before the run.
     """
     setattr(part, "__stateful__", True)  # noqa: B010  a class can be marked too
     return part
 
 
 def is_stateful(part: Any) -> bool:
-    """Whether a part is marked `@stateful`: a function, also in a partial or a wrapper, a class,
-    its instance or its method."""
+    """Return whether a part is marked `@stateful`. The mark may be on a function, also inside a
+    partial or a wrapper, or on a class. An instance and a method have the mark of their class."""
     part = plain(part)
     inner = inspect.unwrap(part) if callable(part) else part
     owner = part.__self__ if inspect.ismethod(part) else None
@@ -600,8 +619,8 @@ def is_stateful(part: Any) -> bool:
 
 
 def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
-    """Declare the smallest and the largest value of a part's numbers, None for no limit:
-    `@ranges(rank=(0, None))`.
+    """Declare the smallest and the largest allowed value of a part's numbers. None means no limit.
+    An example is `@ranges(rank=(0, None))`.
 
     A config with a value outside its range is refused before the run.
     """
@@ -618,7 +637,7 @@ def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part
     return mark
 
 
-# Within the reach of a parameter's value, as the end of a sentence.
+# What a parameter's value can reach, as the end of a sentence.
 REACHES = {
     "program": "a program",
     "address": "an address",
@@ -633,10 +652,10 @@ REACHES = {
 
 
 def reaches(**what: str) -> Callable[[Part], Part]:
-    """Declare how far the value of a parameter can reach: `@reaches(command="program",
-    cache="path")`.
+    """Declare parameters with values that can do harm: `@reaches(command="program", cache="path")`.
+    The word, one of `REACHES`, says what a value can reach.
 
-    A folder from a stranger may not set it without trust=true. The words are in `REACHES`.
+    A folder from a stranger may not set these parameters without trust=true.
     """
     unknown = [word for word in what.values() if word not in REACHES]
     if unknown:
@@ -647,11 +666,11 @@ def reaches(**what: str) -> Callable[[Part], Part]:
 
 
 def safe(*names: str) -> Callable[[Part], Part]:
-    """Declare parameters of a part with harmless values: `@safe("name", "tags")`. A folder from a
-    stranger may set them.
+    """Declare parameters with values that can do no harm: `@safe("name", "tags")`. A folder from a
+    stranger may set these parameters.
 
     Numbers, booleans, Literals and parts are safe by their type. A text, a sequence, a mapping and
-    a function need this word.
+    a function need this declaration.
     """
     return _with_verdicts("safe", dict.fromkeys(names, ""))
 
@@ -671,11 +690,11 @@ def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]
 
 
 class Clip(NamedTuple):
-    """Tokens touched by the clip of a loss: functions of the loss's own quantities and numbers →
-    [B, T] bool. None: no token.
+    """Hold two functions that mark the tokens affected by the clip of a loss. Each takes quantities
+    and the loss's numbers and returns [B, T] bool. None: no token.
 
-    held     the token has an advantage, and its own log-prob gets no gradient
-    capped   the token's weight is bounded, and its gradient stays
+    held     the token has an advantage, but its own log-prob gets no gradient
+    capped   the token's weight is bounded, but its log-prob still gets a gradient
     """
 
     held: Callable[..., Tensor] | None = None
@@ -685,12 +704,12 @@ class Clip(NamedTuple):
 def clips(
     *, held: Callable[..., Tensor] | None = None, capped: Callable[..., Tensor] | None = None
 ) -> Callable[[Any], Any]:
-    """Declare how the clip of a policy loss touches a token, for the metrics clip/*: `loss.clip` is
-    a `Clip`.
+    """Declare how the clip of a policy loss affects tokens, for the metrics clip/*. The decorator
+    sets `loss.clip` to a `Clip`.
 
     Args:
-      held, capped: functions of quantities by name, as the loss, and of all its keyword-only
-        numbers.
+      held, capped: functions that ask for quantities by name, as the loss does, and take all
+        keyword-only numbers of the loss.
 
     >>> import torch
     >>> @clips(held=lambda ratio, *, width: ratio > 1 + width)
@@ -725,7 +744,7 @@ def _declared(
 
 
 def _is_copied(part: Any, name: str) -> bool:
-    """Whether a wrapper's attribute is only a copy by `functools.wraps`."""
+    """Return whether a wrapper's attribute was only copied by `functools.wraps`."""
     if not hasattr(part, "__wrapped__"):
         return False
     return getattr(part, name, None) is getattr(part.__wrapped__, name, None)
@@ -734,8 +753,8 @@ def _is_copied(part: Any, name: str) -> bool:
 def declarations(
     part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]
 ) -> frozenset[str] | None:
-    """The declared words of a part, with its hyperparameters as they are bound; None if it declares
-    nothing of this kind.
+    """Return the declared words of a part that hold for its bound hyperparameters; None if it
+    declares nothing of this kind.
 
     A `functools.partial` declares the same as its function. So does a wrapper made with
     `functools.wraps`, except for `vanishes`.
@@ -767,8 +786,8 @@ def declarations(
 
 
 class Estimate(NamedTuple):
-    """Result of an advantage with a critic: advantages, and returns as the critic's target; both
-    [B, T]."""
+    """Hold the result of an advantage with a critic: advantages, and returns as the critic's
+    target, both [B, T]."""
 
     advantages: Tensor
     returns: Tensor
@@ -776,35 +795,35 @@ class Estimate(NamedTuple):
 
 # mypy checks the return type of the shipped parts in rlkit.functional and rlkit.rewards, with and
 # without metrics (`PolicyLossFn[...]`). A part chooses its quantities itself, and Python has no
-# type for "some of these names". So the composition checks each name. A dry run on fake data checks
-# that each quantity is there when the part is called. Every call checks the shape, the kind of
-# numbers and the device of the result (`rlkit.algorithm.call_part`).
+# type for "some of these names". So the names are checked when the config is composed. A dry run on
+# fake data checks that each quantity has been computed before the part is called. Every call checks
+# the shape, the kind of numbers and the device of the result (`rlkit.algorithm.call_part`).
 Q = ParamSpec("Q")
-# name → a number, or a tensor [N] or [B, T]; the mean is over the entries that count
+# name → a number, or a tensor [N] or [B, T], logged as the mean over its entries that count
 Metrics = Mapping[str, "float | Tensor"]
 
 
 class Measured(NamedTuple):
-    """A value with metrics, which the step's row shows as PART/NAME. A plain pair means the same,
-    except for a reference's update."""
+    """Hold a value with metrics. The row of the RL step shows the metrics as PART/NAME. A part may
+    also return a plain pair, except for a reference's update."""
 
     value: Any
     metrics: Metrics
 
 
 def unpacked(given: Any) -> tuple[Any, Metrics]:
-    """Split a part's result into its value and its metrics: a pair with a mapping as its second
-    entry has metrics, anything else none."""
+    """Split a part's result into its value and its metrics. Only a pair with a mapping as its
+    second entry has metrics."""
     pair = type(given) in (tuple, Measured) and len(given) == 2 and isinstance(given[1], Mapping)
     return (given[0], given[1]) if pair else (given, {})
 
 
 class AdvantageFn(Protocol[Q]):
-    """(quantities of the whole update batch) → [N], one number a rollout, or [B, T]; with a critic
-    an Estimate.
+    """(quantities of the whole update batch) → [N] or [B, T]; with a critic an Estimate.
 
-    If it asks for `token_rewards`, it works on tokens: a KL in the reward is part of them. For any
-    other advantage, the KL is subtracted from the normalised advantage.
+    [N] is one number per rollout. If the function asks for `token_rewards`, a KL in the reward is
+    already part of these rewards. For any other advantage, the KL is subtracted from the normalised
+    advantage.
     """
 
     def __call__(
@@ -813,8 +832,10 @@ class AdvantageFn(Protocol[Q]):
 
 
 class OverlongFn(Protocol[Q]):
-    """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N]
-    bool: trained on)."""
+    """(rewards [N], lengths [N], truncated [N], …) → (rewards [N], [N] bool).
+
+    The rewards are passed to the advantage. The mask is True for rollouts to train on.
+    """
 
     def __call__(
         self, *quantities: Q.args, **numbers: Q.kwargs
@@ -822,48 +843,51 @@ class OverlongFn(Protocol[Q]):
 
 
 class GroupFilterFn(Protocol[Q]):
-    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts that are kept."""
+    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts to keep."""
 
     def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[RolloutMask]: ...
 
 
 class TokenFilterFn(Protocol[Q]):
-    """(entropy_old, response_mask, …) → [B, T] bool, True for tokens whose policy loss counts."""
+    """(entropy_old, response_mask, …) → [B, T] bool, True for tokens to keep in the policy loss."""
 
     def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[TokenMask]: ...
 
 
 class PerTokenFn(Protocol[Q]):
-    """(quantities) → [B, T], alone or with metrics: the common form of the functions below.
+    """(quantities) → [B, T], alone or with metrics. The functions below have this form.
 
-    mypy checks the return type of a shipped part. The composition checks that its quantities exist,
-    and every call checks the result.
+    mypy checks the return type of a shipped part. When a config is composed, the names of the
+    quantities are checked, and every call checks the result.
     """
 
     def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerToken]: ...
 
 
 class NormalizationFn(PerTokenFn[Q], Protocol[Q]):
-    """(advantages [B, T], …) → advantages [B, T] on another scale. Entries outside the response
-    mask are ignored."""
+    """(advantages [B, T], …) → advantages [B, T] on another scale.
+
+    Entries outside the response mask are ignored.
+    """
 
 
 class CorrectionFn(PerTokenFn[Q], Protocol[Q]):
-    """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 on each token's policy loss
-    [B, T], a constant."""
+    """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 for each token [B, T].
+
+    The factor multiplies the token's policy loss. It is a constant without gradient.
+    """
 
 
 class RatioFn(PerTokenFn[Q], Protocol[Q]):
-    """(logprobs, logprobs_old, response_mask, …) → policy over old policy [B, T]; carries the
-    gradient."""
+    """(logprobs, logprobs_old, response_mask, …) → policy over old policy [B, T], with gradient."""
 
 
 class PolicyLossFn(PerTokenFn[Q], Protocol[Q]):
-    """(ratio, advantages, …) → loss per token [B, T], unmasked and unreduced."""
+    """(ratio, advantages, …) → loss per token [B, T], neither masked nor reduced."""
 
 
 class ValueLossFn(PerTokenFn[Q], Protocol[Q]):
-    """(values, values_old, returns) → loss per token [B, T], unmasked and unreduced."""
+    """(values, values_old, returns) → loss per token [B, T], neither masked nor reduced."""
 
 
 class KLFn(PerTokenFn[Q], Protocol[Q]):
@@ -871,16 +895,20 @@ class KLFn(PerTokenFn[Q], Protocol[Q]):
 
 
 class AggregationFn(PerTokenFn[Q], Protocol[Q]):
-    """(response_mask, rollout_ids, …) → weight of each token [B, T]. Over an update batch they sum
-    to 1, or to what the function's docstring says; nothing rescales them.
+    """(response_mask, rollout_ids, …) → weight of each token in the loss [B, T].
+
+    Over an update batch the weights sum to 1, unless the function's docstring says otherwise.
+    Nothing rescales them.
 
     The loss is Σ weights × loss per token, so any split into micro-batches gives the same gradient.
     """
 
 
 class RewardFn(Protocol[Q]):
-    """(rollout) → score, or None where it cannot be scored; alone or with metrics. Marked
-    `batched`, it takes and returns a list."""
+    """(rollout) → score, or None if the rollout cannot be scored; alone or with metrics.
+
+    If it is marked `batched`, it takes the list of rollouts and returns a list.
+    """
 
     def __call__(
         self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs
@@ -888,8 +916,10 @@ class RewardFn(Protocol[Q]):
 
 
 class AggregatorFn(Protocol[Q]):
-    """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component →
-    weight) → a list of rewards."""
+    """(scores by term, weights by term) → reward.
+
+    If it is marked `batched`, it takes (rollouts, weights by term) and returns a list of rewards.
+    """
 
     def __call__(
         self, given: Any, weights: Mapping[str, float], /, *_: Q.args, **__: Q.kwargs
@@ -897,21 +927,22 @@ class AggregatorFn(Protocol[Q]):
 
 
 class ToolParser(Protocol):
-    """(content, without thinking) → (content without the calls, calls). Unreadable text is a call
-    with an error.
+    """(content, without thinking) → (content without the calls, calls). An unreadable call becomes
+    a ToolCall with an error.
 
-    If it has a keyword `tools`, it receives name → function of its environment.
+    If it has a keyword `tools`, it receives its environment's tools by name.
     """
 
     def __call__(self, content: str, /) -> tuple[str, list[ToolCall]]: ...
 
 
-Tool = Callable[..., Any]  # plain or async; `bounded = True` on one that always returns quickly
+# plain or async; set `bounded = True` on a tool that always returns quickly
+Tool = Callable[..., Any]
 
 
 class ToolExecutor(Protocol):
-    """(call, name → function) → result, plain or async. Every failure is a result that is not ok;
-    only interruptions are raised."""
+    """(call, tools by name) → result, plain or async. Every failure is a result with ok=False. Only
+    interruptions are raised."""
 
     def __call__(
         self, call: ToolCall, tools: Mapping[str, Tool], /
@@ -920,119 +951,131 @@ class ToolExecutor(Protocol):
 
 @runtime_checkable
 class Session(Protocol):
-    """One episode's side of the conversation: opened for it, closed exactly once, however it ends.
-    Methods may be plain or async.
+    """The environment's side of one episode's conversation. It is opened for this episode and
+    closed exactly once, however the episode ends. Methods may be plain or async.
 
-    A session may also be a TellsState: a reward reads its state as `rollout.state`. A session
+    A session may also be a TellsState. A reward then reads its state as `rollout.state`. A session
     without a context manager may be a Closes.
     """
 
     @property
     def tools(self) -> Mapping[str, Tool]:
-        """Name → function, made once for the episode, so that tools may share state."""
+        """Return the tools by name. They are made once for the episode, so they may share state."""
 
     def first_prompt(self) -> Messages | Awaitable[Messages]:
-        """The first messages of the episode. It may raise rlkit.errors.EpisodeOver: there is
+        """Return the first messages of the episode. Raise rlkit.errors.EpisodeOver if there is
         nothing to reply to."""
 
     def answer(self, rollout: Rollout) -> Any:
-        """Answer the last reply: (rollout, next messages), or an awaitable of it. Messages of None
-        end the episode.
+        """Answer the last reply. Return (rollout, next messages), or an awaitable of this pair. If
+        the messages are None, the episode ends.
 
-        The rollout comes back with the consequences of the reply: tool results, a reward of its
-        step, a truncation, metadata.
+        The returned rollout has the consequences of the reply: tool results, a reward of the step,
+        a truncation, metadata.
         """
 
 
 @runtime_checkable
 class TellsState(Protocol):
-    """A session, or an instance with tools as methods, that tells its state at the end."""
+    """A session, or an instance with tools as methods, with a state to report at the end of the
+    episode."""
 
     def state(self) -> Any:
-        """Plain values by name, or an awaitable of them. Called before it is closed."""
+        """Return plain values by name, or an awaitable of them. Called before the object is
+        closed."""
 
 
 @runtime_checkable
 class Closes(Protocol):
-    """A session, or an instance with tools as methods, with resources to give back."""
+    """A session, or an instance with tools as methods, with resources to release."""
 
     def close(self) -> Any:
-        """Called once; plain or async."""
+        """Release the resources. Called once; plain or async."""
 
 
 @runtime_checkable
 class HasSchema(Protocol):
-    """A tool with a schema of its own, in place of the one from its signature and docstring."""
+    """A tool with its own schema. Without it, the schema is made from the tool's signature and
+    docstring."""
 
     schema: Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters", …}}
 
 
 class Playing(NamedTuple):
-    """An episode before its start, for an environment that plays it in a way of its own."""
+    """Hold an episode before its start, for an environment with its own `play`."""
 
     task: Task
     environment: Environment
     policy: Policy
     engine: Engine
     params: SamplingParams
-    seed: int  # of the episode; everything random in it follows from this number
-    keys: Iterator[int]  # names for the engine, unlike those of any other reply
-    ready: Callable[[], Awaitable[None]]  # awaited before the first reply: all begin together
-    give_way: Callable[[], None]  # the others no longer wait for this episode's first reply
-    converse: Callable[[], Awaitable[Rollout]]  # plays it as if the environment had no `play`
+    seed: int  # the episode's seed; everything random in the episode follows from it
+    # unused keys for the engine; no two replies in progress may have the same key
+    keys: Iterator[int]
+    # to await before the first reply, so all episodes begin together
+    ready: Callable[[], Awaitable[None]]
+    # lets the other episodes no longer wait for this episode's first reply
+    give_way: Callable[[], None]
+    # plays the episode as if the environment had no `play`
+    converse: Callable[[], Awaitable[Rollout]]
 
 
 class Table(NamedTuple):
-    """Common to several samples of a task: a game of two, or one instance that steps them all."""
+    """Describe what several samples of a task share: a game for two, or one instance that steps all
+    samples."""
 
-    # (task, players) → an object with `player(number)` → Session or a context manager of one, and
-    # `lost(number, error)`. The players wait for each other in their sessions.
+    # Function from (task, number of players) to a table. A table has `player(number)`, a Session or
+    # a context manager of a Session, and `lost(number, error)`, called if a player's episode fails.
+    # The players wait for each other in their sessions.
     make: Callable[[Task, int], Any]
-    players: int = 2  # they take turns; or 0: all samples of the task, and they act together
-    # path of the opponent's model; None: the policy plays both
+    players: int = 2  # 2: two samples take turns. 0: all samples of the task act together
+    # path of the opponent's model; None: the policy plays both sides
     opponent: str | None = None
 
 
 class Environment(NamedTuple):
-    """The policy's counterpart: functions to make each episode's session from, or `session` itself;
-    and how the history is kept.
+    """Describe the policy's counterpart: functions to make each episode's session from, or
+    `session` itself, and how the history is kept.
 
-    The functions may be plain or async. Without any, the task's messages get one reply.
+    The functions may be plain or async. Without any function, the task's messages get one reply.
     """
 
-    first_prompt: Callable[[Task], Any] | None = None  # → messages; None: the task's own
-    # after a reply without calls → messages, a text, or None: the end
+    first_prompt: Callable[[Task], Any] | None = None  # → messages; None: the task's messages
+    # called after a reply without tool calls; returns messages, a text, or None to end the episode
     next_prompt: Callable[[Rollout, int], Any] | None = None
-    tools: Callable[[Task], Mapping[str, Tool]] | None = None  # called once an episode
+    tools: Callable[[Task], Mapping[str, Tool]] | None = None  # called once per episode
     stop: Callable[[Rollout, int], bool] | None = None  # True ends the episode as terminated
-    parse_calls: ToolParser | None = None  # None: a reply holds no calls
+    parse_calls: ToolParser | None = None  # None: replies have no calls
     max_steps: int = 1
-    max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
+    # number of calls answered in one reply; further calls are answered with an error
+    max_calls: int = 8
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
-    # for a context without room for a reply
+    # what to do if the context has no room for a reply
     overflow: Literal["truncate", "drop_oldest"] = "truncate"
-    # (task) → Session, or a context manager of one, plain or async
+    # function from a task to a Session or a context manager of a Session, plain or async
     session: Callable[[Task], Any] | None = None
-    # answers a call; None: rlkit.environments.execute with its own limits
+    # runs a call; None: rlkit.environments.execute with its default limits
     execute: ToolExecutor | None = None
-    # Seconds for all work of an episode in its session; then it is truncated. An async method is
-    # cancelled, and abandoned 10 s later if it swallows this. A blocking one cannot be cancelled:
-    # the episode is truncated once it returns.
+    # Seconds for all work of an episode in its session; then the episode is truncated. An async
+    # method is cancelled. If it swallows its cancellation, it is abandoned 10 s later. A blocking
+    # method cannot be cancelled, so the episode is truncated once it returns.
     deadline: float | None = None
-    table: Table | None = None  # common to several samples; None: each plays by itself
-    # Plays an episode in a way of its own, async: it may wait before it begins, and ask for replies
-    # in place of a session. The rollout is not scored.
+    table: Table | None = None  # shared by several samples; None: each sample plays alone
+    # Async function that plays an episode itself, instead of a session. It may wait before the
+    # episode begins, and it asks the engine for replies. It returns an unscored rollout.
     play: Callable[[Playing], Awaitable[Rollout]] | None = None
-    # (task, fields of its metadata that the reward compares with) → why it cannot be played, or ""
+    # function from (task, metadata fields read by the reward) to the reason why the task cannot be
+    # played, or ""
     check: Callable[[Task, Set[str]], str] | None = None
 
 
 class Engine(Protocol):
-    """A service that samples completions: any number of them at once, each awaited on its own.
+    """A service that samples completions. Any number of completions may be awaited at the same
+    time.
 
-    Randomness comes from the seed alone, never from other completions at the same time. `key` names
-    the episode. Until `release`, an engine may keep data of its earlier turns for the next one,
-    such as a key-value cache.
+    A completion's randomness comes from its seed alone, not from other completions sampled at the
+    same time. `key` identifies the episode. Until `release`, an engine may keep data of the
+    episode's earlier turns for the next turn, for example a key-value cache.
     """
 
     busy_s: float  # seconds spent on sampling so far
@@ -1040,99 +1083,100 @@ class Engine(Protocol):
     async def generate(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion of these token ids."""
+        """Return one completion of these token ids."""
 
     def release(self, key: int) -> None:
-        """The episode is over; give up a completion still in progress."""
+        """Forget an episode that is over. A completion still in progress is given up."""
 
     async def load(self, weights: Policy, version: int) -> None:
-        """From now on, sample from this policy's weights as they are. `version` is the number of
+        """Sample from this policy's current weights from now on. `version` is the number of
         completed RL steps.
 
-        An engine in this process uses the weights in place; others copy the changed weights. With
-        several ranks, all of them call it at the same time.
+        An engine in this process uses the weights in place. Other engines copy the changed weights.
+        With several ranks, all ranks call this method at the same time.
         """
 
 
 @runtime_checkable
 class TimedEngine(Protocol):
-    """An engine that counts its seconds. Every Engine should; without them, a step counts no
-    seconds for the model."""
+    """An engine that counts the seconds of its sampling. Every engine should do so; otherwise an RL
+    step counts no seconds for the model."""
 
     busy_s: float
 
 
 @runtime_checkable
 class MeasuredEngine(Protocol):
-    """An engine with figures of its own.
+    """An engine with its own metrics.
 
-    A step logs each of them as `engine/NAME`, as it is after the step's last sampling. A run on
-    several processes logs those of rank 0. Two names of `rlkit.engines.Cached` are logged
-    elsewhere: `late_s`, seconds so far, as `perf/late_s`, and `captured_shapes` as
-    `perf/captured_shapes`. An engine that wraps another one passes its figures on:
-    `{**self.inner.metrics(), "retries": self.retries}`.
+    An RL step logs each metric as `engine/NAME`, with its value after the last sampling of the
+    step. A run on several processes logs the metrics of rank 0. Two metrics of
+    `rlkit.engines.Cached` have other names: `late_s`, in seconds so far, is logged as
+    `perf/late_s`, and `captured_shapes` as `perf/captured_shapes`. An engine around another engine
+    passes its metrics on: `{**self.inner.metrics(), "retries": self.retries}`.
     """
 
     def metrics(self) -> dict[str, float]:
-        """Name → figure. It is called before and after the engine samples, so it must be quick and
-        reset nothing."""
+        """Return the metrics by name. It is called before and after the engine samples, so it must
+        be quick and reset nothing."""
 
 
 @runtime_checkable
 class CachingEngine(Protocol):
     """An engine that chooses the size of its cache. The last bits of log-probs depend on the size,
-    because a row that gives way is read again. A resumed run keeps it."""
+    because a row that was evicted is prefilled again. So a resumed run keeps the size."""
 
-    cached_tokens: int | None  # None before the first weights
+    cached_tokens: int | None  # None before the first weights are loaded
 
     def keep_cached_tokens(self, tokens: int) -> None:
-        """Have a cache of so many tokens, unless the config names a size."""
+        """Use a cache of this many tokens, unless the config names a size."""
 
 
 @runtime_checkable
 class KernelEngine(Protocol):
-    """An engine that chooses between kernels. Their log-probs differ in the last bits.
+    """An engine that chooses between kernels. The log-probs of two kernels differ in the last bits.
 
-    A run settles the choice once, notes it, and keeps it when it is resumed. It reads `kernel` (the
-    kernel asked for), `decodes` (the kernel in use, None before the first weights) and `why_eager`
-    (the reason where "auto" is eager). With asynchrony=overlap it sets `elsewhere` to the kernel of
-    the sampling process. An engine that lacks any of these decodes with a kernel of its own,
-    and the run does not name it.
+    A run settles the choice once, records it, and keeps it when it is resumed. The run reads
+    `kernel` (the kernel asked for), `decodes` (the kernel in use, None before the first weights are
+    loaded) and `why_eager` (why "auto" became eager). With asynchrony=overlap, the run sets
+    `elsewhere` to the kernel of the sampling process. If an engine lacks one of these names, it
+    decodes with its own kernel, and the run does not report it.
     """
 
-    kernel: Literal["auto", "eager", "fused"]  # or what "auto" was settled as
+    # the kernel asked for, or the kernel settled for "auto"
+    kernel: Literal["auto", "eager", "fused"]
     why_eager: str
     elsewhere: Literal["eager", "fused"] | None
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """The kernel in use, or `elsewhere`; None before the first weights."""
+        """Return the kernel in use, or `elsewhere`; None before the first weights are loaded."""
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
-        """From now on "auto" is this kernel, whatever weights are loaded. If the config named a
-        kernel, change nothing."""
+        """Use this kernel for "auto" from now on, whatever weights are loaded. If the config named
+        a kernel, change nothing."""
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
-        """Resume a run that used this kernel: "auto" becomes it. Return a sentence if the engine
-        cannot keep it, else an empty text."""
+        """Continue a run that used this kernel: use it for "auto". Return a sentence if the engine
+        cannot use it, else an empty text."""
 
 
 @runtime_checkable
 class ThreadedEngine(Protocol):
-    """An engine that computes in threads of its own on a CPU. The run sets `threads` to their
-    number before the first weights; None means as many as torch has."""
+    """An engine that computes in its own threads on a CPU. The run sets `threads` to the number of
+    threads before the first weights are loaded. None means the number of torch's threads."""
 
     threads: int | None
 
 
 @runtime_checkable
 class SharedEngine(Protocol):
-    """An engine behind servers that hold one version of the weights at a time.
+    """An engine that samples on servers. The servers hold one version of the weights at a time.
 
     With asynchrony=overlap, two processes use the same servers. The run then sets `lent` to a
-    function that waits until the other process has finished sampling; `load` calls it before it
-    pushes weights, and pushes them even if this process has seen no change. The run keeps the
-    engine's samples in its journal.
+    function that waits until the other process has finished sampling. `load` calls this function
+    before it pushes weights. It pushes them even if they have not changed in this process. The run
+    keeps the engine's samples in its journal.
     """
 
     lent: Callable[[], None] | None
@@ -1140,16 +1184,16 @@ class SharedEngine(Protocol):
 
 @runtime_checkable
 class ChecksConfig(Protocol):
-    """An engine or a teacher that cannot work with every config."""
+    """An engine or a teacher that checks the config, because it cannot work with every config."""
 
     def problems(self, experiment: Any) -> list[str]:
-        """One sentence for each problem of this `rlkit.training.experiment.Experiment`."""
+        """Return one sentence for each problem of this `rlkit.training.experiment.Experiment`."""
 
 
 @runtime_checkable
 class TokenScorer(Protocol):
-    """A teacher without a model in this process. `Reference.model` may give one in place of a
-    model."""
+    """A teacher without a model in this process. `Reference.model` may return a TokenScorer instead
+    of a model."""
 
     def score_tokens(
         self,
@@ -1159,27 +1203,28 @@ class TokenScorer(Protocol):
         divergence: Callable[..., Any],
         columns: int,
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return what a model would: states [M, H] of the M tokens that `mask` marks in the rows
-        `ids` [B, T], and a head from states [m, H] to logits [m, V].
+        """Return states and a head, as a model would: states [M, H] of the M tokens marked by
+        `mask` in the rows `ids` [B, T], and a function from states [m, H] to logits [m, V].
 
-        `divergence` compares the policy with these logits, so numbers that it does not read may be
-        approximate. `columns` is V, the policy's number of tokens.
+        `divergence` is the function that compares the policy with these logits. Logits that it does
+        not read may be approximate. `columns` is V, the size of the policy's vocabulary.
         """
 
 
 class Thinking(NamedTuple):
-    """How a tokenizer writes THINK_TAGS."""
+    """Describe how a tokenizer writes THINK_TAGS."""
 
-    # of both tags, if each is an added token; None: they are spelled, and read in the text
+    # ids of both tags, if each is an added token; None: the tags are several tokens each and are
+    # searched in the text
     ids: tuple[int, int] | None
-    # writes the closing tag, after a text that interrupts (model.interruption)
+    # ids that close the thinking: an interrupting text (model.interruption) and the closing tag
     close: tuple[int, ...]
-    decode: Callable[[Sequence[int]], str]  # ids → their text
+    decode: Callable[[Sequence[int]], str]  # token ids → text
 
     def opened(self, context: Sequence[int]) -> bool:
-        """Whether a context ends in the opening tag, as with some templates: then the reply begins
-        inside a thinking block."""
-        tail = list(context[-16:])  # a tag spelled letter by letter, and white space
+        """Return whether a context ends in the opening tag, as with some chat templates. If so, the
+        reply begins inside a thinking block."""
+        tail = list(context[-16:])  # enough for a tag spelled letter by letter, and white space
         if self.ids is None:
             return self.decode(tail).rstrip().endswith(THINK_TAGS[0])
         if self.ids[0] not in tail:
@@ -1188,21 +1233,21 @@ class Thinking(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """A model with everything needed to talk to it in token ids."""
+    """Hold a model and everything needed to talk to it in token ids."""
 
     model: torch.nn.Module  # a Hugging Face causal LM, or a PEFT model around one
     renderer: Any  # rlkit.models.Renderer; its `thinking` is the Thinking of this page
-    eos_token_ids: tuple[int, ...]  # every one of them ends a reply
+    eos_token_ids: tuple[int, ...]  # each of these ids ends a reply
     pad_token_id: int
     context_length: int
 
 
 class Controller(NamedTuple):
-    """A number that follows the run's metrics: explicit state, made by `init` and moved by `update`
-    after every RL step.
+    """Describe a number that follows the run's metrics. `init` makes its state, and `update`
+    changes the state after every RL step.
 
-    The state is plain numbers; `state["value"]` is the number in force. It goes into the checkpoint
-    under the number's path.
+    The state consists of plain numbers. `state["value"]` is the current number. The checkpoint
+    holds the state under the path of the number in the config.
     """
 
     init: Callable[[], dict[str, float]]
@@ -1211,22 +1256,23 @@ class Controller(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """How to keep the reference policy: explicit state, made by `init` and moved by `update`.
+    """Describe how to keep the reference policy. `init` makes its state, and `update` changes the
+    state.
 
-    `model(state, policy_model)` is a context manager around the model for scoring. `save` returns
-    the content of a checkpoint, as plain types and tensors (nothing, if `init` makes it again);
-    `load` takes it back into a fresh state.
+    `model(state, policy_model)` is a context manager that gives the model for scoring. `save`
+    returns the state for a checkpoint, as plain types and tensors. It returns nothing if `init` can
+    make the same state again. `load` puts the saved state into a new state.
     """
 
     name: str
-    init: Callable[..., Any]  # (policy_model, *, step: RL steps done) → state
-    # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state, or it
-    # Measured
+    init: Callable[..., Any]  # (policy_model, *, step: number of completed RL steps) → state
+    # (state, policy_model, *, step: number of completed RL steps, kl: mean KL of the step, may be
+    # nan) → state, or Measured(state, metrics)
     update: Callable[..., Any]
     model: Callable[[Any, torch.nn.Module], Any]
     save: Callable[[Any], dict[str, Any]]
     # (state, policy_model, result of `save`) → state
     load: Callable[[Any, torch.nn.Module, Mapping[str, Any]], Any]
-    # Before weights are loaded: the policy's path, with revision and trust_remote_code by name. It
-    # raises ConfigError, for example if the vocabularies differ.
+    # Called before weights are loaded, with the policy's path, and revision and trust_remote_code
+    # by name. It raises ConfigError, for example if the vocabularies differ.
     check: Callable[..., None] | None = None

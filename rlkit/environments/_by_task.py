@@ -15,15 +15,15 @@ from rlkit.types import Environment, Messages, Task, safe
 def by_task(
     *, environments: Mapping[str, Environment], system_prompt: str | None = None
 ) -> Callable[[Task], Environment]:
-    """Return a lookup of `task.environment` in named environments, so each row of a mixture gets
-    its own environment.
+    """Return a function that looks up a task's environment by its name, `task.environment`. So each
+    row of a mixture gets its own environment.
 
     Args:
-      environments: name → environment.
-      system_prompt: put in front of each environment's first prompt; None adds none.
+      environments: environments by name.
+      system_prompt: text to put in front of each environment's first prompt; None: no text.
     Raises:
-      ConfigError: for a system prompt if an environment makes its own sessions. The lookup raises
-        it with the row, the unknown name and the known names.
+      ConfigError: if a system prompt is given, but an environment makes its own sessions. The
+        returned function raises it for an unknown name, with the row and the known names.
     """
     known = {
         name: _with_prompt(name, environment, system_prompt)
@@ -69,9 +69,10 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
 def find_environment(
     environment: Environment | Callable[[Task], Environment], task: Task
 ) -> Environment:
-    """The environment of a task, whether the config gave one for all tasks or a lookup.
+    """Return the environment of a task. The config gives one environment for all tasks, or a
+    function from a task to its environment.
 
-    Raises: ConfigError where the lookup takes no task, or gives something else.
+    Raises: ConfigError if the function does not take a task, or does not return an Environment.
     """
     if isinstance(environment, Environment):
         return environment

@@ -1,14 +1,16 @@
-"""The calculator tool: a walk over Python's syntax tree, with a cost bounded by construction.
+"""Evaluate arithmetic as a tool. The calculator walks over Python's syntax tree, and its limits
+bound its cost.
 
-It is safe on hostile text without a child process, a signal or a thread. It takes at most 200
-characters and 100 nodes, numbers of at most 4,096 bits, exponents of a magnitude of at most 1,000.
-It takes no names, attributes, strings or lists, and no calls except those of `FUNCTIONS`.
+It is safe on hostile text without a child process, a signal or a thread. An expression has at most
+200 characters and 100 nodes. Numbers have at most 4,096 bits, and the magnitude of an exponent is
+at most 1,000. Names, attributes, strings and lists are refused, and so is every call of a function
+outside `FUNCTIONS`.
 
-Arithmetic is exact (`fractions.Fraction`): 0.1 + 0.2 is 0.3. Only irrational roots and powers go
-through floats. It reads numbers as people write them: thousands commas (3,000), currency signs,
-typeset signs (SYMBOLS), ^ for a power, and n% for n / 100. Before a number, a parenthesis or a
-function, `%` is Python's remainder (7 % 3). Everywhere else it is a percent sign (5% * 200,
-7% - 3).
+Arithmetic is exact (`fractions.Fraction`): 0.1 + 0.2 is 0.3. Only irrational roots and powers are
+computed with floats. It reads numbers as people write them: thousands commas (3,000), currency
+signs, typeset signs (SYMBOLS), ^ for a power, and n% for n / 100. Before a number, a parenthesis or
+a function, `%` is Python's remainder (7 % 3). Everywhere else it is a percent sign (5% * 200, 7% -
+3).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ MAX_CHARACTERS = 200
 MAX_NODES = 100
 MAX_BITS = 4096
 MAX_EXPONENT = 1000
-SIGNIFICANT_DIGITS = 10  # of a printed result that is not a whole number
+SIGNIFICANT_DIGITS = 10  # digits of a printed result, unless it is a whole number
 
 SYMBOLS = str.maketrans(
     dict.fromkeys("\u00d7\u22c5\u00b7", "*")
@@ -68,14 +70,14 @@ def calculator(expression: str) -> str:
         raise ValueError("the numbers are too large for a root or a fractional power") from None
 
 
-calculator.bounded = True  # type: ignore[attr-defined]  # by the limits above
+calculator.bounded = True  # type: ignore[attr-defined]  # the limits above bound its work
 
 
 def _normalise(expression: str) -> str:
-    """Rewrite the expression in Python's spelling: symbols replaced, thousands commas dropped,
-    percent signs written out."""
+    """Rewrite the expression in Python's spelling: replace symbols, drop thousands commas, and
+    write n% as n / 100."""
     source = expression.translate(SYMBOLS).strip()
-    # 1,200 may be two arguments
+    # in a function call, 1,200 may be one number or two arguments
     if re.search(r"[A-Za-z_]\s*\(", source) and THOUSANDS.search(source):
         raise ValueError(
             "the comma is ambiguous beside a function; put a space after a comma between arguments,"
@@ -87,7 +89,7 @@ def _normalise(expression: str) -> str:
 
 def _check_words(source: str) -> None:
     """Refuse every character and every name that is not part of arithmetic, before Python's parser
-    reads them."""
+    reads the text."""
     strange = re.search(r"[^\w\s.,+\-*/%()]", source, re.ASCII)
     if strange:
         raise ValueError(f"the character {strange.group()!r} is not part of arithmetic")
@@ -97,7 +99,7 @@ def _check_words(source: str) -> None:
 
 
 def _evaluate(node: ast.AST, source: str) -> Fraction:
-    """Compute the exact value of a node; every intermediate value has at most MAX_BITS bits."""
+    """Compute the exact value of a node. Every intermediate value has at most MAX_BITS bits."""
     match node:
         case ast.Constant():
             return _parse_literal(ast.get_source_segment(source, node) or "")
@@ -117,7 +119,7 @@ def _evaluate(node: ast.AST, source: str) -> Fraction:
 
 
 def _parse_literal(text: str) -> Fraction:
-    """Exact value of a number as written: 0.1 is one tenth, not the nearest float."""
+    """Return the exact value of a number as written: 0.1 is one tenth, not the nearest float."""
     number = Decimal(text)
     if abs(number.adjusted()) > MAX_EXPONENT:
         raise ValueError(f"the number {text} is too large or too small")
@@ -131,7 +133,7 @@ def _bound_value(value: Fraction) -> Fraction:
 
 
 def _raise_to_power(base: Fraction, exponent: Fraction) -> Fraction:
-    """base ** exponent. The size is checked before the computation."""
+    """Compute base ** exponent. The size of the result is checked before the computation."""
     if abs(exponent) > MAX_EXPONENT:
         raise ValueError(f"the exponent is too large; at most {MAX_EXPONENT} is allowed")
     if exponent.denominator != 1:
@@ -152,7 +154,7 @@ def _extract_square_root(value: Fraction) -> Fraction:
 
 
 def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
-    """Round half to even, as Python's round."""
+    """Round a number, with halves to the even digit, as Python's `round` does."""
     if digits.denominator != 1 or abs(digits) > 100:
         raise ValueError("round takes a whole number of digits, at most 100")
     return Fraction(round(value, int(digits)))

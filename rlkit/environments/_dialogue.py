@@ -1,4 +1,5 @@
-"""A conversation with a function as the user: it writes the next message and ends the episode."""
+"""Hold a conversation with a function as the user. The function writes the next message and ends
+the episode."""
 
 from __future__ import annotations
 
@@ -25,26 +26,31 @@ def dialogue(
     overflow: Literal["truncate", "drop_oldest"] = "truncate",
     deadline: float | None = None,
 ) -> Environment:
-    """The task's messages, then a message of `prompt_fn` after each reply. Both functions may be
-    plain or async.
+    """Make an environment with several turns: first the task's messages, then a message of
+    `prompt_fn` after each reply. Both functions may be plain or async.
 
     Args:
-      prompt_fn: (rollout, step) → the next user message, or messages; None ends the episode as
-        terminated. `rollout` holds the replies so far, `step` is the number of the last one, from
-        0. Without a prompt_fn, a reply without a call ends the episode.
-      termination_fn: (rollout, step) → True ends the episode as terminated. It is called before
-        prompt_fn, and before any tool runs.
-      tools: of `tool_use`. Calls in a reply are answered before prompt_fn is called.
-      max_turns: replies of an episode, at least 1. An episode that has not ended after the last
-        reply is truncated. system_prompt: put in front of the task's messages; None adds none.
-      history: strip_thinking renders the conversation again for every reply, without earlier
-        thinking. keep_thinking only appends.
-      overflow: of the model's context. truncate ends the episode. drop_oldest drops the oldest
-        replies, each with the messages after it, until a whole reply fits. The task's messages
-        always stay.
-      deadline: seconds, > 0, for all waiting of an episode for its functions; then it is truncated.
-        None: no limit. Only an async function can be cut short, not a plain one.
-    Raises: ConfigError for a limit below 1, or a tool under another name than its function's.
+      prompt_fn: function from (rollout, step) to the next user message or messages. If it returns
+        None, the episode ends as terminated. `rollout` holds the replies so far, and `step` is the
+        number of the last reply, from 0. Without a prompt_fn, a reply without a tool call ends the
+        episode.
+      termination_fn: function from (rollout, step) to a bool. If it returns True, the episode ends
+        as terminated. It is called before prompt_fn, and before any tool runs.
+      tools: as in `tool_use`. If a reply calls tools, their results are the next prompt, and
+        prompt_fn is not called.
+      max_turns: number of replies of an episode, at least 1. If the episode has not ended after
+        this many replies, it is truncated.
+      system_prompt: text to put in front of the task's messages; None: no text.
+      history: with strip_thinking, the conversation is rendered again for every reply, without
+        earlier thinking. With keep_thinking, new text is only appended to it.
+      overflow: how to handle a full context of the model. truncate ends the episode. drop_oldest
+        drops the oldest replies, each with the messages after it, until a whole reply fits. The
+        task's messages always stay.
+      deadline: seconds, > 0, that an episode may wait for its functions in total; then it is
+        truncated. None: no limit. Only an async function can be cut short. A plain function is
+        waited for to its end.
+    Raises: ConfigError for a limit out of range, or for a tool under another name than its
+      function's.
     """
     if max_turns < 1:
         raise ConfigError(f"environment.max_turns is {max_turns}; it must be at least 1")
@@ -63,10 +69,11 @@ def dialogue(
 
 
 def continue_with_step(rollout: Rollout, step: int) -> str:
-    """The example prompt_fn: "Continue with step n", n counted from 1 for the second reply."""
+    """Return the message "Continue with step n" (an example of a prompt_fn). For the second reply,
+    n is 1."""
     return f"Continue with step {step + 1}."
 
 
 def said_done(rollout: Rollout, step: int) -> bool:
-    """The example termination_fn: the last reply says DONE."""
+    """Return whether the last reply says DONE (an example of a termination_fn)."""
     return "DONE" in rollout.final_content

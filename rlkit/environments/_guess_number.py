@@ -1,5 +1,5 @@
-"""Guess a number: higher or lower, up to fifty turns. The history only grows, so an episode is one
-training sequence."""
+"""Play a guessing game: the policy guesses a number, and the environment answers "higher" or
+"lower", for up to fifty turns. The history only grows, so an episode is one training sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from rlkit.environments._dialogue import dialogue
 from rlkit.types import Environment, Rollout, safe
 
-NUMBER = re.compile(r"[0-9]{1,18}")  # in a reply, the last number counts
+NUMBER = re.compile(r"[0-9]{1,18}")  # a whole number; the last number in a reply is the guess
 
 
 @safe("system_prompt")
@@ -19,12 +19,13 @@ def guess_number(
     system_prompt: str | None = None,
     overflow: Literal["truncate", "drop_oldest"] = "truncate",
 ) -> Environment:
-    """Play the game of tasks=guess_number: answer each reply with "higher" or "lower", until the
-    guess is `task.answer`.
+    """Make the environment for the tasks of guess_number. Each reply is answered with "higher" or
+    "lower", until the guess is `task.answer`.
 
     Args:
-      max_turns: guesses of an episode, at least 1. An episode without a right guess is truncated.
-      system_prompt: put in front of the task's messages; None adds none.
+      max_turns: number of guesses of an episode, at least 1. An episode without a right guess is
+        truncated.
+      system_prompt: text to put in front of the task's messages; None: no text.
       overflow: as in `dialogue`.
     """
     return dialogue(
@@ -38,7 +39,7 @@ def guess_number(
 
 
 def hint(rollout: Rollout, step: int) -> str:
-    """Tell whether the number is higher or lower than the last guess."""
+    """Answer the last guess: say whether the number is higher or lower."""
     guess = read_last_guess(rollout)
     if guess is None:
         return "Say a whole number."
@@ -46,11 +47,12 @@ def hint(rollout: Rollout, step: int) -> str:
 
 
 def has_found_number(rollout: Rollout, step: int) -> bool:
-    """Whether the last guess is the number."""
+    """Return whether the last guess is the number."""
     return read_last_guess(rollout) == int(rollout.task.answer)
 
 
 def read_last_guess(rollout: Rollout) -> int | None:
-    """The last whole number of the last reply, thinking excluded; None if it has none."""
+    """Return the last whole number of the last reply, without its thinking; None if it has no
+    number."""
     numbers = NUMBER.findall(rollout.final_content)
     return int(numbers[-1]) if numbers else None

@@ -1,5 +1,5 @@
-"""Text environments with Gymnasium's `reset` and `step`. Only these two methods are needed, not the
-package."""
+"""Play text environments with Gymnasium's methods `reset` and `step`. The package itself is not
+needed."""
 
 from __future__ import annotations
 
@@ -29,33 +29,39 @@ def gymnasium(
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking",
     deadline: float | None = None,
 ) -> Environment:
-    """Play with replies as actions and observations as prompts; each reward belongs to its step.
+    """Make an environment of a game: replies are actions, and observations are prompts. The reward
+    of an action is the reward of its step.
 
-    Every episode has its own instance, reset with the task's seed: `metadata["seed"]`, else a seed
-    made from the task's id. So the samples of a task begin with the same observation, if the
-    environment takes all randomness from the seed, and differ only by their actions. `terminated`
-    ends an episode as terminated, `truncated` as truncated by the environment. If a method raises,
-    or a reward is not a number, the episode ends as truncated by "error", with the reason in
-    `rollout.error`. The reward `environment` cannot score it.
+    Every episode has its own instance. It is reset with the task's seed: `metadata["seed"]`, or
+    else a seed made from the task's id. If the game takes all its randomness from the seed, the
+    samples of a task begin with the same observation and differ only by their actions. If `step`
+    returns terminated, the episode ends as terminated. If it returns truncated, the episode ends as
+    truncated by the environment. If it raises, or if a reward is not a number, the episode ends as
+    truncated by "error", with the reason in `rollout.error`. The reward `environment` cannot score
+    this episode.
 
     Args:
-      make: () → an object with `reset(seed=…)` → (observation, info) and `step(action)` →
-        (observation, reward, terminated, truncated, info), and perhaps `close()`. `make` and the
-        methods may be async; the episodes then wait at the same time. If there is an `id`: id →
-        such a function, called once, at the start of the run.
-      id: a name for `make`, for example FrozenLake-v1.
-      parse_action: content of a reply, thinking excluded → action. ValueError means that it is not
-        an action: the policy reads the error, and loses its turn with reward 0.
-      render: observation → text.
-      max_turns: replies of an episode, at least 1. An episode that would go on after the last one
-        is truncated.
-      system_prompt: put in front of the task's messages and the first observation; None adds none.
-      history: keep_thinking only appends. strip_thinking renders the conversation again for every
-        reply, without earlier thinking.
-      deadline: seconds, > 0, for all waiting of an episode for async methods; then it is truncated.
-        None: no limit.
-    Raises: ConfigError for a limit out of range, or a `make` that needs an argument. An episode's
-      start raises it if the environment cannot be made or reset.
+      make: function without arguments that returns a game. A game has `reset(seed=…)` →
+        (observation, info), `step(action)` → (observation, reward, terminated, truncated, info),
+        and perhaps `close()`. `make` and the methods may be async, and all episodes then wait at
+        the same time. If an `id` is given, `make` is instead called once with the id, at the start
+        of the run, and returns the function without arguments.
+      id: name of a game, passed to `make`, for example FrozenLake-v1.
+      parse_action: function from the content of a reply, without its thinking, to an action. If it
+        raises ValueError, the reply is not an action: the policy reads the error and loses its turn
+        with reward 0.
+      render: function from an observation to its text.
+      max_turns: number of replies of an episode, at least 1. If the game has not ended after this
+        many replies, the episode is truncated.
+      system_prompt: text to put in front of the task's messages and the first observation; None: no
+        text.
+      history: with keep_thinking, new text is only appended to the conversation. With
+        strip_thinking, the conversation is rendered again for every reply, without earlier
+        thinking.
+      deadline: seconds, > 0, that an episode may wait for async methods in total; then it is
+        truncated. None: no limit.
+    Raises: ConfigError for a limit out of range, or if `make` needs an argument. The start of an
+      episode raises it if the game cannot be made or reset.
     """
     if id is not None:
         make = make(id)
@@ -100,7 +106,7 @@ def gymnasium(
 
 
 class Game:
-    """The session of an episode, around an instance after its reset."""
+    """Hold an episode's session, around a game that has been reset."""
 
     tools: dict[str, Tool] = {}  # noqa: RUF012
 
@@ -117,11 +123,11 @@ class Game:
         self.render = render
 
     def first_prompt(self) -> Messages:
-        """The task's messages and the first observation."""
+        """Return the task's messages and the first observation."""
         return self.messages
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """Take one action. An error of the environment ends the episode, not the run."""
+        """Take one action. If the game raises, the episode ends, and the run goes on."""
         try:
             action = self.parse_action(rollout.final_content)
         except ValueError as error:

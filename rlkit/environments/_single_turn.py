@@ -1,4 +1,4 @@
-"""One question, one reply."""
+"""Ask one question and take one reply."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rlkit.types import Environment, Messages, Task, safe
 
 @safe("system_prompt")
 def single_turn(*, system_prompt: str | None = None) -> Environment:
-    """The task's messages, one reply, no tools.
+    """Make an environment with one reply to the task's messages, without tools.
 
     Args:
-      system_prompt: put in front of the task's messages; None adds none.
+      system_prompt: text to put in front of the task's messages; None: no text.
     """
 
     def first_prompt(task: Task) -> Messages:

@@ -1,4 +1,4 @@
-"""One question, as many tool calls as needed, then the answer: the first reply without a call."""
+"""Ask one question and answer tool calls. The first reply without a call is the answer."""
 
 from __future__ import annotations
 
@@ -27,28 +27,33 @@ def tool_use(
     timeout: float | None = TIMEOUT,
     deadline: float | None = None,
 ) -> Environment:
-    """The policy may call tools; a reply without a call ends the episode.
+    """Make an environment with tools. The policy may call them, and a reply without a call ends the
+    episode.
 
     Args:
-      tools: name → typed function with a docstring, plain or async. The name must be the function's
-        own name, because the schema shows that name to the policy. Or name → class (or partial of
-        one): each episode makes an instance; its documented public methods are tools under their
-        own names, and the name is the key of its end state (rlkit.environments.toolbox).
-      max_turns: replies in an episode, at least 1. An episode with calls in its last reply is
-        truncated.
-      max_calls: calls answered in one reply, at least 1; further calls come back as errors.
-      system_prompt: put in front of the task's messages; None adds none.
-      parse_calls: reads the calls from a reply's content. If it has a keyword `tools`, it gets the
-        tools.
-      overflow: of the model's context. truncate ends the episode. drop_oldest drops the oldest
-        replies, each with its calls' results, until a whole reply fits. The task's messages always
-        stay.
-      max_chars: characters of a result for the policy, at least 1. The rest is cut, and the result
-        says so.
-      timeout: seconds of a call, > 0; None: no limit. `execute` describes how a tool is ended.
-      deadline: seconds, > 0, for all calls of an episode; then it is truncated. None: no limit.
-    Raises: ConfigError without tools, or for a name other than the function's, or a limit out of
-    range.
+      tools: tools by name. A tool is a typed function with a docstring, plain or async. Its name
+        must be the function's own name, because the schema shows this name to the policy. An entry
+        may also be a class, or a partial of a class. Each episode then makes an instance, and its
+        documented public methods are tools under their own names. The name of the entry is the key
+        of the instance's end state (rlkit.environments.toolbox).
+      max_turns: number of replies in an episode, at least 1. If the last allowed reply still has
+        calls, the episode is truncated.
+      max_calls: number of calls answered in one reply, at least 1. Further calls of the reply are
+        answered with an error.
+      system_prompt: text to put in front of the task's messages; None: no text.
+      parse_calls: function that reads the calls from a reply's content. If it has a keyword
+        `tools`, it gets the tools.
+      overflow: how to handle a full context of the model. truncate ends the episode. drop_oldest
+        drops the oldest replies, each with the results of its calls, until a whole reply fits. The
+        task's messages always stay.
+      max_chars: longest result for the policy, in characters, at least 1. A longer result is cut,
+        with a note for the policy.
+      timeout: seconds for one call, > 0; None: no limit. `rlkit.environments.execute` describes how
+        a tool is ended.
+      deadline: seconds, > 0, for all calls of an episode together; then the episode is truncated.
+        None: no limit.
+    Raises: ConfigError if there are no tools, for a tool under another name than its function's, or
+    for a limit out of range.
     """
     if not tools:
         raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")

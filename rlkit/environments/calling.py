@@ -1,4 +1,4 @@
-"""Environments with tool calls, whatever function makes an episode's tools."""
+"""Make environments with tool calls from any function that makes an episode's tools."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def make_calling(
     overflow: Literal["truncate", "drop_oldest"],
     system_prompt: str | None,
 ) -> Environment:
-    """Make `tool_use` with tools from `made(task)` for each episode; `known` has their signatures,
-    for a parser that asks for them."""
+    """Make the environment of `tool_use`. For each episode, `made(task)` makes the tools. `known`
+    has the tools' signatures, for a parser with a keyword `tools`."""
     for key, limit in (
         ("max_turns", max_turns),
         ("max_calls", max_calls),
@@ -56,7 +56,8 @@ def make_calling(
 
 
 def check_seconds(**limits: float | None) -> None:
-    """Raise ConfigError for a limit of the environment that is not a number of seconds."""
+    """Raise ConfigError if a time limit of the environment is not above 0 seconds. None means no
+    limit."""
     for key, seconds in limits.items():
         if seconds is not None and not seconds > 0:
             raise ConfigError(

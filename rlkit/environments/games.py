@@ -1,4 +1,5 @@
-"""Steps common to games: seed and close an instance, check its values, place a reward."""
+"""Do the steps common to all games: seed and close an instance, check its values, and set a
+reward."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from rlkit.types import Rollout, Task
 
 
 async def close_quietly(instance: Any) -> None:
-    """Close an instance. An error here does not lose a finished episode. Raises: Hung if an async
-    close does not end."""
+    """Close an instance. Errors are ignored, so the finished episode is not lost. Raises: Hung if
+    an async close does not end."""
     try:
         with closing():
             await close_instance(instance)
@@ -25,13 +26,13 @@ async def close_quietly(instance: Any) -> None:
 
 
 def derive_seed(task: Task) -> int:
-    """The seed for the resets of a task's episodes."""
+    """Return the seed for the resets of a task's episodes."""
     return int(task.metadata.get("seed", zlib.crc32(task.id.encode())))
 
 
 def unpack(given: Any, names: str) -> Sequence[Any]:
-    """Check that a game's method gave as many values as `names` lists, and return them. A text is
-    not unpacked into letters. Raises: TypeError."""
+    """Check that a game's method returned as many values as `names` lists, and return the values.
+    Raises: TypeError if not. A text counts as one value, not as its letters."""
     if isinstance(given, tuple | list) and len(given) == 1 + names.count(","):
         return given
     raise TypeError(f"it must return ({names}), and it returned {given!r:.200}")

@@ -1,4 +1,4 @@
-"""The python tools: run the policy's code in the sandbox."""
+"""Run the policy's Python code in the sandbox, as a tool."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from rlkit.sandbox import Interpreter, Job, Outcome, Sandbox, run
 
 
 def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
-    """The tool `python(code)`: a fresh interpreter for every call; nothing is kept between calls.
+    """Make the tool `python(code)`. Every call has a new interpreter, and no variable is kept
+    between calls.
 
     Args:
-      sandbox: limits, and the required isolation.
-    Returns: a tool that returns the printed text, then the value of the last expression. If the
+      sandbox: limits of a call, and the required isolation.
+    Returns: the tool. It returns the printed text and then the value of the last expression. If the
       code fails, it raises ValueError with a sentence for the policy.
     """
 
@@ -24,22 +25,22 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
         """
         return _format_result(run(Job(code, interactive=True), sandbox))
 
-    # a check before the model is loaded asks for this attribute
+    # the check of the sandbox, before the model is loaded, reads this attribute
     vars(python)["sandbox"] = sandbox or Sandbox()
     return python
 
 
 class PythonSession:
-    """The tool `python(code)` with a memory: one interpreter per episode. The first call starts the
-    interpreter, and it ends with the episode.
+    """Provide the tool `python(code)` with one interpreter per episode, so variables are kept
+    between calls. The first call starts the interpreter, and it ends with the episode.
 
     Args:
-      sandbox: as for `python_tool`. The limits of time and output hold for each call; the limit of
-        memory holds for the session.
+      sandbox: as for `python_tool`. The limits of time and output hold for each call. The limit of
+        memory holds for the whole session.
     """
 
     def __init__(self, *, sandbox: Sandbox | None = None):
-        self.sandbox = sandbox or Sandbox()  # for the same check as in `python_tool`
+        self.sandbox = sandbox or Sandbox()  # read by the same check as in `python_tool`
         self.interpreter = Interpreter(self.sandbox)
 
     def python(self, code: str) -> str:
@@ -59,8 +60,8 @@ class PythonSession:
 
 
 def _format_result(outcome: Outcome, more: str = "") -> str:
-    """Write the result of a call. Raises: ValueError with a sentence for the policy if the code
-    failed."""
+    """Write the result of a call as text. Raises: ValueError with a sentence for the policy if the
+    code failed."""
     text = outcome.printed.strip("\n")
     problem = _problem(outcome)
     if problem:
@@ -71,7 +72,7 @@ def _format_result(outcome: Outcome, more: str = "") -> str:
 
 
 def _problem(outcome: Outcome) -> str:
-    """Describe the failure, or return ''."""
+    """Describe how the code failed; return '' if it did not."""
     return {
         "ok": "",
         "error": outcome.error,

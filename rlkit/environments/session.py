@@ -1,5 +1,5 @@
-"""The environment's side of an episode, opened for it and closed exactly once: a user's own
-session, or a session made from functions."""
+"""Open and close the session of an episode. A session is the environment's side of the
+conversation. It is the user's own session, or it is made from an environment's functions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ from rlkit.types import (
     ToolResult,
 )
 
-# as __exit__; plain or async
+# a function with the arguments of __exit__; plain or async
 Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]
 
 
 @contextmanager
 def blame_environment(what: str, task: Task) -> Iterator[None]:
-    """Name the environment's part that raised an error, with the task, the file and the line."""
+    """Raise EnvironmentFailed for an error in the block. The message names the part of the
+    environment, the task, the file and the line."""
     try:
         yield
     except RLKitError:
@@ -54,13 +55,13 @@ def blame_environment(what: str, task: Task) -> Iterator[None]:
 
 @asynccontextmanager
 async def open_session(environment: Environment, task: Task) -> AsyncIterator[Session]:
-    """Open the session of an episode: `environment.session`, else a session made from the
-    environment's functions.
+    """Open the session of an episode: that of `environment.session`, or else a session made from
+    the environment's functions.
 
-    It is closed once, however the block ends: by its own context manager, or by its `close()`, if
-    it has either.
-    Raises: EnvironmentFailed if opening or closing raises. If the block raises too, its error is
-      raised, with a note about the other.
+    However the block ends, the session is closed once: by its own context manager, or by its
+    `close()`, if it has one of them.
+    Raises: EnvironmentFailed if opening or closing raises. If the block and the closing both raise,
+      the error of the block is raised, with a note on the other error.
     """
     session, leave, closes = await _enter_session(environment, task)
     failed: BaseException | None = None
@@ -95,13 +96,14 @@ async def open_session(environment: Environment, task: Task) -> AsyncIterator[Se
         except RLKitError as error:
             if failed is None:
                 raise
-            # a context manager may pass the block's error on
+            # a context manager may raise the block's own error again
             if failed not in (error, error.__cause__):
                 failed.add_note(str(error))
 
 
 async def _enter_session(environment: Environment, task: Task) -> tuple[Any, Leave, Any]:
-    """Return the session, the function to leave it, and the function to name in messages."""
+    """Enter the session of an episode. Return the session, the function to leave it, and the
+    function to name in messages."""
     if environment.session is None:
         with blame_environment("tools", task):
             tools = (
@@ -127,7 +129,7 @@ async def _enter_session(environment: Environment, task: Task) -> tuple[Any, Lea
 
 
 class FunctionSession:
-    """A session made of an environment's functions. The state of its tools belongs to this
+    """Run a session with an environment's functions. The state of its tools belongs to this
     episode."""
 
     def __init__(self, environment: Environment, task: Task, tools: Mapping[str, Tool]):
@@ -136,7 +138,7 @@ class FunctionSession:
         self.tools = tools
 
     async def first_prompt(self) -> Messages:
-        """The environment's first prompt, else the task's messages."""
+        """Return the environment's first prompt, or else the task's messages."""
         with blame_environment("first prompt", self.task):
             make = self.environment.first_prompt
             return (
@@ -146,8 +148,9 @@ class FunctionSession:
             )
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """Call `stop`, which may end the episode. Else answer tool calls, or ask for the next
-        prompt; without a prompt the episode ends."""
+        """Answer the last reply. First `stop` may end the episode. If the reply has tool calls,
+        return their results. Otherwise return the environment's next prompt; without a next prompt,
+        the episode ends."""
         environment = self.environment
         index = len(rollout.steps) - 1
         with blame_environment("stop", self.task):
@@ -172,7 +175,8 @@ class FunctionSession:
         return rollout, said
 
     async def state(self) -> Mapping[str, Any]:
-        """The state of the tools, if they have one (rlkit.environments.toolbox)."""
+        """Return the state of the tools (rlkit.environments.toolbox); empty if they have no
+        state."""
         if not isinstance(self.tools, TellsState):
             return {}
         return await call_user("the state of the tools", self.tools.state)
@@ -185,15 +189,17 @@ async def answer_calls(
     execute: ToolExecutor = execute,
     max_calls: int = 8,
 ) -> tuple[Rollout, Messages]:
-    """Run the tool calls of the last reply, for sessions too. Return the rollout with their
-    results, and the messages for the policy.
+    """Run the tool calls of the last reply. Return the rollout with the results, and the messages
+    for the policy. A user's own session may call this function too.
 
-    Calls run in their order, unless every tool among them is marked `tool.independent = True`; then
-    they run together. If all of them are marked `bounded`, nothing waits for an outside answer.
+    Calls run one after another, in their order. If every called tool is marked `tool.independent =
+    True`, they run at the same time, unless all of them are also marked `bounded`. Bounded tools
+    never wait for an outside answer, so they run in order.
 
     Args:
-      execute: runs a call. A plain function runs in a thread, unless it is marked `bounded`.
-      max_calls: further calls are answered with a sentence for the policy.
+      execute: function that runs a call. If it is not async, it runs in a thread, unless it is
+        marked `bounded`.
+      max_calls: number of calls to run. Further calls are answered with a sentence for the policy.
     """
     step = rollout.steps[-1]
     refusal = f"Error: at most {max_calls} calls in one reply; this one was not run."
@@ -233,9 +239,10 @@ async def answer_calls(
 
 
 async def with_state(rollout: Rollout, session: Session) -> Rollout:
-    """Keep the session's end state in `rollout.state`, if the session has `state()`.
+    """Return the rollout with the session's end state in `rollout.state`, if the session has
+    `state()`.
 
-    Raises: EnvironmentFailed for a state other than a mapping of names to JSON values.
+    Raises: EnvironmentFailed if the state is not a mapping of names to JSON values.
     """
     if not isinstance(session, TellsState) or not callable(session.state):
         return rollout
@@ -245,7 +252,7 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
     if type(state) is dict and not state:
         return rollout
     try:
-        # a copy, so later changes by the session do not reach it
+        # a copy, because the session may change its state later
         plain = json.loads(json.dumps(state))
         if not isinstance(plain, dict):
             raise TypeError("it is no mapping")

@@ -12,12 +12,13 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str, bool]:
     """Split a reply at its last `</think>`.
 
     Args:
-      text: a reply as decoded.
-      opened: the prompt already ends in `<think>`, as with some chat templates. Then a reply
-        without `</think>` is all thinking.
+      text: the decoded reply.
+      opened: whether the prompt already ends in `<think>`, as with some chat templates. If so, a
+        reply without `</think>` is all thinking.
     Returns: (thinking, content, closed). The tags are in neither part, and both parts are stripped.
       Without any tag the text is the content, unchanged. `closed` is False if a block was opened
-      and never closed: all text after the tag is thinking, and the text before it is the content.
+      and never closed. All text after its tag is then thinking, and the text before the tag is the
+      content.
     """
     pieces = re.split(f"({'|'.join(THINK_TAGS)})", text)
     return _split(pieces[::2], [tag == THINK_TAGS[1] for tag in pieces[1::2]], opened)
@@ -26,15 +27,15 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str, bool]:
 def split_reply(
     thinking: Thinking, ids: Sequence[int], *, opened: bool = False
 ) -> tuple[str, str, bool]:
-    """Split a reply's token ids in the way of `split_thinking`.
+    """Split a reply's token ids into thinking and content, as `split_thinking` does with text.
 
-    If each tag is one token of the vocabulary, only these ids count as tags. A tag written with
-    ordinary tokens, for example in a quotation, is then ordinary text. Otherwise the tags are
-    searched in the text.
+    If each tag is a single token of the vocabulary, only these two ids count as tags. A tag spelled
+    with several tokens, for example in a quotation, is then ordinary text. Otherwise the tags are
+    searched in the decoded text.
 
     Args:
-      thinking: of the policy's renderer.
-      ids: of a reply, without its end-of-sequence id.
+      thinking: the Thinking record of the policy's renderer.
+      ids: token ids of a reply, without its end-of-sequence id.
       opened: as in `split_thinking`.
     """
     if thinking.ids is None:

@@ -1,9 +1,9 @@
-"""Read tool calls from a reply. A parser takes the content without thinking, and does not raise on
-any text.
+"""Read tool calls from a reply. A parser takes a reply's content, without its thinking. It never
+raises, whatever the text.
 
-A failed attempt at a call becomes a ToolCall with an `error` for the policy, so no call vanishes.
-Ids count within the reply (call_0, call_1, …). The code that keeps the conversation makes them
-unique in it.
+A failed attempt at a call becomes a ToolCall with an `error` for the policy, so no call is lost. A
+parser numbers the calls within the reply (call_0, call_1, …). The code that keeps the conversation
+later makes the ids unique.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ XML_START = re.compile(r"<tool(?=[\s/>])")
 XML_CLOSE = "</tool>"
 XML_OPEN = re.compile(r"<tool\s+name\s*=\s*(?:\"([^\"<>]*)\"|'([^'<>]*)')\s*>")
 XML_FORM = f'<tool name="tool">text{XML_CLOSE}'
-# of nested lists and objects; a deeper value would exhaust the stack when the history is rendered
+# depth of nested lists and objects; a deeper value would exhaust the stack when the history is
+# rendered
 MAX_DEPTH = 64
 
 
@@ -34,12 +35,12 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
 
     Args:
       content: a reply without its thinking.
-    Returns: the content without the calls (each remaining piece stripped, joined by newlines;
-      unchanged if there is no call), and the calls in order. A call ends at the first closing tag.
-      Arguments may be missing (none), or a JSON string of an object. A call has an `error` and no
-      arguments if it is not closed, is not strict JSON (NaN and Infinity are not), or is not an
-      object. The same holds if its name is empty or not a string, or if its arguments are not an
-      object.
+    Returns: the content without the calls, and the calls in order. The remaining pieces of the
+      content are stripped and joined by newlines. Without a call, the content is unchanged. A call
+      ends at the first closing tag. If the arguments are missing, the call has none. They may also
+      be a JSON string of an object. A call has an `error` and no arguments if it is not closed, if
+      it is not strict JSON (NaN and Infinity are not), or if it is not an object. The same holds if
+      its name is empty or not a string, or if its arguments are not an object.
     Source: the Hermes function-calling format, used by Qwen2.5 and Qwen3.
     """
     pieces: list[str] = []
@@ -61,15 +62,17 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
 def xml(
     content: str, *, tools: Mapping[str, Callable[..., Any]] = {}
 ) -> tuple[str, list[ToolCall]]:
-    """Parse every `<tool name="…">text</tool>`; the text is the tool's only required parameter.
+    """Parse every `<tool name="…">text</tool>`. The text is the argument for the tool's only
+    required parameter.
 
     Args:
       content: a reply without its thinking.
-      tools: name → function. An environment passes its own to a parser with this keyword.
-    Returns: as `hermes` does. The text is stripped. If the parameter is not a string, the text is
-      read as JSON. A call has an `error` and no arguments if it is not closed, has no name in
-      quotes, names no tool, or names a tool without exactly one required parameter. If the tool has
-      no required parameter and the text is empty, it is a call without arguments.
+      tools: tools by name. An environment passes its own tools to a parser with this keyword.
+    Returns: the content without the calls, and the calls, as in `hermes`. The text is stripped. If
+      the parameter is not a string, the text is read as JSON. A call has an `error` and no
+      arguments if it is not closed, or if it has no name in quotes. The same holds if there is no
+      tool of this name, or if the tool does not have exactly one required parameter. If the tool
+      has no required parameter and the text is empty, the call has no arguments.
     """
     pieces: list[str] = []
     calls: list[ToolCall] = []
@@ -92,13 +95,13 @@ def none(content: str) -> tuple[str, list[ToolCall]]:
 
 
 def make_call(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolCall:
-    """Make the call {"name": …, "arguments": {…}} given by `read`, or a call with an `error` that
-    names the mistake and the expected form.
+    """Make a call from the object {"name": …, "arguments": {…}} returned by `read`. If it is not a
+    call, return a call with an `error` that names the mistake and the expected form.
 
     Args:
-      read: returns the payload, or raises ValueError with a readable reason. Arguments may be a
-        JSON string of an object.
-      closed: False if the closing tag is missing.
+      read: function that returns the object, or raises ValueError with a readable reason. The
+        arguments may be a JSON string of an object.
+      closed: whether the closing tag is there.
     """
     name = ""
     try:
@@ -129,8 +132,8 @@ def make_call(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolC
 def _xml_call(
     id: str, name: str, text: str, tools: Mapping[str, Callable[..., Any]], *, closed: bool
 ) -> ToolCall:
-    """Make the call of a tag, or a call with an `error` that names the mistake and the expected
-    form."""
+    """Make the call of one tag. If it is not a call, return a call with an `error` that names the
+    mistake and the expected form."""
     try:
         if not name:
             raise ValueError("the name is missing")
@@ -152,8 +155,8 @@ def _xml_call(
 
 
 def load_json(text: str) -> Any:
-    """Read strict JSON that can be rendered again. Raises: ValueError with a readable reason for
-    everything else."""
+    """Read strict JSON with a value that can be rendered again. Raises: ValueError with a readable
+    reason for any other text."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except json.JSONDecodeError as error:
@@ -186,7 +189,7 @@ def _parse_finite(text: str) -> float:
 
 
 def _kind(value: Any) -> str:
-    """Name of a JSON value's type, with its article."""
+    """Return the name of a JSON value's type, with its article."""
     names = {
         dict: "an object",
         list: "a list",

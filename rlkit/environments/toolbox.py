@@ -1,10 +1,10 @@
-"""Tools with state: a user's class, made again for each episode. Its documented public methods are
-the tools.
+"""Make tools with state from a user's class. Each episode has its own instance, and the documented
+public methods of the class are the tools.
 
-If the class has an argument `task`, it receives the episode's Task. `state()`, if there is one,
-returns the end state. A reward reads it as rollout.state[NAME], with the class's name in the
-config. `close()` is called once, however the episode ends. Both may be async, and so may the
-methods. docs/own_parts.md has an example with its config.
+If the class has an argument `task`, it receives the episode's Task. If it has a method `state()`,
+this method returns the end state. A reward reads the end state as rollout.state[NAME], where NAME
+is the name of the entry in the config. If it has a method `close()`, it is called once, however the
+episode ends. All methods may be async. docs/own_parts.md has an example with its config.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ NOT_TOOLS = ("close", "state")
 
 
 class Toolbox(dict[str, Tool]):
-    """The tools of one episode, by name, and the instances behind some of them."""
+    """Hold the tools of one episode, by name, and the instances that the tools with state belong
+    to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.instances: dict[str, Any] = {}
 
     async def state(self) -> dict[str, Any]:
-        """End states by name, of the instances with `state()`."""
+        """Return the end state of each instance with a method `state()`, by the instance's name."""
         tells = {
             name: instance.state
             for name, instance in self.instances.items()
@@ -41,29 +42,30 @@ class Toolbox(dict[str, Tool]):
         return {name: await call_user("a tool's state", tell) for name, tell in tells.items()}
 
     async def close(self) -> None:
-        """Close every instance with `close()`. Raises: the error of one of them, after closing
-        all."""
+        """Close every instance with a method `close()`. Raises: the error of one of these calls,
+        after all of them."""
         async with AsyncExitStack() as stack:
             for instance in self.instances.values():
                 stack.push_async_callback(close_instance, instance)
 
 
 async def close_instance(instance: Any) -> None:
-    """Call the instance's `close()`, plain or async, if it has one. Raises: Hung if an async one
-    does not end in time."""
+    """Call the instance's method `close()`, plain or async, if it has one. Raises: Hung if an async
+    `close()` does not end in time."""
     if isinstance(instance, Closes):
         await call_user("the close of", instance.close, closes=True)
 
 
 def make_tools_function(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
-    """Make the function for `Environment.tools`, called once per episode.
+    """Make the function for `Environment.tools`. It is called once per episode and returns the
+    episode's tools.
 
     Args:
-      tools: name → function, class, or partial of one of them.
-    Raises: ConfigError for a function under another name than its own, a class without a documented
-      public method, or two tools of one name.
+      tools: functions and classes by name, or partials of them.
+    Raises: ConfigError for a function under another name than its own, for a class without a
+      documented public method, or for two tools with the same name.
     """
-    givers: dict[str, str] = {}  # tool → the entry with it
+    givers: dict[str, str] = {}  # name of a tool → name of its entry
     for name, tool in tools.items():
         for found in list_names(name, tool):
             if found in givers:
@@ -88,7 +90,7 @@ def make_tools_function(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
                     box.instances[name] = instance = tool(task=task) if asks else tool()
                 box.update({method: getattr(instance, method) for method in list_names(name, tool)})
         except BaseException:
-            with suppress(Exception):  # report the first error
+            with suppress(Exception):  # the first error is reported
                 await box.close()
             raise
         return box
@@ -97,8 +99,8 @@ def make_tools_function(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
 
 
 def list_signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
-    """The tools for code that only reads their signatures, such as a parser. Methods have no
-    instance here."""
+    """Return the tools by name for code that only reads their signatures, for example a parser. A
+    method is listed without an instance."""
     out: dict[str, Tool] = {}
     for name, tool in tools.items():
         cls = tool_class(tool)
@@ -112,14 +114,14 @@ def list_signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
 
 
 def tool_class(tool: Any) -> type | None:
-    """The class of a tool made from a class, or None for a function."""
+    """Return the class of an entry that is a class or a partial of a class; None for a function."""
     inner = tool.func if isinstance(tool, partial) else tool
     return inner if isinstance(inner, type) else None
 
 
 def list_names(name: str, tool: Any) -> list[str]:
-    """Names of an entry's tools: its own name, or the public documented methods of a class, the
-    base class's methods first."""
+    """Return the names of an entry's tools. A function has its own name. A class has the names of
+    its public documented methods, with those of its base classes first."""
     cls = tool_class(tool)
     if cls is None:
         if callable(tool) and name == tool_name(tool):

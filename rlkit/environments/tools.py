@@ -1,5 +1,5 @@
-"""Tools are plain typed functions: make their schema for the chat template, and call them for the
-policy.
+"""Make the schemas of tools for the chat template, and call tools for the policy. A tool is a plain
+typed function:
 
     def get_weather(city: str, unit: str = "celsius") -> str:
         '''Tells the weather.
@@ -9,9 +9,9 @@ policy.
             unit: celsius or fahrenheit.
         '''
 
-Every failure of a call comes back as a sentence for the policy, even if the call tries to end the
-process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption escapes, or something that
-Python cannot stop: an exit from C, or a crash.
+Every failure of a call is answered with a sentence for the policy, even if the tool tries to end
+the process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption ends the run, or an
+event that Python cannot stop: an exit from C, or a crash.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from rlkit.system.waiting import waiting
 from rlkit.types import HasSchema, Tool, ToolCall, ToolResult
 
 MAX_CHARS = 2000  # longest result for the policy
-TIMEOUT = 30.0  # seconds of a call
+TIMEOUT = 30.0  # seconds for one call
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """Make a tool's schema for chat templates, from its annotations and its Google-style docstring.
 
     Args:
-      tool: a function with a type on every parameter and a docstring that describes it and every
-        parameter, or a `functools.partial` of one. The policy cannot choose a bound keyword, so it
-        is not in the schema. A function with its own schema (`with_schema`) needs neither types nor
-        docstring.
+      tool: a function, or a `functools.partial` of one. Every parameter needs a type, and the
+        docstring must describe the function and every parameter. A keyword bound by the partial is
+        not in the schema, because the policy cannot choose it. A function with its own schema
+        (`with_schema`) needs neither types nor a docstring.
     Returns: {"type": "function", "function": {"name", "description", "parameters", …}}.
     Raises: ConfigError naming the function's file and line and the missing piece, with an example
       of a docstring.
@@ -81,13 +81,14 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def tool_name(tool: Callable[..., Any]) -> str:
-    """The tool's name in its schema: the function's own, also inside a `functools.partial`."""
+    """Return the tool's name in its schema. It is the name of the function, also if the tool is a
+    `functools.partial` of it."""
     return str(getattr(_function(tool), "__name__", repr(tool)))
 
 
 def name_tools(tools: Mapping[str, Tool]) -> str:
-    """`calculator; lend, give_back (my_tools.Shelf)`: the names, and for tools from outside rlkit
-    their module or class."""
+    """List tools in words, as in `calculator; lend, give_back (my_tools.Shelf)`. Tools from outside
+    rlkit have their module or class in parentheses."""
     names: dict[str, list[str]] = {}
     for name, tool in tools.items():
         function = _function(tool)
@@ -97,21 +98,22 @@ def name_tools(tools: Mapping[str, Tool]) -> str:
 
 
 def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside a `functools.partial` from a config. It has the name, the docstring and
-    the attributes."""
+    """Return the function inside a `functools.partial` from a config. Only the function has the
+    name, the docstring and the attributes."""
     return tool.func if isinstance(tool, partial) else tool
 
 
 def with_schema(
     schema: Mapping[str, Any], implementation: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Make a tool from an existing schema and a function to run. The function needs neither types
-    nor a docstring.
+    """Make a tool from an existing schema and a function. The function needs neither types nor a
+    docstring.
 
     Args:
       schema: {"type": "function", "function": {"name", "description", "parameters"}}, as in
         OpenAI's API.
-      implementation: called with the arguments by name; any types on it are checked.
+      implementation: the function, called with the arguments by name. If its parameters have types,
+        the arguments are checked.
     Raises: ConfigError for a schema without a name, or an implementation that is not a function.
     """
     function = schema.get("function") if isinstance(schema, Mapping) else None
@@ -142,32 +144,33 @@ async def execute(
     max_chars: int = MAX_CHARS,
     timeout: float | None = TIMEOUT,
 ) -> ToolResult:
-    """Run one call and return the policy's text: the result, or one sentence on the failure.
+    """Run one call and return a text for the policy: the result, or one sentence on the failure.
 
     An async tool runs in the event loop, a plain tool in a thread. A tool marked `tool.bounded =
-    True` has bounded work by construction. It runs directly in the loop, because a thread costs
-    more than a short call. The calls of several episodes run at the same time, so plain tools must
-    lock shared state.
+    True` always returns quickly. It runs directly in the event loop, because a thread costs more
+    than a short call. The calls of several episodes run at the same time, so plain tools must lock
+    shared state.
 
     Args:
-      call: if `error` is set, it is not run, and the error is the content.
-      tools: name → function.
-      max_chars: longest content, in characters. A longer content is cut, with a note.
-      timeout: seconds, for tools without the mark `bounded`; None: no limit. An async tool is then
-        cancelled. A plain tool is ended if it has said how (rlkit.system.deadline.end_when_left, as
-        the python tool does). Otherwise its thread goes on, and its result is dropped.
+      call: the call. If its `error` is set, no tool is run, and the error is the content.
+      tools: tools by name.
+      max_chars: longest content, in characters. Longer content is cut, with a note.
+      timeout: seconds for a tool without the mark `bounded`; None: no limit. After the timeout, an
+        async tool is cancelled. A plain tool is ended if it has registered a way to end it, as the
+        python tool does (rlkit.system.deadline.end_when_left). Otherwise its thread goes on, and
+        its result is dropped.
     Returns: a ToolResult with the call's id and name. `ok` is False for an unknown tool, for
       arguments that do not fit the signature or its types, and for a tool that raises, tries to end
-      the process, or takes too long. `seconds` is wall time in the tool.
+      the process, or takes too long. `seconds` is the wall time of the call.
     If an async tool swallows its cancellation, it is abandoned after 10 more seconds, and its
     episode fails.
-    Raises: only CancelledError, KeyboardInterrupt and Interrupted, if the episode is given up, or
-      the user or a signal interrupts.
+    Raises: only CancelledError, KeyboardInterrupt and Interrupted: if the episode is given up, or
+      if the user or a signal interrupts the run.
     """
     started = perf_counter()
     content, ok = await _attempt(call, tools, timeout)
     seconds = perf_counter() - started
-    # half surrogates cannot be tokenised
+    # half of a surrogate pair cannot be tokenised
     content = content.encode("utf-8", "replace").decode("utf-8")
     if len(content) > max_chars:
         content = (
@@ -192,7 +195,7 @@ async def _attempt(
             return f"Error: {problem}. Call it as {call.name}{_signature(tool)}.", False
         with waiting("the tool", tool):
             return await _run_for_text(tool, call, timeout), True
-    except Hung:  # the episode has failed without this call
+    except Hung:  # the whole episode has failed, not only this call
         raise
     except DeadlinePassed:
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
@@ -206,14 +209,14 @@ async def _attempt(
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        return f"Error: {_reason(error)}.", False  # the tool's own
-    except Exception as error:  # a tool may raise anything, and the episode goes on
+        return f"Error: {_reason(error)}.", False  # the tool itself raised CancelledError
+    except Exception as error:  # whatever the tool raises, the episode goes on
         return f"Error: {_reason(error)}.", False
 
 
 async def _run_for_text(tool: Tool, call: ToolCall, timeout: float | None) -> str:
-    """Run a tool and turn its result into text. A lazy result does its work here, within the
-    deadline. Nothing is awaited for a bounded tool."""
+    """Run a tool and turn its result into text. If the result is lazy, writing it as text does its
+    work, within the timeout. A bounded tool waits for nothing."""
 
     bounded = has_mark(tool, "bounded")
     watch = get_current_watch()
@@ -233,19 +236,22 @@ async def _run_for_text(tool: Tool, call: ToolCall, timeout: float | None) -> st
         async with cancel_after(None if bounded else timeout):
             text = _format_value(await given)
             if not bounded:
-                # counts as waiting even if the answer came immediately, for example from a cache
+                # the call counts as a wait even if the answer came immediately, for example from a
+                # cache
                 await asyncio.sleep(0)
             return text
 
 
 def _format_value(result: Any) -> str:
-    """Write a result for the policy: text as it is, other JSON types as JSON."""
+    """Write a result for the policy. A text is returned as it is, and other JSON types are written
+    as JSON."""
     plain = isinstance(result, dict | list | bool | int | float | None)
     return json.dumps(result, default=str) if plain else str(result)
 
 
 def has_mark(tool: Tool | None, word: str) -> bool:
-    """Whether a tool has this mark: `tool.bounded = True`, or the same on the class of a method."""
+    """Return whether a tool has this mark, as in `tool.bounded = True`. A method also has the marks
+    of its class."""
     function = _function(tool) if tool is not None else None
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
 
@@ -253,12 +259,14 @@ def has_mark(tool: Tool | None, word: str) -> bool:
 def text_arguments(
     name: str, tool: Callable[..., Any], text: str, load: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """Read a call's only text as the tool's only required parameter.
+    """Return the arguments of a call with a single text. The text is the value of the tool's only
+    required parameter.
 
     Args:
-      load: reads the text for a parameter that is not a string; raises ValueError if it cannot.
-    Raises: ValueError if the tool does not have exactly one required parameter. A tool without
-      required parameters takes a call without text.
+      load: function that reads the text if the parameter is not a string. It raises ValueError if
+        it cannot.
+    Raises: ValueError if the tool does not have exactly one required parameter. If it has none and
+      the text is empty, the call has no arguments.
     """
     signature = _signature(tool) or inspect.Signature()
     parameters = signature.parameters
@@ -279,13 +287,13 @@ def text_arguments(
     try:
         return {required[0].name: load(text)}
     except ValueError:
-        return {required[0].name: text}  # execute names the expected type
+        return {required[0].name: text}  # `execute` then tells the policy the expected type
 
 
 def _explain_misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Explain why the arguments do not fit the tool's signature; '' if they do."""
+    """Explain why the arguments do not fit the tool's signature; return '' if they fit."""
     signature = _signature(tool)
-    if signature is None:  # a builtin without a signature checks for itself
+    if signature is None:  # a builtin without a signature checks its arguments itself
         return ""
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -308,8 +316,8 @@ def _explain_misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> s
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a JSON value fits a parameter of this type. An annotation unknown to JSON fits
-    everything."""
+    """Return whether a JSON value fits a parameter of this type. If the annotation is no JSON type,
+    every value fits."""
     origin = typing.get_origin(annotation)
     inner = typing.get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -323,7 +331,7 @@ def _fits(value: Any, annotation: Any) -> bool:
         )
     if expected is dict:
         return isinstance(value, dict)
-    if expected in (int, float):  # JSON's true is no number, and 3 is a float
+    if expected in (int, float):  # JSON's true is not a number, and 3 is also a float
         return isinstance(value, (int, expected)) and not isinstance(value, bool)
     if expected in (str, bool):
         return isinstance(value, expected)
@@ -331,7 +339,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _signature(tool: Callable[..., Any]) -> inspect.Signature | None:
-    for resolve in (True, False):  # annotations that cannot be resolved are not checked
+    for resolve in (True, False):  # if the annotations cannot be resolved, they are not checked
         try:
             return inspect.signature(tool, eval_str=resolve).replace(
                 return_annotation=inspect.Signature.empty
@@ -352,6 +360,6 @@ def _type_name(annotation: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Describe an error in one line; a ValueError in its own words."""
+    """Describe an error in one line. A ValueError is quoted without its type."""
     said = name_error(error).rstrip(".")
     return said.partition(": ")[2] or said if isinstance(error, ValueError) else said

@@ -1,10 +1,11 @@
-"""The weather of three cities: an example of a tool with the required types and docstring."""
+"""Tell the weather of three cities, as an example of a tool with the required types and
+docstring."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-# °C and sky; never changes
+# city → °C and sky; the weather never changes
 WEATHER = {"Paris": (18, "light rain"), "London": (15, "cloudy"), "Tokyo": (24, "sunny")}
 
 
@@ -28,4 +29,4 @@ def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -
     )
 
 
-get_weather.bounded = True  # type: ignore[attr-defined]  # a look into a table
+get_weather.bounded = True  # type: ignore[attr-defined]  # it only reads a table

@@ -1,9 +1,9 @@
-"""Episodes: collect them, turn them into tensors, save them, and summarise them in numbers.
+"""Collect episodes, turn them into tensors, save them, and summarise them in numbers.
 
 torch is imported only when it is needed, so rollout files can be read without it.
 
-Files in the order of their imports: _assemble, completions, episode, record, samplers, summary,
-demonstrate, replies, stream, _collect, evaluation.
+Each file imports only files before it in this list: _assemble, completions, episode, record,
+samplers, summary, demonstrate, replies, stream, _collect, evaluation.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,5 @@
-"""Turn scored rollouts into padded tensors. Token ids are copied, never encoded again from text."""
+"""Turn scored rollouts into padded tensors. The sampled token ids are copied; text is never encoded
+again."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from rlkit.types import Batch, Rollout
 
 
 class TokenRow(NamedTuple):
-    """One training sequence: consecutive steps of a rollout, each with a context that extends the
-    previous one."""
+    """Hold one training sequence: consecutive steps of one rollout. The context of each step
+    extends the context of the step before."""
 
     ids: list[int]
     sampled: list[bool]
@@ -26,15 +27,16 @@ class TokenRow(NamedTuple):
 
 
 def split_into_rows(rollout: Rollout) -> list[TokenRow]:
-    """The training sequences of a rollout.
+    """Split a rollout into its training sequences.
 
-    A step extends the row if its context begins with the previous step's context and reply. A step
-    with a rewritten context starts a new row, for example after the template has dropped earlier
-    thinking, or turns were dropped to make room. This one rule serves every history policy. Text
-    written by a thinking budget is in the row, because the policy read it, but is not trained on.
+    A step extends the current row if its context begins with the previous step's context and reply.
+    Otherwise the step starts a new row. This happens if the template has dropped earlier thinking,
+    or if turns were dropped to make room. The same rule serves every history policy. Text inserted
+    by a thinking budget is part of the row, because the policy has read it. The policy is not
+    trained on this text.
     """
     out: list[TokenRow] = []
-    # the last sampled token so far; rewards are put there
+    # the row and position of the last sampled token so far; rewards are added at this token
     spot: tuple[TokenRow, int] | None = None
     for index, step in enumerate(rollout.steps):
         held = out[-1].ids if out else []
@@ -73,15 +75,15 @@ def split_into_rows(rollout: Rollout) -> list[TokenRow]:
 def assemble(
     rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.device | str = "cpu"
 ) -> Batch:
-    """A batch of scored rollouts.
+    """Return a batch of scored rollouts, as padded tensors.
 
     Args:
-      rollouts: with their rewards. None becomes nan ("cannot be scored"). An episode's reward is
-        the verifier's reward plus the rewards of the steps. `token_rewards` has each reward at
-        the token where it was earned.
-      pad_token_id: fills the right side of short rows. It may equal an end-of-sequence id, because
-        only `attention_mask` marks padding.
-      device: of the tensors.
+      rollouts: rollouts with their rewards. A reward of None becomes nan ("cannot be scored"). An
+        episode's reward is the verifier's reward plus the rewards of its steps. In `token_rewards`,
+        each reward is at the last token sampled before it was given.
+      pad_token_id: id to fill the right side of short rows. It may equal an end-of-sequence id,
+        because only `attention_mask` marks padding.
+      device: the device of the tensors.
     Raises: ValueError if no rollout has a step.
     """
     numbered = [(i, row) for i, rollout in enumerate(rollouts) for row in split_into_rows(rollout)]

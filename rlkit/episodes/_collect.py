@@ -1,5 +1,5 @@
-"""Many episodes at the same time: from tasks to finished episodes. The same function serves
-training, evaluation and plain rollouts."""
+"""Play many episodes at the same time, from tasks to finished rollouts. Training, evaluation and
+plain rollouts use the same function."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from rlkit.types import (
     Task,
 )
 
-KEYS = count()  # each episode gets a key; engines know it by this key
+KEYS = count()  # the next key; an engine identifies an episode by its key
 
 
 class Start:
-    """The start line: episodes wait for each other before their first replies. So the order of the
-    first prompts does not decide which episodes decode together."""
+    """Let all episodes wait for each other before their first replies. So the order in which first
+    prompts become ready does not decide which episodes decode together."""
 
     def __init__(self, *, waits: bool):
         self.waits, self.missing, self.all_here = waits, 0, asyncio.Event()
 
     def place(self) -> Place:
-        """Add an episode; the others wait for it."""
+        """Register an episode at the start. All episodes then wait until it arrives."""
         self.missing += 1
         return Place(self)
 
 
 class Place:
-    """An episode's place at the start."""
+    """Stand for one episode at the start: report its arrival, and wait for the others."""
 
     def __init__(self, start: Start):
         self.start = start
@@ -71,7 +71,7 @@ class Place:
 
 
 class Speaker(NamedTuple):
-    """A model and the parameters of its sampling."""
+    """Hold a model, its engine, its sampling parameters and its encoder of first prompts."""
 
     policy: Policy
     engine: Engine
@@ -80,22 +80,24 @@ class Speaker(NamedTuple):
 
 
 class Turns:
-    """An engine's key for one episode, or for the two episodes of a game. In a game only one of the
-    two asks for a completion at a time."""
+    """Hold an engine's key for one episode, or for the two episodes of a game. The two players of a
+    game can share a key, because only one of them asks for a completion at a time."""
 
     def __init__(self, key: int, players: int = 1):
         self.key = key
         self.players = players
 
     def leave(self, engine: Engine) -> None:
-        """Give up the key when an episode is over; the last episode of the key releases it."""
+        """Give up the key when an episode is over. When no episode uses the key any more, the
+        engine releases it."""
         self.players -= 1
         if not self.players:
             engine.release(self.key)
 
 
 class Seat(NamedTuple):
-    """Position of an episode in a call."""
+    """Describe an episode's position in one call of `collect`: its task, group, sample, key and
+    callbacks."""
 
     task: Task
     group: int
@@ -104,20 +106,21 @@ class Seat(NamedTuple):
     place: Place
     done: Callable[[Rollout], None]
     spent: Callable[[float], None]
-    table: Any = None  # the table of a game for two; `player`: this episode's number at the table
+    table: Any = None  # the shared instance of a game; `player`: this episode's seat
     player: int = 0
 
 
 def ignore_value(value: Any) -> None:
-    """A callback that does nothing."""
+    """Ignore the value; a callback that does nothing."""
 
 
 async def load_other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
-    """Load the opponent of a policy, with the policy's sampling parameters. Its engine never waits
-    for a due answer, because the policy's engine may be waiting for this player."""
+    """Load the opponent of a policy. It samples with the policy's sampling parameters, except for
+    the admission of prompts. Its engine never waits for an answer that is due soon, because the
+    policy's engine may itself be waiting for this player."""
     weights = next(policy.model.parameters())
     rival, engine = _load_player(path, str(weights.device))
-    # load only once: the weights stay the same, and episodes of other calls may be in play
+    # load the weights only once: they never change, and episodes of other calls may be using them
     if not isinstance(engine, Cached) or engine.decoder is None:
         await await_value(engine.load(rival, 0))
     return Speaker(rival, engine, params._replace(admission="free"), make_encoder(rival))
@@ -141,11 +144,13 @@ def make_samples(
     alone: Callable[[Seat], Played],
     against: Callable[[Seat], Played],
 ) -> list[Played]:
-    """Make the episodes of a task's samples: each alone, all at one table, or two at each table.
-    `against` plays a sample without a partner.
+    """Make the episodes of all samples of a task. Without a table, each sample plays alone. In a
+    game, all samples share one table, or two samples share each table. At a table for two,
+    `against` plays a sample that has no partner.
 
     Args:
-      seat: (sample, table, player) → Seat. alone, against: Seat → the coroutine of an episode.
+      seat: function from (sample, table, player) to the Seat.
+      alone, against: functions from a Seat to the coroutine of an episode.
     """
     if how.table is None:
         return [alone(seat(j)) for j in range(size)]
@@ -179,29 +184,29 @@ async def collect_groups(
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
 
-    `collect` is the plain function, also for use inside a running event loop;
-    `await collect_groups(…)` does the same as a coroutine.
+    `collect` is the blocking form of this coroutine. It also works inside a running event loop.
 
     Args:
       policy: the model to sample, with its current weights.
       tasks: the prompts, one group per task.
-      environment: one for all tasks, or a function from a task to its environment.
-      engine: samples the completions. None makes a new `rlkit.engines.Cached()`. To play many
-        times, keep your own engine, because its cache and its compiled code outlive the call.
-      group_size: samples per task, > 0.
-      seed, step: of the run and of the RL step. Together with the positions of the task and the
-        sample, they are the only source of randomness (rlkit.functional.mix). So the same call
-        gives the same rollouts in any batch, on any rank. They also seed the session's draws from
-        the generators of python, numpy and torch. A plain tool runs in a thread, and this seed does
-        not reach its draws.
-      first: position of the first task in the step, if the tasks are further prompts of the same
-        step.
-      version: how many RL steps have trained the weights.
-      on_done: called with each episode once it is over.
-      spent: called with the seconds of each episode in its session.
+      environment: one environment for all tasks, or a function from a task to its environment.
+      engine: samples the completions. None makes a new `rlkit.engines.Cached()`. If you call this
+        function many times, pass the same engine each time: its cache and its compiled code outlive
+        a call.
+      group_size: number of samples per task, > 0.
+      seed, step: the run's seed and the number of the RL step. Together with the positions of the
+        task and the sample, they are the only source of randomness (rlkit.functional.mix). So the
+        same call gives the same rollouts in any batch, on any rank. They also seed the random
+        generators of python, numpy and torch for the session. A plain tool runs in a thread, so its
+        random numbers do not follow this seed.
+      first: position of the first of these tasks in the RL step. It is above 0 if other prompts of
+        the same step were played before.
+      version: number of RL steps that have trained the weights.
+      on_done: called with the rollout of each episode as soon as the episode is over.
+      spent: called at the end of each episode with the seconds that it spent in its session.
       params: fields of SamplingParams (temperature, max_new_tokens, …).
-    Returns: unscored rollouts, task by task; samples of a task are neighbours.
-    Raises: the first error of any episode, as it was raised, after every session has been closed.
+    Returns: unscored rollouts in the order of the tasks. The samples of a task are consecutive.
+    Raises: the first error of any episode, unchanged. Every session is closed before it is raised.
     """
     unknown = [name for name in params if name not in SamplingParams._fields]
     if unknown:
@@ -229,7 +234,7 @@ async def collect_groups(
                 raise Hung("the episode is over")
             await at.place.ready()
             said = await speak(rollout, messages, session)
-            # an engine may not report versions
+            # not every engine reports versions
             return said and said._replace(versions=said.versions or ((0, version),))
 
         held = [at]
@@ -297,7 +302,8 @@ async def collect_groups(
         return rollout
 
     async def against(how: Environment, one: Seat) -> Rollout:
-        """Play a sample against an untrained player."""
+        """Play a sample that has no partner: against the opponent, or else against the policy
+        itself. The other side is not trained."""
         other = one._replace(
             sample=group_size + one.sample,
             player=1 - one.player,
@@ -329,8 +335,9 @@ async def collect_groups(
                 player,
             )
 
-        # Episodes that share an instance wait for each other's replies. So the engine must not wait
-        # for an episode that is done early, because the others have to decode.
+        # Episodes that share a table wait for each other's replies. So the engine must not hold
+        # back a waiting prompt until another episode asks: that episode may be waiting for this
+        # reply.
         shared = how.table is not None and not how.table.players
         who = own._replace(params=sampling._replace(admission="free")) if shared else own
         return make_samples(
@@ -348,8 +355,8 @@ collect = make_blocking(collect_groups, name="collect")
 
 
 def name_limit(policy: Policy, rollout: Rollout) -> Rollout:
-    """Name the truncation "context" instead of "length" if the end of the context cut the last
-    reply."""
+    """Change the truncation from "length" to "context" if the last reply was cut by the end of the
+    context."""
     if rollout.truncation != "length":
         return rollout
     last = rollout.steps[-1]

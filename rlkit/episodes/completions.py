@@ -1,5 +1,5 @@
-"""Rollouts as a flat table: one row per rollout, one plain column per quantity, in Parquet files
-beside the full record.
+"""Write rollouts as a flat table in Parquet files, beside the full record. A row is a rollout, and
+each column holds plain values of one quantity.
 
     completions/steps_000001-000005.parquet …
 
@@ -9,8 +9,8 @@ beside the full record.
     pandas.read_parquet("outputs/NAME/TIME/completions")
     polars.read_parquet("outputs/NAME/TIME/completions/*.parquet")
 
-A file is complete or absent and is never rewritten, so its name can hold its steps. All files of a
-run have the same columns.
+A file is complete or absent, and it is never rewritten. So its name can hold its first and last
+step. All files of a run have the same columns.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rlkit.types import Message, Rollout
 if TYPE_CHECKING:
     import pyarrow
 
-# Column → Parquet type. Between `reward` and `advantage` there is a column `reward_NAME` for each
-# component of the reward.
+# Parquet type of each column. Between `reward` and `advantage`, the table also has a column
+# `reward_NAME` for each component of the reward.
 COLUMNS: dict[str, str] = {
     "step": "int64",
     "group": "int64",
@@ -50,7 +50,7 @@ FILE = re.compile(r"steps_(\d+)-(\d+)\.parquet")
 
 
 def list_table_columns(rewards: Iterable[str]) -> dict[str, str]:
-    """Column → type of a table with these reward components."""
+    """Return the type of each column, by name, of a table with these reward components."""
     named = {f"reward_{name}": "float64" for name in rewards}
     before = {name: COLUMNS[name] for name in list(COLUMNS)[: list(COLUMNS).index("advantage")]}
     return before | named | COLUMNS
@@ -61,14 +61,15 @@ def make_completion_row(
 ) -> dict[str, Any]:
     """Make a table row from a rollout.
 
-    prompt           the start of the episode; `role:` lines separate messages of several roles
-    completion       everything after the prompt: the replies with their thinking, and between them
-                     the messages of tools and environment
-    reward           the trained reward, rewards of steps included; null if it cannot be scored;
-                     `reward_NAME` likewise
+    prompt           the start of the episode; if it has several messages, each starts with a line
+                     `role:`
+    completion       everything after the prompt: the replies with their thinking, and the messages
+                     of tools and environment between the replies
+    reward           the trained reward, including the rewards of steps; null if the rollout cannot
+                     be scored. A column `reward_NAME` holds each component in the same way
     advantage        mean over the rollout's trained tokens; null without a trained token
-    policy_version   how many RL steps had trained the weights that sampled the first token
-    status           terminated, or why it was truncated
+    policy_version number of RL steps that had trained the weights of the first sampled token status
+    "terminated", or "truncated: " and the reason
     """
     versions = [version for reply in rollout.steps for _, version in reply.versions]
     first: Sequence[Message] = rollout.steps[0].prompt if rollout.steps else rollout.task.messages
@@ -93,7 +94,7 @@ def make_completion_row(
 
 
 def _text(messages: Sequence[Message]) -> str:
-    """Join messages to one text. A single message gets no `role:` line."""
+    """Join messages into one text. A single message gets no `role:` line."""
     said = [_message(message) for message in messages]
     if len(said) == 1:
         return said[0]
@@ -116,8 +117,8 @@ def _message(message: Message) -> str:
 def make_completions_table(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
 ) -> pyarrow.Table:
-    """Make a table from rows of `make_completion_row`, by default with the columns of all rows.
-    Characters outside UTF-8 are escaped."""
+    """Make a table from rows of `make_completion_row`. By default it has every column found in a
+    row. Characters that UTF-8 cannot encode are escaped."""
     import pyarrow as pa
 
     own = columns or list_table_columns(
@@ -136,7 +137,8 @@ def make_completions_table(
 def write_completions(
     folder: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
 ) -> None:
-    """Write the rows of some steps as one file, completely or not at all. Raises: OSError."""
+    """Write the rows of consecutive steps as one file, completely or not at all. Raises:
+    OSError."""
     if rows:
         _write(folder, make_completions_table(rows, columns))
 
@@ -147,8 +149,7 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
 
     first, last = pyarrow.compute.min_max(table["step"]).as_py().values()
     path = folder / f"steps_{first:06d}-{last:06d}.parquet"
-    # readers of the folder skip hidden files, so they never see the half-written file of a killed
-    # run
+    # readers of the folder skip hidden files, so they never see a half-written file of a killed run
     hidden = path.with_name(f".{path.name}")
     with open_atomically(hidden) as file:
         pyarrow.parquet.write_table(table, file, compression="zstd")
@@ -156,10 +157,10 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
 
 
 def cut_completions(folder: Path, step: int) -> None:
-    """Move the files with rows after an RL step to NAME.discarded/, and overwrite nothing there. A
-    resumed run writes these rows again.
+    """Move each file with rows of later RL steps than `step` to the folder NAME.discarded/. A
+    resumed run writes these rows again. No file in the folder is overwritten.
 
-    Raises: DataError if a file cannot be moved; its rows then stay in place.
+    Raises: DataError if a file cannot be moved. This file and its rows then stay in place.
     """
     target = folder.with_name(f"{folder.name}.discarded")
     for path in sorted(folder.glob("steps_*.parquet")):
@@ -169,7 +170,8 @@ def cut_completions(folder: Path, step: int) -> None:
         try:
             target.mkdir(exist_ok=True)
             if int(found[1]) <= step:
-                # Its step range crosses the checkpoint: keep its first rows in a file of their own.
+                # The file also holds rows up to the checkpoint: first write these rows to a new
+                # file.
                 _keep(path, step)
             if (target / path.name).exists():
                 put_aside(target / path.name, ".earlier")
@@ -183,7 +185,7 @@ def cut_completions(folder: Path, step: int) -> None:
 
 
 def _keep(path: Path, step: int) -> None:
-    """Write a file's rows up to a step as a file beside it."""
+    """Write the rows up to a step as a new file in the same folder."""
     import pyarrow.compute
     import pyarrow.parquet
 

@@ -1,4 +1,5 @@
-"""Read episodes instead of playing them: the training data of algorithm=sft."""
+"""Turn recorded conversations into episodes instead of playing them, as training data for
+algorithm=sft."""
 
 from __future__ import annotations
 
@@ -33,19 +34,21 @@ def demonstrations(
     first: int = 0,
     **_: Any,
 ) -> list[Rollout]:
-    """Return the conversation of each task as a scored episode, with its replies as sampled tokens
-    and reward 1. Takes the place of `collect`.
+    """Return the conversation of each task as a scored episode. It takes the place of `collect`.
+    The replies count as sampled tokens, and the reward is 1.
 
-    A reply's tokens, end of turn included, are the tokens that the policy would sample to give this
-    reply in this context. Each context is the previous one + the reply + the template's text
-    between replies. No text becomes a control token.
+    The tokens of a reply are the tokens that the policy would sample to give this reply in its
+    context. They include the end of the turn. Each context consists of the previous context, the
+    reply, and the template's text between replies. No text in a message becomes a control token.
 
     Args:
-      tasks: with the whole conversation in `metadata["messages"]` (rlkit.tasks.conversations).
-      environment: its tools are listed in the prompt; it is not played.
+      tasks: tasks with the whole conversation in `metadata["messages"]`
+        (rlkit.tasks.conversations).
+      environment: the environment of each task. The prompt lists its tools; no episode is played in
+        it.
       first: number of the first group.
     Returns: one rollout per task. The sampler's log-probs are nan, because nothing was sampled.
-    Raises: DataError for a task without a conversation, or with a conversation longer than the
+    Raises: DataError if a task has no conversation, or if the conversation is longer than the
       model's context. TemplateError if the chat template puts a reply at another place than the
       policy would.
     """
@@ -81,7 +84,7 @@ def demonstrations(
 def make_demonstration(
     policy: Policy, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[Step, ...]:
-    """The steps of a conversation. Messages after its last reply are left out."""
+    """Turn a conversation into steps, one per reply. Messages after the last reply are left out."""
     steps: list[Step] = []
     new: list[Message] = []
     for message in messages:

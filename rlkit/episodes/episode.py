@@ -1,4 +1,4 @@
-"""One episode, from its first prompt to its end."""
+"""Play one episode, from its first prompt to its end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rlkit.system.loops import run
 from rlkit.system.shared_state import guard_state
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
-# (rollout so far, new messages, session) → the policy's reply as a step. None: the context leaves
-# no room for a reply.
+# A function from (rollout so far, new messages, session) to the policy's reply as a step. It
+# returns None if the context leaves no room for a reply.
 Say = Callable[[Rollout, Messages, Session], Awaitable[Step | None]]
 
 
@@ -34,25 +34,27 @@ async def play(
     spent: Callable[[float], None] = lambda seconds: None,
     so_far: Callable[[Rollout], None] = lambda rollout: None,
 ) -> Rollout:
-    """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say
-    or a limit is reached.
+    """Play one episode: prompt, reply, answer, reply, … It ends when the session has no further
+    message, or when a limit is reached.
 
-    Checks after a reply, in this order: a reply cut by length truncates the episode; then the
-    session answers, and may end the episode; then the step limit truncates an episode that has not
-    ended.
+    After each reply, the checks come in this order. A reply cut by its length limit truncates the
+    episode. Then the session answers, and it may end the episode. If the session has not ended the
+    episode, the step limit may truncate it.
 
     Args:
-      say: the only place with knowledge of tokens (`rlkit.episodes.replies.make_speaker`).
-      group, sample: position of the prompt in the batch, and of this episode among its samples.
-      seed: for the session's draws from the generators of python, numpy and torch. Each answer has
-        its own draws.
-      said: called after the last message. Then the session is asked for its state and closed, and
+      say: function that returns the policy's reply. It is the only code here that handles tokens
+        (`rlkit.episodes.replies.make_speaker`).
+      group, sample: position of the prompt in the batch, and of this episode among the samples of
+        its prompt.
+      seed: seed of the random generators of python, numpy and torch while the session runs. Each
+        answer of the session has its own seed, derived from this one.
+      said: called after the last message. The session is then asked for its state and closed, and
         this may take a while.
-      spent: called at the end with the seconds of the episode in its session.
+      spent: called at the end with the seconds that the episode spent in its session.
       so_far: called with the rollout each time a step is added.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length",
       "steps", "deadline", "error" (a call outlasted its limit), or the session's own reason.
-    Raises: EnvironmentFailed if the environment's code raises; every error of `say`.
+    Raises: EnvironmentFailed if the environment's code raises, and every error of `say`.
     """
     played = [Rollout(task, (), group=group, sample=sample)]
 
@@ -76,11 +78,11 @@ async def _play_to_the_end(
     spent: Callable[[float], None],
     keep: Callable[[Rollout], None],
 ) -> Rollout:
-    """Like `play`, but also raises Hung."""
+    """Do the work of `play`, but raise Hung if a call outlasts its limit."""
     task = rollout.task
     limit = Countdown(environment.deadline)
     session = None
-    # the session gets a copy of the episode, so it cannot change training rows or the record
+    # the session gets a copy of the rollout, so it cannot change the training rows or the record
     theirs = copy_value(rollout)
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
@@ -121,14 +123,16 @@ async def _play_to_the_end(
 
 
 def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
-    """Apply to the record the changes made by a session to its copy: rewards, results, metadata,
-    the ending.
+    """Return the record of an episode with the changes that a session has made to its copy:
+    rewards, results, metadata and the ending.
 
-    The task, the metadata, prompts and calls stay those of the record, unless the session replaced
-    them.
+    The task, the metadata, the prompts and the calls stay the record's own objects, unless the
+    session has replaced them.
 
     Args:
-      said: the session's answer. given: the copy of `record` that it received.
+      said: the rollout in the session's answer.
+      given: the copy of `record` that the session received.
+      record: the rollout before the session's answer.
     """
 
     def merge_step(own: Step, before: Step, kept: Step) -> Step:
@@ -150,7 +154,8 @@ def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
 
 
 class Opening(NamedTuple):
-    """The start of an episode."""
+    """Hold the start of an episode: its first prompt, its tools with their schemas, and its
+    state."""
 
     prompt: list[Message]
     tools: Mapping[str, Tool]
@@ -159,8 +164,8 @@ class Opening(NamedTuple):
 
 
 def read_opening(task: Task, environment: Environment) -> Opening:
-    """Read the first prompt, the tools and the state of an episode without playing it: open its
-    session and close it again."""
+    """Read the first prompt, the tools and the state of an episode without playing it. The session
+    is opened and closed again."""
 
     async def look() -> Opening:
         own = copy_value(task)
@@ -177,32 +182,32 @@ def read_opening(task: Task, environment: Environment) -> Opening:
 
 
 def cut_off(rollout: Rollout, why: str) -> Rollout:
-    """The rollout, cut off by a limit."""
+    """Return the rollout marked as truncated by this limit."""
     return rollout._replace(status="truncated", truncation=why)
 
 
 def mark_failed(rollout: Rollout, why: str) -> Rollout:
-    """Mark the rollout as cut off because its environment failed, not the policy. It is not
-    scored."""
+    """Return the rollout marked as truncated by a failure of its environment. The policy is not to
+    blame, so the rollout is not scored."""
     return cut_off(rollout, "error")._replace(error=why)
 
 
 async def _first_prompt(session: Session, task: Task) -> Messages:
-    """The session's first prompt; a text becomes a user's message. Raises: EnvironmentFailed if it
-    is not a prompt."""
+    """Return the session's first prompt. A plain text becomes a user's message. Raises:
+    EnvironmentFailed if the session returns no prompt."""
     with blame_environment("first prompt", task):
         said = await call_user("the environment's first prompt", session.first_prompt)
         return _messages(said)
 
 
 def _messages(said: Any) -> Messages:
-    """Copy a session's messages; a text becomes a user's message. Raises: TypeError for any other
-    value."""
+    """Return a copy of a session's messages. A plain text becomes a user's message. Raises:
+    TypeError for any other value."""
     if isinstance(said, str):
         said = [{"role": "user", "content": said}]
     if not (isinstance(said, list | tuple) and said and all(map(_is_message, said))):
         raise TypeError(f"it must be messages, each with a role, or a text; it is {said!r:.200}")
-    return copy_value(said)  # the session may go on changing its own messages
+    return copy_value(said)  # the session may change its own list later
 
 
 def _is_message(said: Any) -> bool:
@@ -214,7 +219,8 @@ def _is_message(said: Any) -> bool:
 
 
 async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-    """Ask a session for its answer. Raises: TypeError if it is not (rollout, messages or None)."""
+    """Ask a session for its answer. Raises: TypeError if the answer is not a pair of a rollout and
+    messages or None, or if it truncates the rollout and also has messages."""
     answer: Any = await call_user("the environment's answer", session.answer, rollout)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Rollout)):
         raise TypeError(

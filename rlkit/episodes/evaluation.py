@@ -1,4 +1,5 @@
-"""Held-out evaluation: the episodes and verifiers of training, with other sampling settings."""
+"""Evaluate a policy on held-out tasks, with the environments and verifiers of training but other
+sampling settings."""
 
 from __future__ import annotations
 
@@ -19,14 +20,13 @@ from rlkit.types import Environment, Policy, Rollout, Task
 # one environment for all tasks, or a function from a task to its environment
 Setting = Environment | Callable[[Task], Environment]
 
-# a verifier's score of a right answer, unless the task's metadata sets another score as
-# `correct_from`
+# smallest score of a right answer, unless the task's metadata sets another score as `correct_from`
 CORRECT = 1.0
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Whether the verifier's score, with the rewards of the steps, counts as right: at least
-    CORRECT, or at least the task's own `correct_from`."""
+    """Return whether a rollout counts as right. Its score, with the rewards of the steps, must be
+    at least the task's own `correct_from`, or CORRECT if the task sets none."""
     return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get(
         "correct_from", CORRECT
     )
@@ -41,15 +41,16 @@ def greedy_accuracy(
     temperature: float = 0.0,
     **collecting: Any,
 ) -> tuple[dict[str, Any], list[Rollout]]:
-    """Play one episode per task, greedily unless a temperature is given. All ranks share the work,
-    and all get the result.
+    """Play one episode per task and measure the accuracy. Decoding is greedy unless a temperature
+    is given. All ranks share the work, and each rank gets the result.
 
     Args:
-      reward: the verifier; `is_correct` decides which scores are right.
-      temperature: ≥ 0. 0 is greedy. At 0 an untrained policy may only repeat itself.
-      collecting: engine, version and max_new_tokens, as for `collect`.
-    Returns: the figures of `summarise_accuracy`, for a mixture also those of each part under
-      `parts`; and the rollouts.
+      reward: the verifier. `is_correct` decides whether a score is right.
+      temperature: sampling temperature, ≥ 0; 0 is greedy. With greedy decoding, an untrained policy
+        may only repeat itself.
+      collecting: engine, version and max_new_tokens, passed to `collect`.
+    Returns: the figures of `summarise_accuracy`, and the rollouts. For a mixture, `parts` holds the
+      same figures for each part.
     """
 
     if not tasks:
@@ -75,10 +76,10 @@ def sampled_accuracy(
     temperature: float,
     **collecting: Any,
 ) -> tuple[dict[str, Any], list[Rollout]]:
-    """Several sampled replies per task.
+    """Sample several episodes per task and measure avg@samples, pass@k and the mean reward.
 
-    Returns: values with 95 % intervals over problems, for avg@samples, every pass@k and the mean
-      reward; for a mixture, the same under `parts`; and the rollouts.
+    Returns: the figures of `summarise_curves` with 95 % intervals over problems, and the rollouts.
+      For a mixture, `parts` holds the same figures for each part.
     Raises: ValueError if a k is larger than `samples`.
     """
     if max(k) > samples:
@@ -98,18 +99,18 @@ def sampled_accuracy(
 def _with_parts(
     rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Measure all rollouts, and each part of a mixture under `parts`."""
+    """Measure all rollouts together. For a mixture, also measure each part, under `parts`."""
     parts = {part: measure(own) for part, own in group_by_part(rollouts).items()}
     return measure(rollouts) | ({"parts": parts} if parts else {})
 
 
 def summarise_accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[str, Any]:
-    """Share of right rollouts, mean reward of scored rollouts, and their 95 % intervals over
-    distinct problems.
+    """Compute the share of right rollouts and the mean reward of scored rollouts, with 95 %
+    intervals over distinct problems.
 
-    Rows that repeat a problem are no new evidence: the intervals count problems (`distinct`), the
-    means count rows (`n`). If the reward's functions have metrics of their own, `metrics` holds
-    their means.
+    A row that repeats a problem is no new evidence. So the intervals count problems (`distinct`),
+    but the means count rows (`n`). `metrics` holds the means of the reward's terms, if it has
+    several, and of the metrics returned by its functions.
     """
     right = sum(map(is_correct, rollouts))
     problems = _group_by_problem(rollouts)
@@ -134,9 +135,11 @@ def summarise_accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0)
 def summarise_curves(
     rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]
 ) -> dict[str, Any]:
-    """avg@samples and every pass@k; the samples of a task must be neighbours in `rollouts`."""
+    """Compute avg@samples, every pass@k and the mean reward. The samples of a task must be
+    consecutive in `rollouts`."""
     tasks = [rollouts[i : i + samples] for i in range(0, len(rollouts), samples)]
-    rows: dict[str, list[int]] = {}  # problem → right samples of each of its tasks
+    # problem → number of right samples of each task with this problem
+    rows: dict[str, list[int]] = {}
     for own in tasks:
         rows.setdefault(identify_problem(own[0].task), []).append(sum(map(is_correct, own)))
     weights = [len(right) for right in rows.values()]
@@ -154,7 +157,7 @@ def summarise_curves(
 
 
 def _group_by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The rollouts of each distinct problem."""
+    """Group the rollouts by distinct problem."""
     out: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         out.setdefault(identify_problem(rollout.task), []).append(rollout)
@@ -162,9 +165,10 @@ def _group_by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float, float]:
-    """Mean total reward of scored rollouts and its interval over problems; nan without rewards.
+    """Return the mean total reward of scored rollouts and its interval over problems. All three
+    numbers are nan if no rollout is scored.
 
-    If all rewards are 0 or 1, it is Wilson's interval, as for the accuracy.
+    If all rewards are 0 or 1, the interval is Wilson's, as for the accuracy.
     """
     totals = [[total for r in own if (total := r.total_reward) is not None] for own in problems]
     known = [own for own in totals if own]
@@ -178,7 +182,8 @@ def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float,
 
 
 def _share_interval(right: float, sizes: Sequence[int]) -> tuple[float, float]:
-    """Interval of a share of rows; `sizes`: the number of rows of each distinct problem."""
+    """Return the interval of a share of rows. `sizes` is the number of rows of each distinct
+    problem."""
     trials = count_independent(sizes)
     return share_interval(min(trials, right * trials / sum(sizes)), trials)
 

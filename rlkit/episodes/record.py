@@ -1,14 +1,15 @@
-"""Rollouts as files: JSON lines for machines, plain text for people.
+"""Save and load rollouts: as JSON lines for machines, and as plain text for people.
 
-A row is a rollout, and all rows have one shape. Free-form values (metadata, rewards by name,
-arguments of calls, further keys of messages) are JSON text. So `datasets` opens a file as it is,
-and can turn it into Parquet:
+A row is a rollout, and all rows have the same columns. Free-form values are stored as JSON text:
+metadata, rewards by name, arguments of calls, and further keys of messages. So `datasets` opens a
+file as it is, and can turn it into Parquet:
 
     data = load_dataset("json", data_files="rollouts.jsonl.gz", split="train")
     data.to_parquet("rollouts.parquet")
 
-`datasets` guesses the types from the start of the first file. If the start has no value in a column
-(no tool call at all, no reward), pass `features=Features.from_arrow_schema(rollout_schema())`.
+`datasets` guesses the types from the start of the first file. It cannot guess the type of a column
+without a value there, for example if no rollout calls a tool. In this case pass
+`features=Features.from_arrow_schema(rollout_schema())`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 FORMATS = (".jsonl.gz", ".jsonl")
-FAILED = "failed_rollout.jsonl.gz"  # a reward failed on this rollout
+FAILED = "failed_rollout.jsonl.gz"  # file for a rollout on which a reward failed
 MEMBER = re.compile(rb"\x1f\x8b\x08[\0\x04]\0{4}")  # start of a gzip member without name and time
-PIECE = 1 << 16  # bytes unpacked at a time
+PIECE = 1 << 16  # number of bytes to unpack at a time
 TEXT = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -47,45 +48,47 @@ TEXT = json.JSONEncoder(ensure_ascii=False)
 
 
 def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
-    """Write a file of rollouts, completely or not at all; equal rollouts give equal bytes.
+    """Write a file of rollouts, completely or not at all. Equal rollouts give equal bytes.
 
     Args:
-      path: ends in .jsonl or .jsonl.gz, for the format. An existing file is replaced.
-      rollouts: metadata and arguments must be JSON types; tuples in them come back as lists.
+      path: the file. Its ending, .jsonl or .jsonl.gz, sets the format. An existing file is
+        replaced.
+      rollouts: the rollouts. Their metadata and arguments must be JSON types; a tuple in them is
+        loaded as a list.
     Raises: ConfigError for another ending, TypeError for a value that JSON does not know.
     """
     write_atomic(Path(path), _json_lines(Path(path), rollouts))
 
 
 def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
-    """Add rollouts to a .jsonl or .jsonl.gz file, creating it if needed. A kill in the middle
-    damages only these rollouts.
+    """Append rollouts to a .jsonl or .jsonl.gz file. The file is created if needed. If the process
+    is killed while it writes, only these rollouts are damaged.
 
-    Raises: ConfigError for another ending, TypeError for a value that JSON does not know; then
-    nothing was written.
+    Raises: ConfigError for another ending, TypeError for a value that JSON does not know. In both
+    cases nothing is written.
     """
     path = Path(path)
-    data = _json_lines(path, rollouts)  # in a .gz: a member of its own
+    data = _json_lines(path, rollouts)  # a .gz file gets a new gzip member
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         if path.suffix != ".gz" and file.tell():
             file.seek(-1, os.SEEK_END)
-            # if the last line was cut off, it stays a line of its own
+            # if the last line was cut off, do not continue it: start a new line
             data = data if file.read(1) == b"\n" else b"\n" + data
         file.write(data)
 
 
 def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None:
-    """Add the rollouts of an RL step to the files of a run's rollouts/. Raises: TypeError, OSError;
-    then nothing was written."""
+    """Append the rollouts of an RL step to the files in a run's folder rollouts/. Raises: TypeError
+    or OSError, without having written anything."""
     shards.append_lines(folder, rl_step, _lines(rollouts, rl_step))
 
 
 @contextmanager
 def keep_failed_rollout(folder: Path) -> Iterator[None]:
-    """If a reward fails within the block, save the rollout of the failure to the folder, and name
-    the file in a note of the error."""
-    # rewards import torch, and files of rollouts can be read without torch
+    """Save the failing rollout to the folder if a reward raises RewardError within the block. A
+    note on the error names the file."""
+    # imported here, because rewards import torch, and rollout files must be readable without torch
     from rlkit.rewards import RewardError
 
     try:
@@ -120,16 +123,17 @@ def _lines(rollouts: Sequence[Rollout], rl_step: int | None = None) -> bytes:
 def load_rollouts(
     path: Path | str | Part, *, step: int | None = None, strict: bool = False
 ) -> list[Rollout]:
-    """Load the rollouts of a file, or of one RL step of a run, equal to the saved ones.
+    """Load the rollouts of a file, or of one RL step of a run. They equal the saved rollouts.
 
     Args:
-      path: a file of `save_rollouts` or `append_rollouts`, or of a run's rollouts/; with `step`,
-        the folder rollouts/.
-      step: the RL step, counted from 1. None reads the whole file.
-      strict: True raises at the first damaged place. False warns of each, with file and line, and
-        keeps the rest.
-    Raises: DataError naming the place, if strict, or if no rollout can be read. ConfigError for
-      another ending of the name, or for a step missing from the folder.
+      path: a file of `save_rollouts` or `append_rollouts`, or a file in a run's folder rollouts/.
+        If `step` is given, path is the folder rollouts/ itself.
+      step: number of the RL step, from 1. None: the whole file is read.
+      strict: whether to raise at the first damaged line. If False, a warning names the file and
+        line of each damage, and all other rollouts are loaded.
+    Raises: DataError with file and line if a line is damaged and `strict` is set, or if no rollout
+      can be read. ConfigError for another ending of the name, or for a step missing from the
+      folder.
     """
     rollouts = []
     damages = []
@@ -173,7 +177,8 @@ def _rollout(row: str | DataError) -> Rollout:
 
 
 def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
-    """Yield each line with its place, or with its damage; skip empty lines."""
+    """Yield the place of each line with its text, or with a DataError if it is damaged. Empty lines
+    are skipped."""
     data = part.read()
     rest = b""
     number = 0
@@ -204,8 +209,8 @@ def _json_row(place: str, line: bytes) -> Iterator[tuple[str, str | DataError]]:
 
 
 def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
-    """Yield the text of each member of a gzip file, and a description of its damage or None. After
-    a damaged member, continue with the next member."""
+    """Yield the text of each member of a gzip file, with a description of its damage, or None if it
+    is intact. After a damaged member, continue with the next member."""
     start = 0
     while start < len(data):
         text, length, damage = _unpack_member(memoryview(data)[start:])
@@ -240,30 +245,31 @@ def _unpack_member(data: memoryview) -> tuple[bytes, int, str | None]:
 
 # --------------------------------------------------------------------------------------------- rows
 
-# columns for filters; all except the first repeat values of other fields
+# columns to filter by; all except the first can be computed from the other fields
 COLUMNS = ("rl_step", "task_id", "num_steps", "response_length", "total_reward")
-PLAIN = ("role", "content")  # of a message; its other keys are JSON text
-# half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
+# the keys of a message with their own columns; its other keys are stored as JSON text
+PLAIN = ("role", "content")
+# half a surrogate pair, in hexadecimal; a str can contain it, but UTF-8 cannot
 LONE = "d[89a-f][0-9a-f]{2}"
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
-# a value of any other type is stored as text
+# Python types accepted for a field of this type; a field of any other type must be a str
 SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}
 _fields = functools.cache(typing.get_type_hints)
 
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
-    """Rollouts as the bytes of a .jsonl.gz file. Raises: TypeError for a value that JSON does not
-    know."""
+    """Encode rollouts as the bytes of a .jsonl.gz file. Raises: TypeError for a value that JSON
+    does not know."""
     return _json_lines(Path(f"rollouts{FORMATS[0]}"), rollouts)
 
 
 def decode_rollouts(data: bytes) -> list[Rollout]:
-    """Invert `encode_rollouts`. Raises: DataError for other data."""
+    """Decode rollouts from the bytes of `encode_rollouts`. Raises: DataError for other data."""
     return [_rollout(line) for line in gzip.decompress(data).decode().split("\n") if line]
 
 
 def rollout_schema() -> pyarrow.Schema:
-    """The columns of a file of rollouts, with their types in `datasets` and Parquet."""
+    """Return the columns of a file of rollouts, with their types in `datasets` and Parquet."""
     import pyarrow as pa
 
     scalars = {float: pa.float64(), int: pa.int64(), bool: pa.bool_()}
@@ -287,8 +293,8 @@ def rollout_schema() -> pyarrow.Schema:
 
 
 def make_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
-    """Make a row of plain types, in the same form for every rollout: columns for filters, then the
-    fields in their order."""
+    """Make a row of plain types from a rollout. Every row has the same form: first the columns to
+    filter by, then the fields of Rollout in their order."""
     columns = (
         rl_step,
         rollout.task.id,
@@ -300,16 +306,17 @@ def make_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
 
 
 def read_row(row: Mapping[str, Any]) -> Rollout:
-    """Invert `make_row`, also after a trip through JSON. Raises: KeyError, TypeError or ValueError
-    for another row."""
+    """Make a rollout from a row of `make_row`. The row may have been written to JSON and read
+    again. Raises: KeyError, TypeError or ValueError for any other row."""
     return _restore_value(
         {name: value for name, value in row.items() if name not in COLUMNS}, Rollout
     )
 
 
 def _make_plain(value: Any, hint: Any) -> Any:
-    """A value of this type in the form of a row. In a message, None means that the key is missing,
-    or that its value is not text; this value is then stored among the other keys."""
+    """Convert a value of this type to the form that a row stores. In a message, a column is None if
+    the key is missing or its value is not text. A value of another type is stored among the other
+    keys."""
     origin = typing.get_origin(hint)
     if hint in RECORDS:
         return {
@@ -329,8 +336,8 @@ def _make_plain(value: Any, hint: Any) -> Any:
 
 
 def _restore_value(value: Any, hint: Any, path: str = "") -> Any:
-    """Invert `_make_plain`. Raises: TypeError naming the first field whose value has another type
-    than annotated."""
+    """Convert a value back from the form of `_make_plain`. Raises: TypeError naming the first field
+    with a value of another type than annotated."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if hint is Any:
@@ -373,8 +380,8 @@ def _restore_value(value: Any, hint: Any, path: str = "") -> Any:
 
 
 def _line(rollout: Rollout, rl_step: int | None) -> str:
-    """The row as JSON in UTF-8. Half a surrogate pair is written as U+FFFD and its number in
-    hexadecimal."""
+    """Write a rollout's row as JSON text that UTF-8 can encode. Half a surrogate pair is written as
+    U+FFFD, followed by its number in hexadecimal."""
     text = TEXT.encode(make_row(rollout, rl_step))
     # most lines are ASCII, and the search below takes as long as everything above it
     if text.isascii():
@@ -385,7 +392,7 @@ def _line(rollout: Rollout, rl_step: int | None) -> str:
 
 
 def _parse_line(line: str) -> Any:
-    """Read the row of a line of `_line`."""
+    """Read a row from a line written by `_line`."""
     return json.loads(re.sub(f"\ufffd({LONE}|fffd)", lambda found: chr(int(found[1], 16)), line))
 
 
@@ -393,7 +400,7 @@ def _parse_line(line: str) -> Any:
 
 
 def write_transcript(rollout: Rollout) -> str:
-    """Write the conversation as Markdown, also readable as plain text. The model's text is
+    """Return the conversation as Markdown that also reads well as plain text. The model's text is
     indented, so it is never read as markup."""
     ending = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
     lines = [

@@ -1,5 +1,5 @@
-"""The policy's side of an episode: turn messages into prompt ids, sample a completion, read it as a
-step."""
+"""Produce the policy's replies in an episode: turn messages into prompt ids, sample a completion,
+and read the completion as a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rlkit.types import (
     missing,
 )
 
-# a first prompt and the tools → ids
+# a function from a first prompt and the tools to the prompt's token ids
 Encode = Callable[[Messages, Mapping[str, Tool]], tuple[int, ...]]
 
 
@@ -44,14 +44,15 @@ def make_speaker(
     seed: int,
     encode: Encode,
 ) -> Say:
-    """Return the `say` of one episode: the policy speaks through an engine.
+    """Return the function `say` of one episode (see `rlkit.episodes.episode.play`). It gets the
+    policy's replies from an engine.
 
     Args:
-      params: of the sampling. An environment with overflow=drop_oldest drops the oldest turns until
-        the context leaves room for `max_new_tokens`.
-      key: the engine's key of the episode.
-      seed: of the episode; a reply's own seed is mix(seed, its number).
-      encode: of first prompts; see `make_encoder`.
+      params: sampling parameters. If the environment has overflow=drop_oldest, the oldest turns are
+        dropped from a prompt until the context has room for `max_new_tokens`.
+      key: the number by which the engine identifies the episode.
+      seed: the episode's seed. The seed of a reply is mix(seed, number of earlier replies).
+      encode: encoder of first prompts; see `make_encoder`.
     """
 
     async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
@@ -74,7 +75,7 @@ def make_speaker(
 
 
 def check_engine(engine: Any) -> None:
-    """Raise EngineError if this is not an engine."""
+    """Raise EngineError if this object lacks a method of an engine."""
     absent = missing(engine, Engine)
     if absent:
         hint = callable(engine) * (
@@ -88,7 +89,8 @@ def check_engine(engine: Any) -> None:
 
 
 def check_generation(engine: Any, reply: Any) -> None:
-    """Raise EngineError if an engine's reply is not a completion to train on."""
+    """Raise EngineError if an engine's reply cannot be used as a completion, and say what is wrong
+    with it."""
     if not isinstance(reply, Generation):
         wrong = f"{reply!r:.200} in place of a rlkit.types.Generation"
     elif not reply.token_ids:
@@ -109,8 +111,8 @@ def check_generation(engine: Any, reply: Any) -> None:
 
 
 def make_encoder(policy: Policy) -> Encode:
-    """Return `encode_prompt` for the first prompts of one call's episodes. All samples of a task
-    have the same first prompt, so it is encoded once."""
+    """Return an encoder for the first prompts of one call of `collect`. All samples of a task have
+    the same first prompt. So the encoder keeps the ids of each prompt and encodes it only once."""
     kept: dict[str, tuple[int, ...]] = {}
 
     def encode(messages: Messages, tools: Mapping[str, Tool]) -> tuple[int, ...]:
@@ -133,11 +135,15 @@ def read_reply(
     *,
     dropped: int = 0,
 ) -> Step:
-    """Read a completion as a step: the sampled ids and their meaning.
+    """Read a completion as a step. The step holds the sampled ids and their meaning: thinking,
+    content, tool calls and the reason to stop.
 
     Args:
-      rollout: the episode before the reply. messages: the new messages of the prompt.
-      ids: the whole prompt. dropped: number of exchanges dropped from the prompt.
+      rollout: the episode before the reply.
+      messages: the new messages of the prompt.
+      ids: token ids of the whole prompt.
+      reply: the completion from the engine.
+      dropped: number of exchanges dropped from the prompt.
     """
     ended = bool(reply.token_ids) and reply.token_ids[-1] in policy.eos_token_ids
     tags = policy.renderer.thinking
@@ -183,15 +189,16 @@ def encode_next_prompt(
 ) -> tuple[tuple[int, ...], int]:
     """Return the ids of the next prompt, and the number of exchanges dropped from it.
 
-    keep_thinking appends: previous prompt + sampled ids + the template's text between replies.
-    strip_thinking renders the conversation again without earlier thinking.
+    With history=keep_thinking, the prompt is the previous prompt, the sampled ids, and the
+    template's text between replies. With history=strip_thinking, the whole conversation is rendered
+    again, without earlier thinking.
 
     An exchange is a reply and the messages after it: a tool's results, or a user's message. With
-    `drop_oldest`, if a prompt leaves less than `room` tokens, its oldest exchanges are dropped
-    until it leaves enough or only one exchange is left. The first prompt and the last exchange
-    always stay, so roles alternate and every result follows its call. Dropped exchanges stay
-    dropped. keep_thinking cuts exchanges out of the token stream, so the remaining ids are the
-    sampled ids.
+    overflow=drop_oldest, exchanges are dropped if the prompt leaves less than `room` tokens of the
+    context free. The oldest exchange is dropped first, until there is enough room or only the last
+    exchange is left. The first prompt and the last exchange always stay, so roles alternate and
+    every result follows its call. A dropped exchange is never put back. With keep_thinking, the ids
+    of dropped exchanges are cut out and all other ids are kept. So they still are the sampled ids.
     """
     if not rollout.steps:
         return encode(messages, tools), 0
@@ -200,7 +207,8 @@ def encode_next_prompt(
         if environment.history == "keep_thinking":
             return _append_messages(policy, rollout, messages, dropped)
         history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
-        results = bool(messages) and messages[0]["role"] == "tool"  # the history has them already
+        # the history already contains tool results
+        results = bool(messages) and messages[0]["role"] == "tool"
         whole = history if results else [*history, *messages]
         return tuple(
             encode_prompt(policy.renderer, whole, [tool_schema(tool) for tool in tools.values()])
@@ -221,8 +229,8 @@ def _append_messages(
     last = rollout.steps[-1]
     context = rollout.context(-1)
     kept = rollout.steps[0].prompt_length
-    # Ids of each exchange. The prompt of step k + 1 is the first prompt and the remaining exchanges
-    # up to k.
+    # The number of ids of each exchange. The prompt of step k + 1 consists of the first prompt and
+    # of the exchanges up to k, without the dropped exchanges.
     sizes: list[int] = []
     for step in rollout.steps[1:]:
         sizes.append(step.prompt_length - kept - sum(sizes[step.dropped :]))

@@ -1,10 +1,10 @@
-"""Choose the next problem by the past scores of every problem.
+"""Choose the next problem from the past scores of all problems.
 
     state ── draw ──▶ problems of a step ── play, score ──▶ outcomes ── update ──▶ state
 
-The state is plain numbers and a table with a row for each problem, so it fits into a checkpoint. A
-draw is a function of the state and the run's seed. In a mixture, the order of the epochs decides
-which part is next, and a sampler chooses among the problems of this part.
+The state consists of plain numbers and a table with a row for each problem, so it fits into a
+checkpoint. A draw depends only on the state and the run's seed. In a mixture, the order of the
+epoch decides which part comes next. The sampler then chooses among the problems of this part.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from rlkit.types import Rollout, Task, ranges
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Columns of the table: successes (sum of rewards clipped to 0 … 1), failures (sum of 1 - reward),
-# mean of the last group (-1 without a group), and number of the problem's last draw, counted within
-# its part (0: never drawn).
+# Columns of the table: SUCCESSES is the sum of the rewards clipped to 0 … 1. FAILURES is the sum of
+# 1 - reward. LAST is the mean of the problem's last group, or -1 before its first group. ASKED is
+# the number of the problem's last draw, counted within its part, or 0 before its first draw.
 SUCCESSES, FAILURES, LAST, ASKED = range(4)
-# table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked:
-# rows of the previous step
+# Entries: `table`, [n, 4] float64. `draws`, the number of draws so far by part. `step`, the rows
+# drawn since the last update with outcomes. `asked`, the rows drawn for the previous step.
 State = Mapping[str, Any]
 
 
 class TaskSampler(NamedTuple):
-    """A rule for the next problem, among the n problems of its part not yet drawn in the step.
+    """Hold a rule for drawing the next problem. It chooses among the n problems of the part that
+    have not been drawn in this step.
 
-    P(i) = (1 - explore) · w_i / Σ w + explore / n. With greedy, w_i / Σ w is replaced by 1 for the
-    problem with the largest w and 0 for the others. Among equal w, the problem drawn longest ago
+    P(i) = (1 - explore) · w_i / Σ w + explore / n. With `greedy`, the problem with the largest w
+    gets 1 instead of w_i / Σ w, and all others get 0. Among equal w, the problem drawn longest ago
     gets the 1.
 
-    weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs,
-              whatever their scores
-    retest    every retest-th draw of a part takes the problem drawn longest ago; 0: no draw does
-    memory    factor on a problem's earlier successes and failures whenever a new group is scored
+    weigh     function from the rows of the table [n, 4] to the weights w ≥ 0 [n]; None: all
+              problems are drawn in the order of the epochs, whatever their scores
+    retest    every retest-th draw of a part takes the problem drawn longest ago; 0: there are no
+              retests
+    memory    factor that multiplies a problem's earlier successes and failures whenever a new group
+              is scored
     """
 
     name: str
@@ -72,11 +75,12 @@ def pool_sampler(
     easy: float = 0.2,
     unseen: float = 1.0,
 ) -> TaskSampler:
-    """Pools by the pass rate p of a problem's last group: hard for p ≤ low, easy for p > high,
-    normal in between; unseen for a problem without a group yet.
+    """Draw problems with a weight set by their pool. The pool follows from the pass rate p of the
+    problem's last group: hard for p ≤ low, easy for p > high, and normal in between. A problem
+    without a group yet is in the pool unseen.
 
-    Args: low, high: 0 … 1. hard, normal, easy, unseen: weight of each problem in the pool, > 0; a
-    problem of weight 0 would never be drawn again.
+    Args: low, high: limits of the pass rate, 0 … 1. hard, normal, easy, unseen: weight of each
+    problem in the pool, > 0. A problem of weight 0 would never be drawn again.
     Source: prime-rl, curriculum/samplers/pool.py, with its defaults.
     """
     return TaskSampler(
@@ -88,7 +92,7 @@ def pool_sampler(
 def by_pool(
     rows: Tensor, *, low: float, high: float, hard: float, normal: float, easy: float, unseen: float
 ) -> Tensor:
-    """Weights [n] of `pool_sampler`."""
+    """Return the weights [n] of `pool_sampler`."""
     last = rows[:, LAST]
     out = last.new_full(last.shape, normal)
     out[last <= low], out[last > high], out[last < 0] = hard, easy, unseen
@@ -99,15 +103,15 @@ def by_pool(
 def variance_sampler(
     *, explore: float = 0.1, prior: float = 0.5, memory: float = 0.8
 ) -> TaskSampler:
-    """Draw in proportion to the expected variance of a reply's success: w = E[p(1-p)] = ab /
-    ((a+b)(a+b+1)) for p ~ Beta(a, b).
+    """Draw problems in proportion to the expected variance of a reply's success. The weight is w =
+    E[p(1-p)] = ab / ((a+b)(a+b+1)) for p ~ Beta(a, b).
 
-    a = prior + Σ memory^k · successes of the k-th last group; b is the same sum of failures. With a
-    prior of 1/2 the weight of an unseen problem is 1/8; after four successes in eight replies it is
-    0.225, after none in eight 0.047.
+    a = prior + Σ_k memory^k · successes, where k = 0 is the problem's last group. b is the same sum
+    over failures. With a prior of 1/2, an unseen problem has the weight 1/8. After four successes
+    in eight replies the weight is 0.225, and after no success in eight replies it is 0.047.
 
-    Args: explore: share of uniform draws, > 0, so every problem is visited. prior: > 0.
-    memory: 0 … 1.
+    Args: explore: share of uniform draws, > 0, so every problem is visited. prior: added to both
+    sums, > 0. memory: weight of a group relative to the next later group, 0 … 1.
     Source: arXiv:2601.02648 takes the variance p(1-p) as the priority. Its expectation under the
       Beta distribution is rlkit's own derivation.
     """
@@ -117,7 +121,7 @@ def variance_sampler(
 
 
 def by_variance(rows: Tensor, *, prior: float) -> Tensor:
-    """Weights [n] of `variance_sampler`."""
+    """Return the weights [n] of `variance_sampler`."""
     a = rows[:, SUCCESSES] + prior
     b = rows[:, FAILURES] + prior
     return a * b / ((a + b) * (a + b + 1))
@@ -127,13 +131,14 @@ def by_variance(rows: Tensor, *, prior: float) -> Tensor:
 def prioritised_sampler(
     *, retest: int = 8, unseen: float = 0.1, explore: float = 0.0
 ) -> TaskSampler:
-    """Draw problems by p(1-p) of their last group, largest first, with retests of solved and too
-    hard problems.
+    """Draw the problem with the largest p(1-p), where p is the pass rate of its last group. Retests
+    also bring back problems that were solved or too hard.
 
-    Args: retest: every retest-th draw takes the problem drawn longest ago. So each of n problems
-      is drawn within n · retest draws. unseen: the weight of a problem without a group, in place of
-      p(1-p). A weight below 0.25 lets known signal go first; a weight above 0 lets unknown problems
-      go before problems without signal. explore: share of uniform draws.
+    Args: retest: every retest-th draw takes the problem drawn longest ago. So each of n problems is
+      drawn within n · retest draws. unseen: weight of a problem without a group, instead of p(1-p).
+      If it is below 0.25, problems with p near 1/2 are drawn before unseen problems. If it is above
+      0, unseen problems are drawn before problems with p = 0 or p = 1. explore: share of uniform
+      draws.
     Source: the heap with periodic retests of arXiv:2601.02648.
     """
     return TaskSampler(
@@ -146,27 +151,28 @@ def prioritised_sampler(
 
 
 def by_last_variance(rows: Tensor, *, unseen: float) -> Tensor:
-    """p(1-p) of the last group [n], or `unseen` without a group."""
+    """Return p(1-p) of each problem's last group [n], or `unseen` for a problem without a group."""
     p = rows[:, LAST]
     return (p * (1 - p)).masked_fill(p < 0, unseen)
 
 
 @ranges(solved=(0, 1))
 def unsolved_sampler(*, solved: float = 0.9) -> TaskSampler:
-    """Do not draw a problem again once its last group's mean has reached `solved`, unless all
-    problems of its part have reached it (no positive resampling).
+    """Stop drawing a problem once the mean of its last group has reached `solved` (no positive
+    resampling). If all problems of a part are solved, they are drawn again.
 
-    A solved problem stays out even if the policy forgets it. `sampler/solved` is the share of
-    solved problems.
+    A solved problem stays out even if the policy forgets how to solve it. The metric
+    `sampler/solved` is the share of solved problems.
 
-    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. There the threshold is on the mean over
-    all groups; here it is on the last group, as in TRL.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. ScaleRL compares the mean over all groups
+    with the threshold. This sampler compares the last group, as TRL does.
     """
     return TaskSampler("unsolved", partial(while_unsolved, solved=solved))
 
 
 def while_unsolved(rows: Tensor, *, solved: float) -> Tensor:
-    """1 for unsolved problems, 0 for solved ones [n]."""
+    """Return the weights [n] of `unsolved_sampler`: 1 for an unsolved problem, 0 for a solved
+    problem."""
     return (rows[:, LAST] < solved).to(rows.dtype)
 
 
@@ -181,14 +187,14 @@ def choose_tasks(
     *,
     seed: int,
 ) -> State:
-    """Draw once for each of `parts` and return the new state; its `step` ends with the drawn
-    positions.
+    """Draw one problem for each entry of `parts` and return the new state. Its `step` ends with the
+    positions of the drawn problems.
 
-    Drawing for a and then for b equals drawing for a + b. If a problem occurs several times in the
-    tasks, it counts once, at its first position.
+    Two calls with the parts a and then b draw the same problems as one call with a + b. If a
+    problem occurs several times in the tasks, it counts once, at its first position.
 
-    Args: parts: the part of each draw, in order. state: None at the start of a run. seed: the
-      run's.
+    Args: parts: the part of each draw, in order. state: the state so far; None at the start of a
+      run. seed: the run's seed.
     Raises: DataError if the state belongs to other tasks; ConfigError if a weight is not a number
       of at least 0.
     """
@@ -233,7 +239,7 @@ def choose_tasks(
 
 
 def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Random) -> int:
-    """Choose a row for the `number`-th draw of its part."""
+    """Choose a row for draw number `number` of the part."""
     import torch
 
     if sampler.retest and number % sampler.retest == 0:
@@ -246,8 +252,8 @@ def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Rando
 
 
 def compute_chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
-    """P [n] of each problem in a draw other than a retest; they sum to 1. Raises: ConfigError if a
-    weight is not a number of at least 0."""
+    """Return the probability [n] of each problem in a draw that is no retest. The probabilities sum
+    to 1. Raises: ConfigError if a weight is not a number of at least 0."""
     import torch
 
     assert sampler.weigh is not None
@@ -265,8 +271,8 @@ def compute_chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
 
 
 def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout]) -> State:
-    """Return the state after the groups of a step are scored; group number k belongs to the step's
-    k-th draw.
+    """Return the state updated with the scored groups of a step. Group number k belongs to the k-th
+    draw of the step.
 
     Rewards are clipped to 0 … 1. Rollouts that cannot be scored are left out.
     """
@@ -284,9 +290,10 @@ def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout
 
 
 def measure_sampler(state: State | None) -> dict[str, float]:
-    """sampler/seen: share of the rows drawn so far. mixed: share of the drawn rows whose last group
-    has a mean between 0 and 1; solved: share with a mean of 0.9 or more. Rows with the problem of
-    an earlier row count as unseen. Empty for the uniform sampler."""
+    """Return the sampler's metrics; empty for the uniform sampler. sampler/seen is the share of
+    rows with a scored group. Among these rows, sampler/mixed is the share with a mean of the last
+    group between 0 and 1, both excluded. sampler/solved is the share with a mean of 0.9 or more. A
+    row that repeats the problem of an earlier row counts as unseen."""
     if state is None:
         return {}
     last = state["table"][:, LAST]

@@ -1,7 +1,8 @@
-"""The endless stream of prompts: an order fixed by seed and epoch, and a position in it.
+"""Draw prompts from an endless stream. Seed and epoch fix the order of the tasks, and the state
+holds a position in this order.
 
-The state is two numbers and a sampler's knowledge of the problems (`rlkit.episodes.samplers`). So
-it fits into a checkpoint, and a resumed run draws like a run without interruption.
+The state consists of two numbers and a sampler's state (`rlkit.episodes.samplers`). So it fits into
+a checkpoint, and a resumed run draws the same tasks as a run without interruption.
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ CHANGED = (
 
 
 class StreamState(NamedTuple):
-    """Position in the stream: `position` tasks of this epoch's order have been drawn."""
+    """Hold a position in the stream: the first `position` tasks in the order of this epoch have
+    been drawn."""
 
     epoch: int = 0
     position: int = 0
-    sampler: State | None = None  # None: only the order decides
+    sampler: State | None = None  # None: tasks are drawn in the order of the epoch
 
 
 @functools.lru_cache(8)
 def order(seed: int, epoch: int, n: int) -> Sequence[int]:
-    """A permutation of 0 … n-1. It depends only on seed, epoch and n, so it is the same on every
-    machine."""
+    """Return a permutation of 0 … n-1. It depends only on seed, epoch and n, so it is the same on
+    every machine."""
     indices = list(range(n))
     random.Random(f"prompt stream/{seed}/{epoch}").shuffle(indices)
     return tuple(indices)
 
 
 def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:
-    """Permute a mixture within its parts. Every position keeps its part, so a step keeps the shares
-    of the mixture.
+    """Permute the tasks of each part of a mixture among the positions of this part. Every position
+    keeps its part, so a step keeps the shares of the mixture.
 
-    Tasks of one part, or without a mixture, come in `order`.
+    Without a mixture, the result is that of `order`.
     """
     positions: dict[str, list[int]] = defaultdict(list)
     for i, task in enumerate(tasks):
@@ -63,19 +65,20 @@ def take(
 ) -> tuple[list[Task], StreamState]:
     """Draw the next n tasks; return them and the new state.
 
-    Within an epoch no task is drawn twice. After the end of an epoch the next epoch follows in its
-    own order, in the same call if needed. So n may exceed the number of tasks, and drawing a and
-    then b tasks equals drawing a + b.
+    Within an epoch no task is drawn twice. When an epoch ends, the call goes on with the next
+    epoch, which has its own order. So n may exceed the number of tasks. Two calls for a and then b
+    tasks draw the same tasks as one call for a + b.
 
     Args:
       tasks: the same tasks, in the same order, in every call of a run.
-      state: StreamState() at the start of a run.
+      state: the position so far; StreamState() at the start of a run.
       n: number of tasks, ≥ 0.
-      seed: the run's.
-      sampler: if it weighs problems, it chooses them, and the order only decides which part of a
-        mixture is next. The sampler draws no problem twice in a step, as long as there are enough.
-    Raises: DataError without tasks, or for a position beyond the tasks (they changed since it was
-    saved).
+      seed: the run's seed.
+      sampler: rule for choosing problems. If it has weights, it chooses the problems, and the order
+        only decides which part of a mixture comes next. It then draws no problem twice in a step,
+        as long as enough problems are left.
+    Raises: DataError if there are no tasks, or if the position exceeds their number, because the
+    tasks have changed since the state was saved.
     """
     epoch, position = state[:2]
     if not tasks:

@@ -13,50 +13,55 @@ from rlkit.types import FinishReason, Rollout
 
 NAN = float("nan")
 TRUNCATIONS = ("length", "context", "steps", "deadline", "environment", "error")
-# if a tool failed in at least this many calls, and in all of them, the tool is to blame
+# a tool is reported if all of its calls failed, and if there were at least this many
 FEWEST_CALLS = 4
-STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component's score
+STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # statuses of a component's score
 
 
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of scored rollouts. The keys depend only on the reward's names and the mixture's
-    parts; a value that cannot be computed is nan.
+    """Compute the metrics of scored rollouts. The keys depend only on the names of the reward and
+    on the parts of the mixture. A value that cannot be computed is nan.
 
-    part/NAME/*         all metrics below for the rollouts of one part of a mixture, and their share
-                        of the rollouts
+    part/NAME/*         all metrics below for the rollouts of one part of a mixture; share is the
+                        part's share of all rollouts
 
-    reward/*            raw task reward, rewards of steps included; unscored_frac is the share
-                        without a score
-    reward/NAME/*       a component, also one of weight 0: mean, std; ok_frac, wrong_frac,
-                        unparseable_frac, timeout_frac and error_frac: shares of its statuses;
-                        variance_share, 0 … 1: its squared correlation with the reward within
-                        groups. This is the share of the variance of the reward, and so of the
-                        advantage, explained by this component alone. For independent terms of a
-                        weighted sum the shares add up to 1. NAME/METRIC: another figure of the
-                        reward function, as a mean over the rollouts with this figure
-    aggregator/*        figures of the reward's aggregator itself
-    group/*             shares of prompts with equal rewards (split into all good: > 0, all bad: <=
-                        0) and with mixed rewards
-    len/*               sampled tokens of an episode, all steps together, without the text of a
-                        thinking budget
-    len/loop_frac       share of episodes with a reply that repeats itself: it has over 10,000
-                        characters, and zlib makes it more than 10 times shorter (prose: about 2
-                        times; a loop: over 100 times), as in arXiv:2604.08527
-    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context,
-                        steps, deadline (its seconds in the session), environment (a limit of its
-                        own) or error (it failed; the rollout's `error` says why)
-    finish_reason/*     how replies ended: shares of stop, tool, budget and length, as in
-                        types.FinishReason
-    dropped_frac        share of episodes that lost their oldest turns from the context
+    reward/*            raw task reward, with the rewards of steps; unscored_frac is the share of
+                        rollouts without a score
+    reward/NAME/*       a component of the reward, also if its weight is 0. mean and std are of its
+                        score. ok_frac, wrong_frac, unparseable_frac, timeout_frac and error_frac
+                        are the shares of its statuses. variance_share, 0 … 1, is its squared
+                        correlation with the reward within groups. This is the share of the variance
+                        of the reward, and so of the advantage, explained by this component alone.
+                        For independent terms of a weighted sum these shares add up to 1.
+                        NAME/METRIC is the mean of a metric returned by the reward function, over
+                        the rollouts with this metric
+    aggregator/*        metrics returned by the reward's aggregator itself
+    group/*             frac_zero_std is the share of prompts with equal rewards in their group:
+                        frac_all_good if they are > 0, frac_all_bad if they are <= 0. frac_mixed is
+                        the share of prompts with different rewards
+    len/*               number of sampled tokens of an episode, over all steps. Text inserted by a
+                        thinking budget is not counted
+    len/loop_frac       share of episodes with a reply that repeats itself. Such a reply has over
+                        10,000 characters, and zlib makes it more than 10 times shorter, as in
+                        arXiv:2604.08527. Prose becomes about 2 times shorter, a loop over 100 times
+    stop_reason/*       shares of the ways in which episodes ended. stop: the policy or the
+                        environment ended the episode. length, context and steps: these limits.
+                        deadline: the limit of its seconds in the session. environment: a limit set
+                        by the environment itself. error: the environment failed, and the rollout's
+                        `error` says why
+    finish_reason/*     shares of the ways in which replies ended: stop, tool, budget and length, as
+                        in types.FinishReason
+    dropped_frac        share of episodes whose oldest turns were dropped from the context
     think_closed_frac   share of episodes without an unclosed thinking block
-    answer_found_frac   share of episodes with content and no tool call in the last reply, or with
-                        an answer from the environment
+    answer_found_frac   share of episodes with an answer: the last reply has content and no tool
+                        call, or the environment gave the answer
     parse_fail_frac     share of episodes with at least one unreadable tool call
-    tools/*             calls and failures per episode, replies per episode
+    tools/*             means per episode: calls, failures (failed calls) and turns (replies)
     rollout/empty_frac  share of episodes without thinking, content or a call
-    program/*           means over the episodes of programs: refused and retries (requests), rows,
-                        thinking_rows (the client dropped thinking), prompt_tokens, and
-                        thinking_tokens (in thinking_rows)
+    program/*           means over the episodes played by programs: refused and retries (numbers of
+                        requests), rows (training rows), thinking_rows (rows begun because the
+                        client dropped thinking), prompt_tokens, and thinking_tokens (in
+                        thinking_rows)
     """
     metrics = _summary(rollouts)
     for part, own in group_by_part(rollouts).items():
@@ -66,9 +71,11 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def count_failures(rollouts: Sequence[Rollout]) -> str:
-    """Count the failed environments, and quote the first error; an empty text if none failed.
+    """Return a sentence with the number of failed environments and the first error. It is empty if
+    none failed.
 
-    Raises: EnvironmentFailed if all failed, because there is then nothing to measure or learn.
+    Raises: EnvironmentFailed if the environment failed in every episode, because there is then
+      nothing to measure or learn.
     """
     failed = [r for r in rollouts if r.truncation == "error"]
     if not failed:
@@ -84,8 +91,8 @@ def count_failures(rollouts: Sequence[Rollout]) -> str:
 
 
 def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
-    """Write a sentence on each tool that failed in all of its calls, if it has at least
-    FEWEST_CALLS."""
+    """Return a sentence on each tool that failed in all of its calls, if there were at least
+    FEWEST_CALLS. A call of an unknown tool does not count."""
     results = defaultdict(list)
     for result in (r for rollout in rollouts for step in rollout.steps for r in step.tool_results):
         if not result.content.startswith("Error: there is no tool"):
@@ -99,8 +106,8 @@ def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def count_refusals(rollouts: Sequence[Rollout]) -> str:
-    """Count the episodes with refused requests of a program, and quote the first refusal; an empty
-    text if there is none."""
+    """Return a sentence with the number of episodes in which requests of a program were refused,
+    and the first refusal. It is empty if no request was refused."""
     refused = [r for r in rollouts if r.metadata.get("refused")]
     if not refused:
         return ""
@@ -111,7 +118,7 @@ def count_refusals(rollouts: Sequence[Rollout]) -> str:
 
 
 def group_by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """The rollouts of each part of a mixture, by name; empty without a mixture."""
+    """Group the rollouts by the part of the mixture. The result is empty without a mixture."""
     parts: dict[str, list[Rollout]] = {
         part: [] for part in sorted({r.task.part for r in rollouts} - {""})
     }
@@ -176,8 +183,8 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def is_looping(text: str) -> bool:
-    """Whether a text is long and repeats itself: it has more than 10,000 characters, and zlib makes
-    it more than 10 times shorter."""
+    """Return whether a text is long and repeats itself: it has more than 10,000 characters, and
+    zlib makes it more than 10 times shorter."""
     if len(text) <= 10_000:
         return False
     data = text.encode()
@@ -185,7 +192,7 @@ def is_looping(text: str) -> bool:
 
 
 def group_rewards(rollouts: Sequence[Rollout]) -> dict[int, list[float]]:
-    """Scores by prompt; rollouts that cannot be scored are left out."""
+    """Return the scores of each group. Rollouts that cannot be scored are left out."""
     groups: dict[int, list[float]] = defaultdict(list)
     for r in rollouts:
         total = r.total_reward
@@ -221,8 +228,9 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def measure_reward_functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Figures returned by the reward's functions in addition to their scores, as reward/TERM/METRIC
-    and aggregator/METRIC: means over the rollouts with the figure."""
+    """Return the means of the metrics that the reward's functions return beside their scores. The
+    names are reward/TERM/METRIC and aggregator/METRIC. A mean is over the rollouts that have the
+    metric."""
     return {
         name: _mean([r.metrics[name] for r in rollouts if name in r.metrics])
         for name in dict.fromkeys(name for r in rollouts for name in r.metrics)
@@ -230,8 +238,8 @@ def measure_reward_functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
-    """(Σ x y)² / (Σ x² Σ y²) of component and reward, each less its mean in the group; nan if one
-    of the two does not vary."""
+    """Compute (Σ x y)² / (Σ x² Σ y²), where x is the component minus its mean in the group, and y
+    the same for the reward. The result is nan if x or y does not vary."""
     groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for r in rollouts:
         value = r.rewards[name]
@@ -247,7 +255,7 @@ def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
     xx = sum(x * x for x, _ in pairs)
     yy = sum(y * y for _, y in pairs)
     scale = sum(abs(r.rewards[name] or 0.0) + abs(r.total_reward or 0.0) for r in rollouts)
-    if min(xx, yy) <= (1e-9 * scale) ** 2:  # rounding of the means
+    if min(xx, yy) <= (1e-9 * scale) ** 2:  # no variation beyond the rounding of the means
         return NAN
     return min(1.0, sum(x * y for x, y in pairs) ** 2 / (xx * yy))
 

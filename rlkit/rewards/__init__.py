@@ -1,22 +1,22 @@
-"""Verifiable rewards: functions from a rollout to a score, or None if it cannot be
-scored.
+"""Score rollouts with verifiable rewards. A reward function takes a rollout and returns a score, or
+None if the rollout cannot be scored.
 
-Each file imports only from the ones above it.
+Each file imports only from files above it in this list.
 
-declarations.py  declarations of a function: batched, no_gold, reads_truth and others
-verdicts.py      the input of a reward function, and the values it may return
-aggregators.py   from named components to one reward
-terms.py         Term and Reward, the records of a config
-calls.py         calling functions: plain, async, batched, with limits and threads
-checks.py        whether a returned value is a score, and its status
-_score.py        scoring: call terms, check values, aggregate, return rollouts with rewards
-_normalise.py    rewards on one scale over a run
-_numeric.py      the number given by a reply as its answer
-text.py          replies compared as text
-behaviour.py     length, repetition, tools, turns, the environment's own payments
-fences.py        code blocks of a reply
-_code_exec.py    the tests passed by a program
-_by_task.py      the reward named by each row
+declarations.py  declare properties of a function: batched, no_gold, reads_truth and others
+verdicts.py      define the answer in a rollout, and the values that a reward function may return
+aggregators.py   make one reward from named components
+terms.py         define Term and Reward, the records of a config
+calls.py         call functions: plain, async or batched, with time limits and in threads
+checks.py        check whether a returned value is a score, and find its status
+_score.py        score: call terms, check values, aggregate, return rollouts with rewards
+_normalise.py    put rewards on one scale over a whole run
+_numeric.py      compare the number that a reply gives as its answer
+text.py          compare replies as text
+behaviour.py     score length, repetition, tools, turns, and the environment's rewards
+fences.py        find the code blocks of a reply
+_code_exec.py    score a program by its tests
+_by_task.py      score each row with its own reward
 """
 
 from rlkit.rewards._by_task import by_task, list_named_rewards

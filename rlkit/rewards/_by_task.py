@@ -1,4 +1,4 @@
-"""The reward named by each row of the data."""
+"""Score each rollout with the reward named by its row of the data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlkit.types import Rollout, Task, bound, plain, safe
 def _truth_problems(
     tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]
 ) -> list[str]:
-    """Why each row's own reward cannot read the row's truth; "" if it can. Unknown names are left
-    to `by_task`, which refuses them."""
+    """Explain for each task why its own reward cannot read its truth; "" if it can. A task with an
+    unknown reward gets "", because `by_task` refuses it anyway."""
     problems = [""] * len(tasks)
     for name, places in _places(tasks).items():
         if name in rewards:
@@ -27,7 +27,7 @@ def _truth_problems(
 
 
 def _places(tasks: Sequence[Task]) -> dict[str, list[int]]:
-    """Name of a reward → the positions of its tasks."""
+    """Return the positions of the tasks of each reward, by the reward's name."""
     places: dict[str, list[int]] = {}
     for i, task in enumerate(tasks):
         places.setdefault(task.reward, []).append(i)
@@ -38,14 +38,15 @@ def _places(tasks: Sequence[Task]) -> dict[str, list[int]]:
 @reads_truths(_truth_problems)
 @batched
 def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[Any]:
-    """Score rollouts with the rewards named by their tasks: a mixture scores each row its own
-    way.
+    """Score each rollout with the reward named by its task. So each row of a mixture can have its
+    own reward.
 
     Args:
-      rewards: name → function of one rollout, or, if it is marked `@batched`, of the list of all
-        rollouts of its tasks.
-    Returns: for each rollout the value returned by its function, or the exception raised.
-    Raises: ConfigError naming the row, the name it asks for and the known names.
+      rewards: reward functions by name. A function takes one rollout. If it is marked `@batched`,
+        it takes the list of all rollouts of its tasks.
+    Returns: for each rollout the value returned by its function, or the exception raised by it.
+    Raises: ConfigError if a task names an unknown reward. The message has the row, this name and
+      the known names.
     """
     for rollout in rollouts:
         if rollout.task.reward not in rewards:

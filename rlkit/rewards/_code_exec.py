@@ -1,5 +1,5 @@
-"""Reward for code: the program in the reply runs in the sandbox, and its tests are judged outside
-the sandbox."""
+"""Reward programs that pass tests. The program in a reply runs in the sandbox. Its test results are
+judged outside the sandbox."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from rlkit.types import Rollout, Task, gives
 
 
 class Judgement(NamedTuple):
-    """The judgement of one program.
+    """Hold the judgement of one program.
 
-    `status`: ok (every test passes), wrong (some test fails), timeout, error (it raised, was killed
-    or printed too much), unparseable (no code, or not Python), unrun (this machine could not start
-    it, and the program is not to blame).
+    `status` is ok if every test passes, and wrong if some test fails. timeout: the program took too
+    long. error: it raised, was killed or printed too much. unparseable: the reply has no code, or
+    the code is not Python. unrun: this machine could not start the program, and the program is not
+    to blame.
     """
 
     status: Literal["ok", "wrong", "timeout", "error", "unparseable", "unrun"]
@@ -56,20 +57,20 @@ def code_exec(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> list[float | SandboxError | None]:
-    """Whether the program in the final reply passes the tests of its task,
+    """Score whether the program in the final reply passes the tests of its task,
     `task.metadata["tests"]`.
 
     Args:
-      rollouts: a batch; equal programs with equal tests run once.
-      sandbox: limits, and the required isolation.
-      credit: all gives `correct` if every test passes; share gives a score between `wrong` and
-        `correct` by the share of passing tests, so a program that is right only on the easy cases
-        earns something too.
-      correct, wrong: the two scores.
+      rollouts: a batch of rollouts. Equal programs with equal tests run only once.
+      sandbox: limits of a program, and the required isolation.
+      credit: "all" gives `correct` if every test passes, else `wrong`. "share" gives a score
+        between `wrong` and `correct`, in proportion to the share of passing tests. So a program
+        also earns something if it is right only on the easy cases.
+      correct, wrong: the scores of a right and of a wrong program.
     Returns: one score per rollout, with the status of its judgement; None for a task without tests.
-      If this machine could not start the program, the value is the error itself. It counts as a
+      If this machine could not start the program, the value is a SandboxError. It counts as a
       failure of the reward (`Reward.max_error_rate`) and not as a wrong answer.
-    Raises: DataError with the row of a test that cannot be checked; ConfigError if the sandbox is
+    Raises: DataError naming the row if a test cannot be checked; ConfigError if the sandbox is
       weaker than required.
     """
 
@@ -91,8 +92,8 @@ def code_exec(
 def judgements(
     rollouts: Sequence[Rollout], *, sandbox: Sandbox | None = None
 ) -> list[Judgement | None]:
-    """The judgement of each rollout's program, with its status for a log; None for a task without
-    tests. See `code_exec`."""
+    """Judge each rollout's program and return its status with the details, for example for a log.
+    The result is None for a task without tests. See `code_exec`."""
     checks = [split_tests(rollout.task) for rollout in rollouts]
     jobs = [_job(rollout, tests) for rollout, tests in zip(rollouts, checks, strict=True)]
     distinct = list(dict.fromkeys(job for job in jobs if job))
@@ -109,14 +110,14 @@ def judgements(
 
 
 def extract_code(text: str, names: Collection[str] = ()) -> str:
-    """The program of a reply: a fenced block (see `rlkit.rewards.fences`), or the whole text if no
-    block can be a program.
+    """Extract the program from a reply. It is a fenced block (see `rlkit.rewards.fences`), or the
+    whole text if no block can be a program.
 
     Args:
-      names: names that the program should define at its top level. The program is the last block
-        that defines one of them, so an example of its use may follow. Python blocks are
-        preferred to unmarked blocks, and unmarked blocks to other languages. If no block defines a
-        name, the program is the last Python block, else the last unmarked one.
+      names: names to be defined at the top level of the program. The program is the last block with
+        a definition of one of these names, so an example of its use may follow. Python blocks are
+        preferred to unmarked blocks, and unmarked blocks to blocks in other languages. If no block
+        defines a name, the program is the last Python block, else the last unmarked block.
 
     >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\nThis prints\\n```\\n1\\n```")
     'a = 1'
@@ -139,7 +140,7 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
 
 
 def _list_called_names(calls: Sequence[str]) -> set[str]:
-    """Names used by tests and not defined by Python itself."""
+    """List the names used by tests, without Python's builtins."""
     found = {
         node.id
         for call in calls
@@ -150,7 +151,8 @@ def _list_called_names(calls: Sequence[str]) -> set[str]:
 
 
 def split_tests(task: Task) -> list[Check]:
-    """The task's tests, split. Raises: DataError naming the row and the test."""
+    """Split each test of a task into the calls to run and the check of their results. Raises:
+    DataError naming the row and the test if a test cannot be split."""
     checks = []
     for test in task.metadata.get("tests", ()):
         try:
@@ -176,7 +178,7 @@ def _judge_outcome(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> J
     if isinstance(outcome, SandboxError):
         return Judgement("unrun", 0, len(tests), detail=str(outcome))
     given = iter(outcome.results)
-    # fewer answers than tests if the program ended early
+    # if the program ended early, there are fewer answers than tests
     answers = [tuple(itertools.islice(given, len(check.calls))) for check in tests]
     right = [passes(check, *results) for check, results in zip(tests, answers, strict=True)]
     judgement = Judgement("wrong", sum(right), len(tests), outcome.seconds)

@@ -1,5 +1,5 @@
-"""Rewards on one scale over a whole run, from the running mean and standard deviation of all
-episodes' rewards so far."""
+"""Put rewards on one scale over a whole run. The scale is the running mean and standard deviation
+of the rewards of all episodes so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ EPS = 1e-8  # added to the standard deviation
 
 
 class Moments(NamedTuple):
-    """Running moments of total rewards; plain numbers, so they fit into a checkpoint."""
+    """Hold the running moments of total rewards. They are plain numbers, so they fit into a
+    checkpoint."""
 
     n: float = 0.0  # number of rewards
     mean: float = 0.0
@@ -21,12 +22,12 @@ class Moments(NamedTuple):
 
     @property
     def std(self) -> float:
-        """Standard deviation of the population, 0 before the first reward."""
+        """Return the standard deviation of the population; 0 before the first reward."""
         return math.sqrt(self.squares / self.n) if self.n else 0.0
 
 
 def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
-    """Update the moments with these episodes; unscored episodes do not count.
+    """Return the moments updated with these episodes. Unscored episodes do not count.
 
     Source: Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing
     sample variances, equation 2.1.
@@ -47,10 +48,10 @@ def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
 
 
 def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
-    """The episodes with total rewards (R − mean) / (std + 1e-8). Rewards of steps are only divided;
-    the mean is subtracted from the episode's reward at the end.
+    """Return the episodes with total rewards (R − mean) / (std + 1e-8). Rewards of steps are only
+    divided by the scale. The mean is subtracted once, from the reward at the end of the episode.
 
-    Terms, statuses and unscored rollouts stay as they are.
+    The values of the terms, the statuses and the unscored rollouts are not changed.
     """
     scale = 1.0 / (moments.std + EPS)
     normalised = []

@@ -1,8 +1,9 @@
 r"""Compare the number that a reply gives as its answer with the true number. The comparison is
 exact, and its cost is bounded on any text.
 
-One grammar reads truths and replies: a number with an optional unit (`parse_number`). An
-expression that is more than one number is never read in part: 3\sqrt{2} is neither 3 nor 2.
+Truths and replies are read by the same grammar: a number with an optional unit (`parse_number`). If
+an expression is more than one number, no part of it is read as the answer: 3\sqrt{2} is neither 3
+nor 2.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from rlkit.rewards.declarations import reads_truth
 from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.types import Rollout, Task, gives
 
-MAX_DIGITS = 200  # characters of one number as written; a longer number is not an answer
-MAX_SEGMENT = 1000  # characters after a marker that are searched for its number
-MAX_MARKERS = 100  # markers read in one text, from the last marker backwards
+MAX_DIGITS = 200  # longest number, in characters; a longer number is not an answer
+MAX_SEGMENT = 1000  # number of characters after a marker to search for its number
+MAX_MARKERS = 100  # largest number of markers to read in one text, from the last marker backwards
 
 # ------------------------------------------------------------------ different spellings of a number
 
@@ -34,7 +35,7 @@ SPELLINGS = str.maketrans(
     | FRACTIONS
 )
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-PART = r"\s{0,9}-?\s{0,9}[0-9.,]{1,99}\s{0,9}"  # of a LaTeX fraction
+PART = r"\s{0,9}-?\s{0,9}[0-9.,]{1,99}\s{0,9}"  # numerator or denominator of a LaTeX fraction
 REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?=[$%])"), ""),
     # -$18, before currencies become spaces
@@ -73,7 +74,7 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 
 # ------------------------------------------------------------------- a number with an optional unit
 
-# Possessive (++): a long run of digits is read once.
+# The repetition is possessive (++), so a long run of digits is read only once.
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})++(?![0-9])|[0-9]++)"
 DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]++)?|\.[0-9]++)"
 POWER = (
@@ -103,11 +104,11 @@ WORD = rf"{LETTER}++(?:['’.]{LETTER}++)*+(?:\s?\^(?:\{{-?[0-9]\}}|-?[0-9]))?"
 UNIT = re.compile(
     rf"\s*+(?:[%°](?:\s?{WORD})?|[(/]?\s*+{WORD})(?:(?:\s*[/*.)(-]\s*|\s+){WORD}){{0,5}}\s*+\)?"
 )
-# The only units of one or two letters. In 2k and 3xy the letters are factors.
+# The only units of one or two letters. Other short words are factors, as in 2k and 3xy.
 SHORT_UNIT = re.compile(
     "[mgshlLJWVNAKCF]|[kcmnd][mg]|[mcd]?[lL]|lb|oz|ft|in|yd|mi|hr|yr|wk|mo|am|pm|st|nd|rd|th|sq|pt|qt|ha|cc|[kMG][WVJ]|m[VA]|Hz|[kKMGT]B|Pa|dB|[AW]h"
 )
-# Words of calculation: a text with one of them is more than a number and its unit.
+# Words of calculation. A text with one of these words is more than a number and its unit.
 FRACTION_WORD = (
     "half|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
 )
@@ -116,8 +117,7 @@ NOT_UNIT = re.compile(
     "|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|hundred|thousand|[mbtr]+illion",
     re.IGNORECASE,
 )
-# Words after a number in a sentence can make it another number: "5 and a half", "2 thirds", "5 or
-# 6".
+# Words after a number in a sentence can change its meaning: "5 and a half", "2 thirds", "5 or 6".
 GOES_ON = re.compile(
     rf"\s*(?:(?:and|or)\s+(?:an?\s+)?(?:one\s+|two\s+|three\s+)?(?:[-+]?[0-9]|(?:{FRACTION_WORD})\b)|(?:plus|minus|divided|squared|cubed|factorial)\b"
     r"|(?:times|over)\s+(?:[0-9\\]|pi\b|(?!a\b)\w\b)|(?:half|halves|thirds?)\b)",
@@ -135,10 +135,10 @@ MARKER = re.compile(
 END_OF_SENTENCE = re.compile(r"\n|(?<!\\)(?<!\bRs)[.!?;](?=\s|$)")
 NUMBERED_HEADING = re.compile(r"\W*+[0-9]++\s?[.):]\s++\S")
 WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
-# Python before 3.11.5 matches a possessive group with alternatives wrongly (gh-106052), so groups
-# are greedy here.
-# The parts of an expression: digits, operators, single letters other than the words a and I,
-# LaTeX commands, signs in words.
+# Python before 3.11.5 matches a possessive group with alternatives wrongly (gh-106052). So the
+# groups here are greedy.
+# The parts of an expression: digits, operators, single letters except the words a and I, LaTeX
+# commands, and signs in words.
 EXPRESSION = re.compile(
     rf"(?:[0-9\s.,+\-*/^(){{}}\[\]=%°<>|!:≈]|\\[A-Za-z]++|(?<!{LETTER})(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
     rf"|(?<!['’])(?<!{LETTER})(?![aAI]){LETTER}(?!{LETTER}))+",
@@ -159,7 +159,7 @@ NOT_NUMBERS = re.compile(
 
 
 def explain_unreadable(task: Task, **keywords: object) -> str:
-    """Why `numeric` cannot read a task's truth; "" if it can."""
+    """Explain why `numeric` cannot read a task's truth; return "" if it can."""
     if _truth(task.answer) is not None:
         return ""
     return (
@@ -172,15 +172,17 @@ def explain_unreadable(task: Task, **keywords: object) -> str:
 @gives("raw")
 @reads_truth(explain_unreadable)
 def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> float | None:
-    """Whether the last reply's number equals the number of `task.answer`, as exact fractions.
+    """Score whether the number in the last reply equals the number in `task.answer`. Both are
+    compared as exact fractions.
 
     Args:
-      rollout: scored by its last reply's content; thinking is not read.
-      correct, wrong: the two scores.
-    Returns: `correct` or `wrong`; None if `task.answer` is neither a number (see `parse_number`)
-      nor a text with a number after its last marker. A run refuses such a task when it starts. An
-      episode without a final answer is wrong (no reply, truncated, cut off by length, still calling
-      tools). A reply without a number is wrong too, with the status unparseable.
+      rollout: the rollout to score. Only the content of its last reply is read, not the thinking.
+      correct, wrong: the scores of a right and of a wrong answer.
+    Returns: `correct` or `wrong`; None if the truth cannot be read. `task.answer` must be a number
+      (see `parse_number`) or a text with a number after its last marker. A run refuses other tasks
+      when it starts. An episode without a final answer is wrong (no reply, truncated, cut off by
+      length, still calling tools). A reply without a number is wrong too. Both have the status
+      unparseable.
     Source: Cobbe et al. 2021, arXiv:2110.14168 (the form `#### 18`).
     """
     truth = _truth(rollout.task.answer)
@@ -194,15 +196,16 @@ def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> fl
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The exact number in a text. None if the text is not one number with an optional unit.
+    r"""Return the number in a text as an exact fraction. The result is None if the text is not one
+    number with an optional unit.
 
-    Numbers have a sign (-5, −5, - 5, minus 5), commas between thousands, decimals, fractions (3/4,
-    2 3/4, ½, \frac{3}{4}, 2\frac12), powers (10^{-3}, 10⁻³, 2 \times 10^6, 1e6) and words of scale
-    (5 million). Currencies, percent signs and units are dropped, without conversion: 50% is 50, and
-    50 cents is 50. A unit is up to six words, without words of calculation (and, times, half, …). A
-    unit of one or two letters must be a known unit, because 2k is a product. A full stop or comma
-    at the end and emphasis around the number are dropped. None also for a zero denominator, and for
-    more than MAX_DIGITS characters.
+    A number may have a sign (-5, −5, - 5, minus 5), commas between thousands, and decimals. It may
+    be a fraction (3/4, 2 3/4, ½, \frac{3}{4}, 2\frac12) or a power (10^{-3}, 10⁻³, 2 \times 10^6,
+    1e6), and may have a word of scale (5 million). Currencies, percent signs and units are dropped,
+    without conversion: 50% is 50, and 50 cents is 50. A unit has up to six words, without words of
+    calculation (and, times, half, …). A unit of one or two letters must be a known unit, because 2k
+    is a product. A full stop or comma at the end and emphasis around the number are dropped. The
+    result is also None for a zero denominator, and for a number of more than MAX_DIGITS characters.
 
     >>> parse_number(r"$2\frac{1}{2}$ cups"), parse_number(r"3\sqrt{2}"), parse_number("10:30")
     (Fraction(5, 2), None, None)
@@ -219,16 +222,17 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def extract_answer(text: str) -> Fraction | None:
-    r"""The number given by a reply as its answer, or None.
+    r"""Return the number that a reply gives as its answer, or None if it gives no number.
 
-    The last marker with a number after it decides. Markers are `####` with a number on its line,
-    `\boxed{…}`, "the answer is", "Answer:" and `<answer>…</answer>`. After "the answer is" the
-    first number of the sentence counts; after the other markers the number must follow directly. In
-    an equation, the number after the last "=" counts. A heading (#### Step 2) is not a marker. A
-    marker whose expression is not a number (\boxed{3\sqrt{2}}) gives None.
+    The answer is read after a marker: after the last marker that is followed by a number. Markers
+    are `####` with a number on its line, `\boxed{…}`, "the answer is", "Answer:" and
+    `<answer>…</answer>`. After "the answer is", the first number of the sentence counts. After the
+    other markers, the number must follow directly. In an equation, the number after the last "="
+    counts. A heading (#### Step 2) is not a marker. If the expression after the marker is not a
+    number (\boxed{3\sqrt{2}}), the result is None.
 
-    Without a marker the last number of the text counts or, in a sentence with "=", the number after
-    the last "=". A text that is only a number is this number.
+    Without a marker, the last number of the text counts. If its sentence has an "=", the number
+    after the last "=" counts. If the whole text is a number, it is the answer.
     """
     number = parse_number(text)
     if number is not None:
@@ -244,8 +248,8 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def _truth(text: str) -> Fraction | None:
-    """The number of a truth: the whole text or, as in solutions of GSM8K, the part after its last
-    marker."""
+    """Return the number of a truth. It is the whole text, or the part after the last marker, as in
+    solutions of GSM8K."""
     number = parse_number(text)
     if number is not None:
         return number
@@ -264,15 +268,16 @@ def _truth(text: str) -> Fraction | None:
 
 
 def _simplify_text(text: str) -> str:
-    """A text with one spelling of signs, spaces, fractions and powers, without currencies and
-    LaTeX's typesetting."""
+    """Rewrite a text with one spelling for signs, spaces, fractions and powers. Currencies and
+    LaTeX's typesetting commands are removed."""
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     return text.translate(SPELLINGS)
 
 
 def _parse_whole(plain: str) -> Fraction | None:
-    """The number that a plain text is as a whole, apart from unit and punctuation."""
+    """Return the number if the whole simplified text is one number, with an optional unit and
+    punctuation; else None."""
     text = plain.strip(" \t\r\n*_\"'")
     if not text.endswith(".."):
         text = text.rstrip(".,;:?*_\"' \t")
@@ -322,13 +327,13 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 
 def _segments(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the kind of each marker and the text after it, from the last marker to the first, if
-    the text has a digit. The texts do not overlap."""
+    """Yield the kind of each marker and the text after it, from the last marker to the first. A
+    text without a digit is skipped. The texts do not overlap."""
     markers = list(MARKER.finditer(text))
     following: re.Match[str] | None = None
     for marker in reversed(markers[-MAX_MARKERS:]):
         segment = text[marker.end() : following.start() if following else len(text)].lstrip()
-        if len(segment) > MAX_SEGMENT:  # a number at the cut must not be read in part
+        if len(segment) > MAX_SEGMENT:  # the cut must not split a number
             segment = segment[:MAX_SEGMENT].rpartition(" ")[0]
         segment = _cut_own_text(
             str(marker.lastgroup),
@@ -341,8 +346,8 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _cut_own_text(kind: str, text: str, *, closed: bool) -> str:
-    """The part of the text that belongs to the marker before it: a line, a box, a tag, or the rest
-    of the sentence."""
+    """Cut a text to the part that belongs to the marker before it: a line, a box, a tag, or the
+    rest of the sentence."""
     if kind == "hashes":
         return text.partition("\n")[0]
     if kind == "box":
@@ -351,12 +356,12 @@ def _cut_own_text(kind: str, text: str, *, closed: bool) -> str:
         return text if closed else ""
     if kind == "end":
         return ""
-    lead = len(text) - len(text.lstrip(" \n\t:*$\\[("))  # LaTeX may begin on a line of its own
+    lead = len(text) - len(text.lstrip(" \n\t:*$\\[("))  # LaTeX may begin on the next line
     return text[:lead].replace("\n", " ") + END_OF_SENTENCE.split(text[lead:], maxsplit=1)[0]
 
 
 def _read_braces(text: str) -> str | None:
-    """The text before the closing brace; None without a closing brace."""
+    """Return the text before the closing brace; None if the brace is never closed."""
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
@@ -376,8 +381,8 @@ def _is_followed_by_number(kind: str, plain: str) -> bool:
 
 
 def _read_delimited(plain: str) -> Fraction | None:
-    """The number in a box or a tag: after an equation's last "=", or the only number among
-    words."""
+    """Return the number in a box or a tag. In an equation, it is the number after the last "=".
+    Among words, it must be the only number."""
     left, equals, right = plain.rpartition("=")
     if equals and not CLAUSE.search(left):
         return _parse_whole(right)
@@ -386,8 +391,8 @@ def _read_delimited(plain: str) -> Fraction | None:
 
 
 def _find_first(plain: str) -> Fraction | None:
-    """The first expression of a plain text as a number; in an equation, the side after the last
-    "=". In "5 and a half" it does not read 5."""
+    """Return the first expression of a simplified text as a number. In an equation, it is the side
+    after the last "=". The result is None if words change the number: "5 and a half" is not 5."""
     expression = next(
         (found for found in EXPRESSION.finditer(plain) if HAS_NUMBER.search(found.group())), None
     )
@@ -409,7 +414,7 @@ def _find_first(plain: str) -> Fraction | None:
 
 
 def _find_last(text: str) -> Fraction | None:
-    """The last number of a text without a marker."""
+    """Return the last number of a text without a marker."""
     end = max((found.end() for found in HAS_NUMBER.finditer(text)), default=0)
     if not end:
         return None

@@ -1,4 +1,5 @@
-"""Scoring rollouts: terms called → values checked → one reward → rollouts with rewards."""
+"""Score rollouts: call the terms, check their values, aggregate them to one reward, and return
+rollouts with rewards."""
 
 from __future__ import annotations
 
@@ -18,23 +19,24 @@ from rlkit.types import Measured, Rollout, unpacked
 
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """Fill in `reward`, `rewards`, `statuses` and `metrics` of rollouts, and the rewards of their
-    steps if terms return any.
+    """Return the rollouts with `reward`, `rewards`, `statuses` and `metrics` filled in. If a term
+    scores steps, the rewards of their steps are filled in too.
 
     Args:
-      rollouts: scored in order; earlier scores on them are replaced.
-      reward: its terms of non-zero weight are aggregated; the others only appear in `rewards`.
-    Returns: new rollouts. `rewards` has the score of every term by name, `statuses` its status: ok
-      (> 0), wrong (≤ 0), unparseable (None, or a Verdict saying so), timeout, error. `reward` is
-      None, "cannot be scored", if any term of non-zero weight is None, or if the environment failed
-      (a truncation "error"). Such a rollout is in no baseline. If all terms are per step, `reward`
-      is 0.
+      rollouts: the rollouts to score, in order. Their earlier scores are replaced.
+      reward: the reward. Its terms of non-zero weight are aggregated. Terms of weight 0 only appear
+        in `rewards`.
+    Returns: new rollouts. `rewards` has the score of every term by name. `statuses` has its status:
+      ok (> 0), wrong (≤ 0), unparseable (None, or a Verdict with this status), timeout, error.
+      `reward` is None, "cannot be scored", if any term of non-zero weight is None, or if the
+      environment failed (a truncation "error"). A rollout without a reward does not enter any
+      baseline. If all terms are per step, `reward` is 0.
     Raises: RewardError with the term, the task and the cause if a term fails on more than
-      `max_error_rate` of the rollouts: it raises, hangs, or returns anything but a finite number, a
-      bool or None (a batched term: a list with one for each rollout; a term per step: one for each
-      step). Also if the aggregator fails. ConfigError if every weight is 0, or a limit is out of
-      range. A Refusal raised by a function is raised unchanged, because its message tells the user
-      the remedy.
+      `max_error_rate` of the rollouts, or if the aggregator fails. A term fails if it raises,
+      hangs, or returns anything but a finite number, a bool or None. A batched term must return a
+      list of these values, one for each rollout; a term per step, one for each step. ConfigError if
+      every weight is 0, or a limit is out of range. A Refusal raised by a function is raised
+      unchanged, because its message tells the user the remedy.
     """
     if not isinstance(reward, Reward):
         raise ConfigError(
@@ -59,9 +61,11 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """`score` with the work shared between all ranks; each rank gets all rollouts back.
+    """Score rollouts as `score` does, but share the work between all ranks. Each rank gets all
+    scored rollouts.
 
-    If a function or `max_error_rate` looks at the whole batch, the first rank scores it.
+    If a function takes the whole batch, or if `max_error_rate` is above 0, the first rank scores
+    all rollouts.
     """
     if (
         reward.max_error_rate > 0
@@ -73,7 +77,8 @@ def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def _drop_term_rewards(rollout: Rollout) -> Rollout:
-    """The rollout with only its environment's payments, without the rewards of per-step terms."""
+    """Return the rollout with the step rewards that its environment paid. Rewards added by earlier
+    per-step terms are removed."""
     if not rollout.environment_rewards:
         return rollout
     steps = tuple(
@@ -84,13 +89,13 @@ def _drop_term_rewards(rollout: Rollout) -> Rollout:
 
 
 def _score_column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> list[Checked]:
-    """The checked values of one term for all rollouts, in their order. Raises: RewardError if the
-    term fails on too many."""
+    """Return the checked values of one term for all rollouts, in their order. Raises: RewardError
+    if the term fails on too many rollouts."""
     term = reward.terms[name]
     count = len(rollouts)
     limit = reward.max_error_rate
     allowed = int(limit * count)
-    # the list is shorter only if there were too many failures
+    # the list of values is shorter only after too many failures
     known = zip(rollouts, call_term(term, rollouts, allowed), strict=False)
     cells = [check_value(value, rollout, term, f"reward/{name}") for rollout, value in known]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
@@ -102,8 +107,8 @@ def _score_column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> lis
 
 
 def _with_scores(rollout: Rollout, row: Mapping[str, Checked], reward: Reward) -> Rollout:
-    """The rollout with the values of its terms and the rewards of its steps, but without its
-    reward."""
+    """Return the rollout with the values of its terms and the rewards of its steps. Its `reward` is
+    still None."""
     scored = rollout._replace(
         reward=None,
         rewards={name: cell.score for name, cell in row.items()},
@@ -126,7 +131,8 @@ def _with_scores(rollout: Rollout, row: Mapping[str, Checked], reward: Reward) -
 
 
 def _aggregate_rewards(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """The rollouts with `reward`, if no term of non-zero weight is None."""
+    """Return the rollouts with `reward` filled in. It stays None if a term of non-zero weight is
+    None, or if the environment failed."""
     counted = [name for name, term in reward.terms.items() if term.weight]
     places = [
         i
@@ -147,8 +153,8 @@ def _aggregate_rewards(rollouts: Sequence[Rollout], reward: Reward) -> list[Roll
 
 
 def _require_bounded(rollouts: Sequence[Rollout]) -> None:
-    """Raise RewardError if an episode's rewards, the environment's payments at the steps included,
-    add up to more than float32 can train on."""
+    """Raise RewardError if the total reward of an episode is larger than training in float32
+    allows. The total includes the environment's payments at the steps."""
     for rollout in rollouts:
         total = rollout.total_reward
         if total is not None and not abs(total) <= LARGEST:
@@ -160,7 +166,7 @@ def _require_bounded(rollouts: Sequence[Rollout]) -> None:
 
 
 def _aggregates(term: Term, rollouts: Sequence[Rollout], reward: Reward) -> Sequence[Any]:
-    """The aggregator's value for each rollout: a number, alone or with metrics, or an
+    """Return the aggregator's value for each rollout: a number, a number with metrics, or an
     exception."""
     weights = {
         name: own.weight for name, own in reward.terms.items() if own.weight and not own.per_step

@@ -1,9 +1,9 @@
-"""From named components to one reward. An aggregator gets the components of non-zero weight. None
-of the values is missing.
+"""Aggregate named components to one reward. An aggregator gets the components of non-zero weight,
+and none of their values is None.
 
-Weights are factors on the components, so a negative weight turns a component into a penalty under
-every aggregator. An aggregator marked `batched` takes all scored rollouts at once and returns a
-list: (rollouts, weights) → rewards.
+Each component is multiplied by its weight, so a negative weight makes a component a penalty under
+every aggregator. An aggregator marked `batched` takes all scored rollouts and the weights, and
+returns a list of rewards.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from rlkit.types import Rollout, keeps
 
 @keeps("non_negative", "raw")
 def weighted_sum(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Σ weight * score over the components, in their order.
+    """Compute Σ weight * score over the components, in their order.
 
     Args:
-      scores: component → score, in the component's own unit.
-      weights: component → weight; may be negative (a penalty).
-    Raises: KeyError for a component without a weight.
+      scores: score of each component by name, in the component's own unit.
+      weights: weight of each component by name; a negative weight makes it a penalty.
+    Raises: KeyError if a component has no weight.
     """
     return sum(weights[name] * score for name, score in scores.items())
 
 
 @keeps("binary", "non_negative", "raw")
 def smallest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """min weight * score: a rollout is worth its worst component. Arguments as in `weighted_sum`,
-    with at least one component."""
+    """Compute min weight * score: the worst component decides. Arguments as in `weighted_sum`, with
+    at least one component."""
     return min(weights[name] * score for name, score in scores.items())
 
 
 @keeps("binary", "non_negative", "raw")
 def largest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """max weight * score: one good component is enough. Arguments as in `weighted_sum`,
+    """Compute max weight * score: one good component is enough. Arguments as in `weighted_sum`,
     with at least one component."""
     return max(weights[name] * score for name, score in scores.items())
 
 
 @keeps("non_negative", "raw")
 def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Σ weight * score / Σ |weight|: on the scale of the components, whatever their weights add up
-    to. It lies between the smallest and the largest score if no weight is negative.
+    """Compute Σ weight * score / Σ |weight|. The sum of the weights does not change the scale of
+    the reward. If no weight is negative, the mean lies between the smallest and the largest score.
 
-    Args: as in `weighted_sum`, with at least one component.
+    Args: those of `weighted_sum`, with at least one component.
     """
     return weighted_sum(scores, weights) / sum(abs(weights[name]) for name in scores)
 
 
 @keeps("binary", "non_negative", "raw")
 def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Π weight * score: a component of 0 makes the reward 0, so a right answer in the wrong
-    form earns nothing.
+    """Compute Π weight * score. If one component is 0, the reward is 0. So a right answer in the
+    wrong form earns nothing.
 
-    Args: as in `weighted_sum`. Components should be in 0 … 1, because two negative factors make a
-    positive product.
+    Args: those of `weighted_sum`. Components should be in 0 … 1, because two negative factors make
+    a positive product.
     """
     return math.prod(weights[name] * score for name, score in scores.items())
 
@@ -69,20 +69,22 @@ def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 def group_normalised(
     rollouts: Sequence[Rollout], weights: Mapping[str, float], *, eps: float = 1e-4
 ) -> list[float]:
-    """Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps): each component on the scale of its
-    own spread within the prompt's group.
+    """Compute Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps). Each component is divided by
+    its own spread within the prompt's group.
 
     So a component with a large spread does not hide a component with a small spread. The rewards of
-    a group sum to 0, so `reward/mean` is always 0; `reward/NAME/mean` shows how good the policy is.
-    The published GDPO also divides by the deviation over the batch; set algorithm/advantage=raw
-    algorithm/normalization=batch for that.
+    a group sum to 0, so `reward/mean` is always 0. `reward/NAME/mean` shows how good the policy is.
+    The published GDPO also divides by the standard deviation over the batch. To do the same, set
+    algorithm/advantage=raw algorithm/normalization=batch.
 
     Args:
-      rollouts: with their components in `rewards` and their prompt in `group`.
-      weights: component → weight.
-      eps: ≥ 0, in units of a component.
+      rollouts: rollouts with their components in `rewards` and the number of their prompt in
+        `group`.
+      weights: weight of each component by name.
+      eps: added to each standard deviation, ≥ 0, in units of a component.
     Returns: a dimensionless reward for each rollout. std is the standard deviation of a sample
-      (n-1). A component without spread in a group, or in a group of one, adds exactly 0.
+      (n-1). If all values of a component in a group are equal, it adds exactly 0. The same holds in
+      a group of one rollout.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242.
     """
     groups: dict[int, list[int]] = defaultdict(list)

@@ -1,5 +1,5 @@
-"""Rewards for how a policy behaves: how soon it is right, how long its replies are, whether they
-repeat themselves, whether it used tools."""
+"""Reward how a policy behaves: how soon it is right, how long its replies are, whether they repeat
+themselves, and whether it uses tools."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Unit = Literal["words", "tokens"]
 
 @no_gold
 def environment(rollout: Rollout) -> float | None:
-    """The sum that the environment paid at the steps. The sum is only logged, as this component:
-    the payments are already in the rewards of the steps, so they are not added again. None (cannot
-    be scored) if the environment failed.
+    """Return the sum of the rewards that the environment paid at the steps. The sum is only logged
+    as this component. It is not added to the reward, because the rewards of the steps already
+    contain it. The result is None (cannot be scored) if the environment failed.
 
     >>> from rlkit.types import Task
     >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None
@@ -32,15 +32,16 @@ def environment(rollout: Rollout) -> float | None:
 @gives("non_negative", "raw")
 @reads_truth(explain_unreadable)
 def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
-    """1 for the right number in the first reply, falling linearly to 1 / max_turns in the last; 0
-    for a wrong number or no number.
+    """Score a right number by the number of replies. The score falls linearly from 1 for one reply
+    to 1 / max_turns for max_turns replies. It is 0 if the last reply has a wrong number or no
+    number.
 
-    R = correct · (1 - (n - 1) / max_turns), n replies
+    R = correct · (1 - (n - 1) / max_turns), where n is the number of replies
 
     Args:
-      rollout: scored by its last reply, as `numeric` does.
-      max_turns: ≥ 1, the environment's own limit; more replies score like max_turns.
-    Returns: 0 … 1; None if `numeric` cannot read `task.answer`.
+      rollout: the rollout to score. Its last reply is right or wrong as in `numeric`.
+      max_turns: the environment's limit of replies, ≥ 1. More replies score like max_turns.
+    Returns: a score in 0 … 1; None if `numeric` cannot read `task.answer`.
     """
     correct = numeric(rollout)
     if correct is None:
@@ -59,14 +60,16 @@ def length(
     above: float = -0.3,
     inside: float = 0.0,
 ) -> float:
-    """A band: `inside` for low ≤ length ≤ high, else `below` or `above`.
+    """Score the length of the replies by a band. The score is `inside` for low ≤ length ≤ high,
+    else `below` or `above`.
 
     Args:
-      unit: words of the final reply, thinking excluded (text between white space), or sampled
-        tokens of the whole episode, thinking included.
-      low, high: bounds in this unit, both within the band; 0 ≤ low ≤ high.
+      unit: "words" counts the words of the final reply, without its thinking. A word is text
+        between white space. "tokens" counts the sampled tokens of the whole episode, with thinking.
+      low, high: bounds of the band in this unit, both inside; 0 ≤ low ≤ high.
       below, above, inside: the three scores.
-    Returns: one of them. A reply cut off by the length limit counts with its present length.
+    Returns: one of the three scores. A reply cut off by the length limit counts with the length it
+      has.
     Raises: ConfigError for bounds that leave no band.
 
     >>> from rlkit.types import Step, Task
@@ -86,19 +89,19 @@ def soft_length(
     buffer: int = 128,
     penalty: float = 1.0,
 ) -> float:
-    """A ramp instead of a step: 0 up to limit - buffer, falling linearly to -penalty at `limit`,
-    and -penalty above.
+    """Penalise long replies with a ramp. The score is 0 up to the length limit - buffer. It then
+    falls linearly to -penalty at `limit`, and stays at -penalty above.
 
     penalty * min(0, max(-1, ((limit - buffer) - length) / buffer))
 
     Args:
       unit: as in `length`.
-      limit: length of the full penalty; buffer: length of the ramp, 0 < buffer ≤ limit.
-      penalty: of an overlong reply, > 0.
+      limit: length from which the penalty is full. buffer: length of the ramp, 0 < buffer ≤ limit.
+      penalty: the full penalty, > 0.
     Returns: a score in [-penalty, 0].
-    Raises: ConfigError for a buffer outside the limit.
-    Source: DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476; there it counts tokens and is added to
-      the reward (algorithm/overlong=penalty).
+    Raises: ConfigError unless 0 < buffer ≤ limit.
+    Source: DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476. In DAPO, the penalty counts tokens and
+      is added to the reward (algorithm/overlong=penalty).
     """
     if not 0 < buffer <= limit:
         raise ConfigError(
@@ -109,8 +112,8 @@ def soft_length(
 
 
 def measure(rollout: Rollout, unit: Unit) -> int:
-    """The length of a rollout in words of its final reply or in sampled tokens. Raises ConfigError
-    for another unit."""
+    """Measure the length of a rollout, in words of its final reply or in sampled tokens. Raises
+    ConfigError for another unit."""
     if unit == "words":
         return len(rollout.final_content.split())
     if unit == "tokens":
@@ -121,8 +124,8 @@ def measure(rollout: Rollout, unit: Unit) -> int:
 def band(
     value: int, *, low: int, high: int | None, below: float, above: float, inside: float
 ) -> float:
-    """One of three scores for a count. Both bounds count as inside; a `high` of None is no bound.
-    Raises ConfigError."""
+    """Return the score of a count: `below`, `inside` or `above`. Both bounds count as inside. If
+    `high` is None, there is no upper bound. Raises ConfigError unless 0 ≤ low ≤ high."""
     if low < 0 or (high is not None and high < low):
         raise ConfigError(f"a band needs 0 <= low <= high, not low={low}, high={high}")
     if value < low:
@@ -132,18 +135,18 @@ def band(
 
 @gives("raw")
 def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
-    """-penalty * (1 - distinct n-grams / n-grams), over everything written by the policy.
+    """Compute -penalty * (1 - distinct n-grams / n-grams) over all text written by the policy.
 
     Args:
-      n: words of an n-gram, > 0; case is folded. Published values are 3 words (open-r1) to 40
-        tokens (Yeo et al.).
-      penalty: ≥ 0. A reply that repeats one thing forever scores almost -penalty.
-    Returns: a score in (-penalty, 0]. Thinking counts as well as content, but each text is counted
-      separately: no n-gram spans two texts, and words of an earlier text are no repetition in a
-      later text. 0 if every text is shorter than n words.
+      n: number of words of an n-gram, > 0; case is ignored. Published values range from 3 words
+        (open-r1) to 40 tokens (Yeo et al.).
+      penalty: factor, ≥ 0. A reply that repeats the same words without end scores almost -penalty.
+    Returns: a score in (-penalty, 0]. Thinking and content both count, but each text is counted
+      separately. No n-gram spans two texts, and it is no repetition if a later text uses the words
+      of an earlier text. The score is 0 if every text is shorter than n words.
     Raises: ConfigError for n or penalty out of range.
-    Source: Yeo et al. 2025, appendix C.2, arXiv:2502.03373, there token by token; this is its sum
-      over a reply.
+    Source: Yeo et al. 2025, appendix C.2, arXiv:2502.03373. The paper gives a penalty for each
+      token; this is the sum over a reply.
 
     >>> from rlkit.types import Step, Task
     >>> repetition(
@@ -174,13 +177,13 @@ def tool_usage(
     above: float = 0.5,
     inside: float = 1.0,
 ) -> float:
-    """A band over the successful tool calls, all replies together.
+    """Score the number of successful tool calls in all replies together, by a band.
 
     Args:
-      low, high: bounds, both within the band; `high` null: no upper bound.
+      low, high: bounds, both within the band. If `high` is null, there is no upper bound.
       below, above, inside: the three scores.
-    Returns: one of them. A call without effect (unreadable, of an unknown tool, raising, or never
-      answered) does not count at all, neither for `low` nor for `high`.
+    Returns: one of the three scores. A call does not count if it is unreadable, names an unknown
+      tool, raises, or is never answered.
     Raises: ConfigError for bounds that leave no band.
     """
     used = sum(result.ok for step in rollout.steps for result in step.tool_results)

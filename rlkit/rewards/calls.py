@@ -1,6 +1,7 @@
-"""Calling the functions of terms: plain, async or batched, with limits of time, in threads.
+"""Call the functions of terms: plain, async or batched functions, with time limits and in threads.
 
-A call returns a value, or an exception in its place. `checks` judges whether the value is a score.
+If a function raises, its call returns the exception instead of a value. The file checks.py then
+decides whether a value is a score.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ from rlkit.system.shared_state import Watch, get_current_watch
 from rlkit.system.waiting import note_movement, waiting
 from rlkit.types import Rollout
 
-# async calls that block their event loop are given up this many seconds after the term's timeout
+# seconds after the term's timeout; then async calls that block their event loop are given up
 GRACE = 15.0
 
 
 class Misshapen(Exception):
-    """A returned value is not a reward."""
+    """Say that a returned value is not a reward."""
 
 
 class Unawaited(Exception):
-    """A call was not awaited to its end, because the step has failed."""
+    """Say that a call was not awaited to its end, because scoring had already failed."""
 
 
 def call_term(term: Term, rollouts: Sequence[Rollout], allowed: int) -> list[Any]:
-    """The result of the term's function for each rollout: a value or an exception.
+    """Return the result of the term's function for each rollout: a value or an exception.
 
-    Async calls are awaited together, after the plain calls. The list ends at the timeout that
-    makes more than `allowed` of them: the step has then failed, and each further call could take as
+    Async calls are awaited together, after the plain calls. If more than `allowed` calls time out,
+    the list ends at this point. The step has then failed, and each further call could take just as
     long.
     """
     values: list[Any] = []
@@ -68,11 +69,10 @@ def call_term(term: Term, rollouts: Sequence[Rollout], allowed: int) -> list[Any
 
 
 def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
-    """The result of the function for each rollout, one by one: a value, an exception, or an
-    awaitable.
+    """Yield the result of the function for each rollout: a value, an exception, or an awaitable.
 
-    Each call gets its own copies, and changed shared state is restored before the next call. The
-    watcher counts the time of all calls together (rlkit.system.waiting).
+    Each call gets its own copies of the rollouts. If a call changes shared state, the state is
+    restored before the next call. rlkit.system.waiting measures the time of all calls together.
     """
     with waiting("the reward", term.fn, count=len(rollouts)):
         if term.takes_all:
@@ -96,8 +96,8 @@ def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
 
 
 def call(function: Callable[[], Any], term: Term, watch: Watch, *, here: bool = True) -> Any:
-    """The value returned by the term's function, or the exception raised by it. `here`: the call
-    runs in the thread of `watch`."""
+    """Return the value returned by the term's function, or the exception raised by it. `here` says
+    whether the call runs in the thread of `watch`."""
 
     def work() -> Any:
         with (
@@ -121,7 +121,8 @@ def call_on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
 
 
 def spread(values: Any, count: int) -> Sequence[Any]:
-    """The list returned by a batched function; if it failed, the failure for every rollout."""
+    """Return the list returned by a batched function. If the function failed, return its failure
+    once for every rollout."""
     failure = (
         values
         if isinstance(values, Exception)
@@ -131,7 +132,8 @@ def spread(values: Any, count: int) -> Sequence[Any]:
 
 
 def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
-    """The fault of a value that should be a list of `count` entries; None if it is such a list."""
+    """Check that a value is a list of `count` entries. Return an error that describes the mistake,
+    or None."""
     if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
         return None
     size = f"a list of {len(values)}" if isinstance(values, list) else type(values).__name__
@@ -142,7 +144,8 @@ def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
 
 
 def _run_in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
-    """The values of calls, in order; `threads` calls run at a time. Raises the first Refusal."""
+    """Return the values of the calls, in order; `threads` calls run at the same time. Raises the
+    first Refusal."""
 
     async def together() -> list[Any]:
         places = asyncio.Semaphore(threads)
@@ -159,7 +162,7 @@ def _run_in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[An
 
 
 def _close_awaitable(value: Any) -> Any:
-    """The value itself; an awaitable is closed, and Unawaited takes its place."""
+    """Return the value itself. If it is an awaitable, close it and return Unawaited instead."""
     if inspect.iscoroutine(value):
         value.close()
     return Unawaited() if inspect.isawaitable(value) else value
@@ -169,8 +172,8 @@ def _await_all(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 
     """Await all calls together and return their results or exceptions. They run in a thread,
     because a notebook has its own running event loop.
 
-    Nothing more is awaited once there are more exceptions than `allowed`, or a Refusal; missing
-    results are Unawaited.
+    After more exceptions than `allowed`, or after a Refusal, nothing more is awaited. Every missing
+    result is an Unawaited.
     """
     if not awaitables:
         return []
@@ -212,11 +215,11 @@ def _await_all(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 
 def _outcome(task: asyncio.Task[Any]) -> Any:
     try:
         return get_result(task)
-    except BaseException as error:  # returned; the caller decides what to raise
+    except BaseException as error:  # returned, because the caller decides which error to raise
         return error
 
 
 def _has_too_many_failures(tasks: Sequence[asyncio.Task[Any]], allowed: int) -> bool:
-    """Whether the step has failed already, whatever the other tasks return."""
+    """Return whether scoring has already failed, whatever the other tasks return."""
     errors = [error for task in tasks if is_over(task) and (error := get_error(task)) is not None]
     return len(errors) > allowed or any(isinstance(error, Refusal) for error in errors)

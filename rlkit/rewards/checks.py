@@ -12,13 +12,13 @@ from rlkit.rewards.terms import Term
 from rlkit.rewards.verdicts import Paid, ScoreStatus, Verdict
 from rlkit.types import Rollout, unpacked
 
-TAKEN = ("mean", "std", "variance_share")  # names of rlkit's own metrics reward/TERM/…
+TAKEN = ("mean", "std", "variance_share")  # names used by rlkit's own metrics reward/TERM/…
 LARGEST = 1e15  # largest reward; the sum of squares of larger rewards may overflow float32
 
 
 class RewardError(RLKitError, RuntimeError):
-    """A reward function raised, hung, or returned no reward for `rollout`. This is never counted as
-    a score of 0."""
+    """Say that a reward function raised, hung, or returned no reward for `rollout`. A failure never
+    counts as a score of 0."""
 
     def __init__(self, message: str, rollout: Rollout | None = None) -> None:
         super().__init__(message)
@@ -26,13 +26,13 @@ class RewardError(RLKitError, RuntimeError):
 
 
 class Checked(NamedTuple):
-    """The value of a term, or of the aggregator, for one rollout.
+    """Hold the checked value of a term, or of the aggregator, for one rollout.
 
     score      a finite number; None: the rollout cannot be scored
-    component  the logged value: the score; for `Paid`, the sum that was paid at the steps
+    component  the logged value: the score, or the sum paid at the steps if the value is `Paid`
     steps      rewards of the steps, if the term is per step
-    metrics    other figures of the function, by their names in the step's row
-    failure    why there is no score, if the function is to blame
+    metrics    metrics returned by the function, by their names in the row of the RL step
+    failure    if the function is to blame for a missing score: what went wrong
     cause      the exception behind the failure
     """
 
@@ -46,9 +46,9 @@ class Checked(NamedTuple):
 
 
 def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
-    """A returned value, or a raised exception, as a score with its status.
+    """Turn a returned value or a raised exception into a score with its status.
 
-    `part`: the beginning of the metrics' names, reward/TERM or aggregator.
+    `part` is the beginning of the metrics' names: reward/TERM or aggregator.
     """
     where = f"on task {rollout.task.id!r}:"
     try:
@@ -66,7 +66,7 @@ def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
 
 
 def reward_error(who: str, rollout: Rollout, failed: Checked, rate: str = "") -> RewardError:
-    """The error that ends a run with too many failures. `rate`: a text that counts them."""
+    """Make the error that ends a run with too many failures. `rate` is a text with their number."""
     said = (
         f"the last reply was {rollout.final_content[:200]!r}"
         if rollout.steps
@@ -112,8 +112,8 @@ def _number(value: Any) -> float | None:
 
 
 def _metric(name: str, value: Any, part: str) -> float | None:
-    """A metric returned with a score. Raises: Misshapen if its name belongs to rlkit, or if it is
-    not a number."""
+    """Check a metric returned with a score. Raises: Misshapen if rlkit itself uses its name, or if
+    it is not a number."""
     if part != "aggregator" and (name in TAKEN or name.endswith("_frac")):
         raise Misshapen(f"a metric {name!r}, and rlkit uses this name itself; rename the metric")
     return _number(value)

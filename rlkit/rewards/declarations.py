@@ -1,4 +1,4 @@
-"""Declarations of reward functions and aggregators, and the one place to read them."""
+"""Declare properties of reward functions and aggregators, and read the declarations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MARK = "__declared__"
 
 
 class Declared(NamedTuple):
-    """The declarations of one function.
+    """Hold the declarations of one function.
 
     batched   it takes the list of all rollouts and returns a list of scores
-    no_gold   its rows have no gold answer to try
-    problems  (tasks) → for each task why the function cannot read its truth, "" if it can. None:
-              the function reads no truth
-    fields    keys of `task.metadata` to compare with
+    no_gold   the function cannot be tried on gold answers, because its rows have none
+    problems  function from tasks to one text per task: why the reward cannot read its truth, or ""
+              if it can. None: the reward reads no truth
+    fields    keys of `task.metadata` with which the function compares a reply
     """
 
     batched: bool = False
@@ -33,7 +33,7 @@ class Declared(NamedTuple):
 def read_declarations(fn: Callable[..., Any]) -> Declared:
     """Return the declarations of a function.
 
-    A `functools.partial` has the declarations of its function, with its keywords bound to
+    A `functools.partial` has the declarations of its function. Its keywords are also passed to
     `problems`.
     """
     keywords: dict[str, Any] = {}
@@ -50,14 +50,14 @@ def _declare(fn: F, **what: Any) -> F:
 
 
 def batched(fn: F) -> F:
-    """Mark a reward function of the whole batch: (rollouts) → list of scores. The same as
-    `batched: true`."""
+    """Mark a reward function that takes the list of all rollouts and returns a list of scores. This
+    has the same effect as `batched: true` in a config."""
     return _declare(fn, batched=True)
 
 
 def no_gold(fn: F) -> F:
-    """Mark a reward that cannot be tried on gold answers, because its rows have none. The
-    environment, a model or the row's own package judges instead."""
+    """Mark a reward that cannot be tried on gold answers, because its rows have none. Instead of a
+    gold answer, the environment, a model or the row's own package judges the reply."""
     return _declare(fn, no_gold=True)
 
 
@@ -65,28 +65,29 @@ def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
     """Mark a reward function as a reader of `task.answer`.
 
     Args:
-      problem: (task, and the keywords that a config binds to the function) → why the function
-        cannot read the task's truth, as the end of a sentence that begins with the truth; "" if it
-        can. It is called for every row, so it has to be quick.
+      problem: function that gets a task, and the keywords bound to the reward function by a config.
+        It returns why the reward function cannot read the task's truth, or "" if it can. The text
+        ends a sentence that begins with the truth. It is called for every row, so it has to be
+        quick.
     """
     return reads_truths(lambda tasks, **keywords: [problem(task, **keywords) for task in tasks])
 
 
 def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
-    """Like `reads_truth`, for a function that gets all rows in one call: (tasks, keywords) → one
-    problem per task."""
+    """Mark a reward function as `reads_truth` does, with a function `problems` for all rows at
+    once. It gets the tasks and the keywords, and returns one text per task."""
     return partial(_declare, problems=problems)
 
 
 def reads_fields(*fields: str) -> Callable[[F], F]:
-    """Mark a reward function that compares with these fields of `task.metadata`. They are never
-    shown to a program that plays the task."""
+    """Mark a reward function that compares replies with these fields of `task.metadata`. A program
+    that plays the task never sees these fields."""
     return partial(_declare, fields=fields)
 
 
 def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
-    """Why a reward function cannot read the truth of each task; "" if it can, and for unmarked
-    functions."""
+    """Explain for each task why a reward function cannot read its truth. The text is "" if it can,
+    and for a function without this mark."""
     problems = read_declarations(fn).problems
     if problems is None or not tasks:
         return [""] * len(tasks)

@@ -1,12 +1,12 @@
-"""Fenced code blocks of a reply, as people and chat models write them."""
+"""Find the fenced code blocks of a reply, in the forms that people and chat models write."""
 
 from __future__ import annotations
 
 import re
 from typing import Literal, NamedTuple
 
-# Only these end a line. str.splitlines also cuts at U+2028, \x0c, \x1c and others, which may be in
-# a string of a program.
+# Only these characters end a line. str.splitlines also cuts at U+2028, \x0c, \x1c and others, but a
+# string in a program may contain them.
 LINE_END = re.compile(r"\r\n|\r|\n")
 QUOTE = r"(?:[ \t]*>)"
 LIST_MARKER = r"(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)"
@@ -15,45 +15,46 @@ OPENING = re.compile(
     rf" \t]*+{LIST_MARKER}*+)(?P<fence>`{{3,}}(?=[^`]*+$)|~{{3,}})(?P<info>.*)"
 )
 PYTHON = re.compile(r"\{?\s*\.?(?:i?python|py)[0-9.]*+(?![\w-])|[\w./-]++(?<=\.py)", re.IGNORECASE)
-# also attributes without a language: title="solution"
+# a block with attributes but without a language also counts as unmarked: title="solution"
 UNMARKED = re.compile(r"code|\{[^.]*+\}|\w++=.*+|", re.IGNORECASE)
 WORD = re.compile(r"\{?\.?[A-Za-z]")
 
 
 class Block(NamedTuple):
-    """A fenced block. `language`: python, unmarked, or other for every other language. `code`:
-    without common indentation."""
+    """Hold a fenced block. `language` is python, unmarked, or other for every other language.
+    `code` has no common indentation."""
 
     language: Literal["python", "unmarked", "other"]
     code: str
 
 
 class _Open(NamedTuple):
-    """A block being read."""
+    """Hold a block while it is being read."""
 
-    fence: str  # its run of backticks or tildes
+    fence: str  # the run of backticks or tildes
     info: str  # the text after the fence
-    indent: int  # columns before the fence
-    quotes: int  # block quotes around the fence
+    indent: int  # number of columns before the fence
+    quotes: int  # number of block quotes around the fence
     lines: list[str]
 
 
 def split_code_blocks(text: str) -> list[Block]:
-    r"""The fenced blocks of a text, in order, without empty ones.
+    r"""Return the fenced blocks of a text, in order, without empty blocks.
 
-    Well-formed blocks are read as CommonMark reads them: backticks or tildes, three or more, closed
-    by a run at least as long, in lists and in block quotes; a block that is never closed reaches to
-    the end. These mistakes of writers are accepted, unlike in CommonMark:
+    Well-formed blocks are read as in CommonMark. A fence is three or more backticks or tildes, and
+    a run of at least the same length closes it. A block may be in a list or a block quote. A block
+    that is never closed reaches to the end of the text. Unlike in CommonMark, these mistakes of
+    writers are accepted:
 
     - a closing fence at the end of the last line of code, unless a fence or an open quotation mark
-      stands before it on that line;
-    - an opening fence with a language while a block is open: the block ends there;
+      is before it in the line;
+    - an opening fence with a language while a block is open: it ends the open block;
     - an opening fence after prose on its line, if it names Python;
     - fences indented by four columns or more, and code indented less than its fence;
     - an HTML tag on the line before the fence, for example <answer>.
 
-    A fence inside a program's string is recognised by its indentation: a closing fence is at most
-    three columns deeper than the opening one. The time is linear in the length of the text.
+    A closing fence is at most three columns deeper than the opening fence. A deeper fence belongs
+    to a string of the program. The time is linear in the length of the text.
 
     >>> split_code_blocks("1. Add:\n   ~~~{.python}\n   s = 1 + 1~~~\n   Done.")
     [Block(language='python', code='s = 1 + 1')]
@@ -115,8 +116,8 @@ def _closes(block: _Open, line: str) -> bool:
 
 
 def _cut_glued_fence(fence: str, line: str) -> str | None:
-    """The text before a closing fence at the end of a line of code; None if there is no such
-    fence."""
+    """Return the text before a closing fence at the end of a line of code; None if the line has no
+    closing fence."""
     line = line.rstrip(" \t")
     before = line.rstrip(fence[0])
     if len(line) - len(before) < len(fence) or not before.strip() or fence in before:
@@ -132,13 +133,13 @@ def _language(info: str) -> Literal["python", "unmarked", "other"]:
 
 
 def _columns(line: str) -> int:
-    """How far a line is indented, with tab stops of four columns."""
+    """Return the indentation of a line in columns, with tab stops of four columns."""
     return len(line[: len(line) - len(line.lstrip(" \t"))].expandtabs(4))
 
 
 def _remove_margin(lines: list[str]) -> str:
-    """The lines without the indentation of the first line of code, because a program's first line
-    is at column 0. Comments do not count as code."""
+    """Join the lines without the indentation of the first line of code, because a program's first
+    line must be at column 0. Comments do not count as code."""
     margins = [len(line) - len(line.lstrip(" \t")) for line in lines]
     first = next(
         (

@@ -1,5 +1,5 @@
-"""A reward as a record: its terms by name, the aggregator from their values to one number, and how
-often they may fail."""
+"""Describe a reward as a record: its terms by name, the aggregator of their values, and how often
+they may fail."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from rlkit.types import AggregatorFn, safe
 
 @safe("fn")
 class Term(NamedTuple):
-    """A component of a reward: a function of one rollout, plain or async.
+    """Describe a component of a reward: a function of one rollout, plain or async, and how to call
+    it.
 
-    fn        returns the score, or a pair (score, metrics). metrics are numbers by name; the step's
-              row has their means as reward/TERM/NAME
-    weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of
-              the reward
+    fn        returns the score, or a pair (score, metrics). metrics are numbers by name. Their
+              means are logged as reward/TERM/NAME in the row of the RL step
+    weight    factor of the score in the aggregate. If it is 0, the term is scored and logged, but
+              it is not part of the reward
     batched   fn takes the list of all rollouts and returns a list of scores
     per_step  fn returns a list with one number or None for each step. weight * number is added to
-              `Step.reward`, on top of the environment's payment; the aggregate of the other terms
-              is given at the end. The logged component is the sum of the numbers
-    timeout   seconds for a call (of a batched term: the call for all rollouts); None: no limit. An
-              async function is cancelled. A plain function runs in a thread, and a thread cannot be
-              killed: it is given up and goes on in the background. So code that may hang belongs in
-              a child process, as in math_verify
-    threads   how many rollouts a plain function scores at the same time, each in a thread, > 0. Use
-              more than 1 for a function that waits, for example for the network. Its random draws
-              then depend on the clock
+              `Step.reward`, on top of the environment's payment. The aggregate of the other terms
+              is given at the end of the episode. The logged component is the sum of the numbers
+    timeout   seconds for a call; None: no limit. A batched term has one call for all rollouts.
+              After the timeout, an async function is cancelled. A plain function runs in a thread,
+              and a thread cannot be killed. So it is given up and goes on in the background. Code
+              that may hang therefore belongs in a child process, as in math_verify
+    threads   number of rollouts that a plain function scores at the same time, each in its own
+              thread, > 0. Use more than 1 for a function that waits, for example for the network.
+              With several threads, its random numbers depend on timing
     """
 
     weight: float
@@ -43,22 +44,24 @@ class Term(NamedTuple):
 
     @property
     def takes_all(self) -> bool:
-        """Whether the function takes the list of all rollouts."""
+        """Say whether the function takes the list of all rollouts."""
         return self.batched or read_declarations(self.fn).batched
 
 
 @safe("name", "terms")
 class Reward(NamedTuple):
-    """Named terms in order, and the rule from their scores to one number.
+    """Describe a reward: named terms in order, and the rule that makes one number of their scores.
 
-    aggregator      (scores, weights) → float, or a function of the whole batch
-                    (rlkit.rewards.aggregators). It may return (float, metrics). metrics are numbers
-                    by name; their means over the scored rollouts are logged as aggregator/NAME
-    max_error_rate  share of rollouts, 0 … 1, on which a term may raise, hang or return no reward.
-                    Such a rollout cannot be scored (None) and is counted in
+    aggregator      function from (scores, weights) to a number, or a function of the whole batch
+                    (rlkit.rewards.aggregators). It may return (number, metrics). metrics are
+                    numbers by name. Their means over the scored rollouts are logged as
+                    aggregator/NAME
+    max_error_rate  share of rollouts, 0 … 1, on which a term may raise, hang or return no reward. A
+                    rollout with such a failure cannot be scored (None). It is counted in
                     `reward/NAME/error_frac` and `timeout_frac`. Above this share, scoring stops
-    normalize       trains on (reward - mean) / std over all episodes of the run so far
-                    (rlkit.rewards.normalise); metrics stay raw
+                    with an error
+    normalize       whether to train on (reward - mean) / std, with mean and std over all episodes
+                    of the run so far (rlkit.rewards.normalise). Metrics show the raw rewards
     """
 
     name: str
@@ -69,7 +72,7 @@ class Reward(NamedTuple):
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """The aggregator and the functions of the terms."""
+        """List the aggregator and the functions of the terms."""
         return [self.aggregator, *(term.fn for term in self.terms.values())]
 
 
@@ -106,8 +109,8 @@ def require_terms(reward: Reward) -> None:
 
 
 def _explain_uncallable(fn: Callable[..., Any]) -> str:
-    """Why a function cannot be called with one argument, with the function's file and line; "" if
-    it can, or if it has no signature."""
+    """Explain why a function cannot be called with one argument, with the function's file and line.
+    Return "" if it can, or if it has no signature."""
     try:
         inspect.signature(fn).bind(None)
     except TypeError as error:

@@ -1,5 +1,5 @@
-"""Rewards that compare the final reply's text. Thinking is not read, and an episode without a final
-answer is wrong."""
+"""Reward the text of the final reply. Thinking is not read, and an episode without a final answer
+is wrong."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def exact_match(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> float | None:
-    """Whether the final reply equals `task.answer`, apart from surrounding white space; with
-    `parse`, only the parsed parts are compared.
+    """Score whether the final reply equals `task.answer`. White space around the two texts is
+    ignored. With `parse`, only the parsed parts are compared.
 
     Args:
-      parse: a function from a text to the part to compare; it returns None if there is nothing to
-        compare. For example `rlkit.rewards.extract_answer`. Without it (null in a config) the whole
-        texts are compared.
+      parse: a function from a text to the part to compare, for example
+        `rlkit.rewards.extract_answer`. It returns None if there is nothing to compare. If `parse`
+        is None (null in a config), the whole texts are compared.
       ignore_case: case-fold both texts first.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; None if `task.answer` is empty or cannot be parsed. A reply that
@@ -50,7 +50,7 @@ def exact_match(
 def contains(
     rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0
 ) -> float | None:
-    """Whether the final reply contains `task.answer` as whole words.
+    """Score whether the final reply contains `task.answer` as whole words.
 
     "1" is not in "10", "1.5", "1,000", "1/2" or "-1", and "correct" is not in "incorrect". White
     space between the answer's words may be of any kind and length.
@@ -78,14 +78,14 @@ def contains(
 def format_match(
     rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0
 ) -> float | None:
-    r"""Whether the final reply matches a pattern. The truth does not matter, so every rollout can
-    be scored.
+    r"""Score whether the final reply matches a pattern. `task.answer` is not read, so every rollout
+    can be scored.
 
     Args:
-      pattern: a regular expression of Python's `re`, without flags (write (?s) or (?i) in front).
-        Avoid nested repetition: its cost on hostile text has no bound.
-      whole: the pattern must cover the whole reply, apart from surrounding white space, and not
-        only a part of it.
+      pattern: a regular expression of Python's `re`. Flags are written in front of it, as (?s) or
+        (?i). Avoid nested repetition: its cost on hostile text has no bound.
+      whole: if True, the pattern must match the whole reply, without surrounding white space. If
+        False, a match of any part is enough.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; an episode without a final answer is wrong.
     Raises: ConfigError if the pattern is empty or not a regular expression.

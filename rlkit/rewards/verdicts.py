@@ -1,4 +1,5 @@
-"""The answer in a rollout, and the values that a reward function may return besides a number."""
+"""Find the answer in a rollout, and define the values that a reward function may return besides a
+number."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 
 
 def final_answer(rollout: Rollout) -> str | None:
-    """`rollout.final_content`, or None if the episode ended without a final answer.
+    """Return `rollout.final_content`, or None if the episode ended without a final answer.
 
-    An episode has no final answer if it has no reply or was truncated, or if its last reply was cut
-    off by the length limit or still calls tools. But the environment may give the answer itself
-    (`metadata["final_content"]`).
+    An episode has no final answer if it has no reply or was truncated. It has none either if its
+    last reply was cut off by the length limit or still calls tools, unless the environment gives
+    the answer itself (`metadata["final_content"]`).
     """
     if not rollout.steps or rollout.status == "truncated":
         return None
@@ -25,7 +26,7 @@ def final_answer(rollout: Rollout) -> str | None:
 
 
 class Verdict(float):
-    """A score with its status, if the number alone does not tell it: Verdict(0.0,
+    """Hold a score with its status, if the status does not follow from the number: Verdict(0.0,
     "unparseable"), Verdict(0.0, "timeout")."""
 
     status: ScoreStatus
@@ -37,8 +38,9 @@ class Verdict(float):
 
 
 class Paid(Verdict):
-    """A score of 0 for an episode that was already rewarded at its steps. The sum paid there is the
-    component, for logs and algorithms; it does not count a second time."""
+    """Hold a score of 0 for an episode that was already rewarded at its steps. `amount` is the sum
+    of the rewards paid at the steps. It is the component for logs and algorithms, but it is not
+    added to the reward a second time."""
 
     def __init__(self, amount: float) -> None:
         self.amount = amount

@@ -1,11 +1,11 @@
-"""Data sets as tasks. A factory takes `split`, `seed` and `max_samples` by keyword and returns a
-sequence of Task; `mixture` joins several.
+"""Turn data sets into tasks. A factory takes `split`, `seed` and `max_samples` by keyword and
+returns a sequence of Task. `mixture` joins several tasks.
 
-The problems of train, validation and test are disjoint, and neither the order nor the number of
-rows moves a row (tasks/splits.py).
+The problems of train, validation and test are disjoint. A row stays in its split if rows are added,
+removed or reordered (tasks/splits.py).
 
-Files in the order of their imports: _mixture, splits, _arithmetic, games, source, _conversations,
-_gsm8k, _jsonl, _mbpp.
+Each file imports only files before it in this list: _mixture, splits, _arithmetic, games, source,
+_conversations, _gsm8k, _jsonl, _mbpp.
 """
 
 from rlkit.tasks._arithmetic import arithmetic

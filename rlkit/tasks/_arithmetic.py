@@ -1,10 +1,10 @@
-"""Generated arithmetic word problems: the embedded default task.
+"""Generate arithmetic word problems, the embedded default task.
 
-A problem has a name, an item, a start amount and one to three operations on it. Some problems have
-a distractor sentence about another person. Everything follows from (seed, index). An *expression*
-is a test problem if it falls in one tenth of the hash space, and a validation problem in another
-tenth. So no expression is in two splits, under any wording or seed. The warm-up of the embedded
-model has seen train and validation expressions, never a test one.
+A problem has a person's name, an item, a start amount and one to three operations on this amount.
+Some problems have a distractor sentence about another person. A problem depends only on the seed,
+the split and its index. The hash of its *expression* decides its split: one tenth of all hashes is
+test, another tenth is validation. So no expression is in two splits, under any wording or seed. The
+warm-up of the embedded model has used train and validation expressions, but no test expression.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ ITEMS = (
     "jars",
 )
 
-# operation -> (kind, sentence); a demonstration can get a kind wrong systematically
+# (kind, sentence) of each operation; a demonstration can systematically get all operations of a
+# kind wrong
 ADD = (
     ("buys", "{name} buys {x} more."),
     ("finds", "{name} finds {x} more."),
@@ -68,28 +69,29 @@ TOTAL = "How many {item} does {name} have now?"
 
 
 class Problem(NamedTuple):
-    """One word problem. `operations` are (operator, operand) pairs applied from left to right to
-    `start`."""
+    """Hold one word problem. `operations` are pairs (operator, operand), applied from left to right
+    to `start`."""
 
     question: str
     start: int
     operations: tuple[tuple[str, int], ...]
-    kinds: tuple[str, ...]  # of the operations, then "distractor" if there is one
+    kinds: tuple[str, ...]  # kinds of the operations, then "distractor" if there is one
     distractor: int | None
 
     @property
     def expression(self) -> str:
-        """The operations as one calculator expression. A final division may need parentheses."""
+        """Return the operations as one calculator expression. A final division may need
+        parentheses."""
         return expression(self.start, self.operations)
 
     @property
     def answer(self) -> int:
-        """The value of the expression; always a positive integer."""
+        """Return the value of the expression. It is always a positive integer."""
         return compute_value(self.start, self.operations)
 
 
 def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:
-    """`start` and its operations in infix form: (6, ((*, 4), (+, 5))) → "6 * 4 + 5"."""
+    """Write `start` and its operations in infix form: (6, ((*, 4), (+, 5))) → "6 * 4 + 5"."""
     text = str(start)
     for i, (sign, operand) in enumerate(operations):
         if sign == "/" and i and operations[i - 1][0] in "+-":
@@ -102,7 +104,8 @@ APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.
 
 
 def compute_value(start: int, operations: tuple[tuple[str, int], ...]) -> int:
-    """The value of the operations applied from left to right; division is exact by construction."""
+    """Apply the operations from left to right and return the result. A problem has only divisions
+    without a remainder."""
     total = start
     for sign, x in operations:
         total = APPLY[sign](total, x)
@@ -110,22 +113,23 @@ def compute_value(start: int, operations: tuple[tuple[str, int], ...]) -> int:
 
 
 def split_of_expression(text: str) -> Split:
-    """The split of an expression: by CRC-32 modulo 10, test at 0, validation at 1, train above."""
+    """Return the split of an expression. CRC-32 modulo 10 decides: 0 is test, 1 is validation, and
+    all others are train."""
     tenth = zlib.crc32(text.encode()) % 10
     if tenth == 0:
         return "test"
     return "validation" if tenth == 1 else "train"
 
 
-# three splits of the default size; a run asks again for every split and phase
+# room for three splits of the default size, because a run asks for each split in every phase
 @functools.lru_cache(maxsize=16384)
 def problem(seed: int, index: int, split: Split) -> Problem:
-    """Problem number `index` of a split, from a generator of its own."""
+    """Return problem number `index` of a split. Each problem has its own random generator."""
     return draw_from_splits(random.Random(f"arithmetic {seed} {split} {index}"), (split,))
 
 
 def draw_from_splits(rng: random.Random, splits: Collection[Split]) -> Problem:
-    """Draw from a generator until a problem's expression belongs to one of the splits."""
+    """Draw problems from a generator until the expression of one belongs to one of the splits."""
     while True:
         drawn = _draw(rng)
         if drawn is not None and split_of_expression(drawn.expression) in splits:
@@ -133,8 +137,8 @@ def draw_from_splits(rng: random.Random, splits: Collection[Split]) -> Problem:
 
 
 def _draw(rng: random.Random) -> Problem | None:
-    """Draw one problem; None if its numbers do not fit (a negative total, a division with a
-    remainder)."""
+    """Draw one problem. Return None if its numbers do not fit: a total is not positive, or a
+    division has a remainder."""
     name, other = rng.sample(NAMES, 2)
     item, other_item = rng.sample(ITEMS, 2)
     words = {"name": name, "other": other, "item": item}
@@ -178,7 +182,7 @@ def _draw(rng: random.Random) -> Problem | None:
 
 
 def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:
-    """Whether every intermediate total is a positive integer."""
+    """Return whether every intermediate total is a positive integer."""
     total = start
     for sign, x in operations:
         if sign == "/" and total % x:
@@ -198,14 +202,16 @@ def arithmetic(
     max_samples: int | None = 4096,
     environment: str = "tool_use",
 ) -> list[Task]:
-    """Word problems as Tasks, scored as numbers, solved with the calculator.
+    """Return word problems as Tasks. The policy may use the calculator, and the reward compares
+    numbers.
 
     Args:
-      split: "test" and "validation" for a tenth of all expressions each, "train" for the others.
-      seed: another seed makes other problems of the same split.
+      split: "test" and "validation" each have one tenth of all expressions, and "train" has the
+        others.
+      seed: seed of the problems. Another seed makes other problems of the same split.
       max_samples: number of problems, > 0; None means the default 4096.
-      environment: its name in every row.
-    Raises: DataError for another split.
+      environment: name of the environment, written into every task.
+    Raises: DataError for an unknown split.
     """
     check_split(split)
     tasks = []

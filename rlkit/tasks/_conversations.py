@@ -1,4 +1,4 @@
-"""A user's own conversations, to imitate: the rows of algorithm=sft."""
+"""Read a user's own conversations to imitate, as tasks for algorithm=sft."""
 
 from __future__ import annotations
 
@@ -35,24 +35,26 @@ def conversations(
     environment: str = "single_turn",
     system_prompt: str | None = None,
 ) -> Sequence[Task]:
-    """Read the rows of a .jsonl or .parquet file, of a folder or of a hub data set as tasks with
-    their whole conversation.
+    """Read conversations as tasks, one per row. The rows are in a .jsonl or .parquet file, a
+    folder, or a hub data set.
 
-    The messages before the first reply become the task's messages; the whole conversation is its
-    `metadata["messages"]`. Thinking between think tags in a reply's content becomes its
-    `reasoning_content`.
+    The messages before the first reply become the task's messages. The whole conversation becomes
+    `metadata["messages"]`. If a reply has thinking between think tags in its content, it is moved
+    to `reasoning_content`.
 
     Args:
       path, split, seed, validation_path, test_path, max_samples: as in `jsonl`.
-      validation, held_out: as in `jsonl`; the prompt is everything before the first reply.
-      field: of a row, the list of messages: role (system, user, assistant, tool) and content; an
-        assistant's may have reasoning_content and tool_calls.
-      answer: of a row, the gold answer for `reward`, if rows are to be scored. None: there is none.
-      reward, environment: the names for all rows. The environment decides which tools the prompt
-        lists.
+      validation, held_out: as in `jsonl`. The prompt consists of all messages before the first
+        reply.
+      field: name of the field with a row's list of messages. A message has a role (system, user,
+        assistant, tool) and content. An assistant's message may also have reasoning_content and
+        tool_calls.
+      answer: name of the field with the gold answer, if `reward` is to score rollouts of the rows.
+        None: the rows have no gold answer.
+      reward, environment: names of the reward and of the environment, for all rows. The prompt
+        lists the environment's tools.
       system_prompt: put in front of every row's messages.
-    Raises: DataError that names the row, for a list without messages, an unknown role, or a
-      conversation without a reply to learn.
+    Raises: DataError naming the row if it has no messages, an unknown role, or no reply to learn.
     """
 
     def first_prompt(where: str, row: Mapping[str, Any]) -> list[Message]:

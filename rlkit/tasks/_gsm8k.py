@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems. Their solutions end in `#### N`."""
+"""Read GSM8K, a data set of grade-school word problems. Each solution ends in `#### N`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ def gsm8k(
     """Read the problems of one split as tasks for the `numeric` reward.
 
     Args:
-      path: a hub id, or a local file or folder of rows with `question` and `answer` (see
-        `read_rows`).
-      split: train, validation or test. GSM8K has no validation rows of its own, so they are a share
-        of train.
-      seed: of the order. It moves no row from one split to another.
-      validation, held_out: shares of the questions, for splits missing from the source (see
-        `read_split`).
-      max_samples: number of problems after the shuffle; None for all.
-      environment: its name in every task.
-    Returns: tasks called gsm8k/SPLIT/ROW. `answer` is the text after the last `####`, or the whole
-      answer if there is none; `metadata["solution"]` is the whole gold solution.
-    Raises: DataError that names the row without a question or an answer; see also `read_rows`.
+      path: a hub id, or a local file or folder. The rows need the fields `question` and `answer`
+        (see `read_rows`).
+      split: train, validation or test. GSM8K has no validation rows, so a share of train is used.
+      seed: seed of the order. It does not change the split of a row.
+      validation, held_out: shares of the questions for validation and test, if the source does not
+        have these splits (see `read_split`).
+      max_samples: number of problems to keep after the shuffle; None for all.
+      environment: name of the environment, written into every task.
+    Returns: tasks with the ids gsm8k/SPLIT/ROW. `answer` is the text after the last `####`, or the
+      whole answer if it has no `####`. `metadata["solution"]` is the whole gold solution.
+    Raises: DataError naming the row if it lacks a question or an answer; see also `read_rows`.
     Source: Cobbe et al. 2021, arXiv:2110.14168.
     """
     question = partial(_text, field="question")

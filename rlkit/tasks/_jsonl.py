@@ -1,4 +1,4 @@
-"""A user's own rows, their fields named in the config."""
+"""Read a user's own rows as tasks. The config names their fields."""
 
 from __future__ import annotations
 
@@ -38,30 +38,33 @@ def jsonl(
     environment: str = "single_turn",
     system_prompt: str | None = None,
 ) -> Sequence[Task]:
-    """Read the rows of a .jsonl or .parquet file, of a folder of them, or of a hub data set, as
-    tasks.
+    """Read rows as tasks, from a .jsonl or .parquet file, a folder of these files, or a hub data
+    set.
 
     Args:
-      path: see `read_rows`. A folder or a data set provides its own splits. A single file has only
-        training rows. Any missing split is cut from "train" as a share, and "train" then leaves it
-        out.
+      path: the source of the rows; see `read_rows`. A folder or a data set may have its own splits.
+        A single file has only training rows. If the source lacks a split, a share of its training
+        rows becomes this split, and "train" no longer contains them.
       split: train, validation or test.
-      seed: of the order. It moves no row from one split to another.
-      fields: our name → the row's field; null for an unused name. `prompt` (text, or a list of
-        messages) is needed; `answer` (text or a number) as soon as the reward has a truth; `id`,
-        `reward` and `environment` let each row choose its own. `metadata` is a mapping, the task's
-        metadata. environment=program copies its `files` into the folder of each episode: a mapping
-        of path to text, or a folder beside the rows.
-      validation_path, test_path: other sources for "validation" and "test".
-      validation, held_out: shares of the different prompts for "validation" and "test", at least 0
-        and together below 1. `choose_split` hashes the prompt, not the id: rows with
-        the same prompt share a split, and neither the order nor the number of rows moves a row.
-      max_samples: number of rows after the shuffle; None for all.
-      reward, environment: the names for rows without names of their own.
+      seed: seed of the order. It does not change the split of a row.
+      fields: name of the row's field for each of rlkit's names; null for an unused name. `prompt`
+        is required: text, or a list of messages. `answer`, text or a number, is required if the
+        reward reads a truth. `id`, `reward` and `environment` let each row have its own values.
+        `metadata` is a mapping with the task's metadata. environment=program copies the metadata's
+        `files` into the folder of each episode: a mapping of path to text, or a folder beside the
+        rows.
+      validation_path, test_path: separate sources for "validation" and "test".
+      validation, held_out: shares of the distinct prompts for "validation" and "test", at least 0
+        and together below 1. `choose_split` hashes the prompt, not the id. So rows with the same
+        prompt are in the same split, and a row stays in its split if rows are added, removed or
+        reordered.
+      max_samples: number of rows to keep after the shuffle; None for all.
+      reward, environment: names of the reward and of the environment for rows that name none.
       system_prompt: put in front of every row's messages.
-    Returns: tasks; without an `id` field they are called SOURCE/SPLIT/ROW.
-    Raises: ConfigError for fields or shares that make no sense. DataError that names the row if it
-      lacks a mapped field or its prompt is no prompt. See also `read_rows`.
+    Returns: the tasks. Without an `id` field, their ids are SOURCE/SPLIT/ROW.
+    Raises: ConfigError for an unknown or missing name in `fields`, or for shares out of range.
+      DataError naming the row if it lacks a field of `fields`, or if its prompt is neither text nor
+      messages. See also `read_rows`.
     """
     named = {name: field for name, field in fields.items() if field}
     _check(named)
@@ -132,8 +135,8 @@ def _task(
 
 
 def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Read the row's metadata. A folder of its files must stand beside the rows, so that a
-    stranger's rows name no other folder."""
+    """Read the row's metadata. If its `files` name a folder, the folder must be beside the file of
+    rows. Otherwise a stranger's rows could name any folder of this machine."""
     own = (_value(where, row, "metadata", fields) if "metadata" in fields else None) or {}
     if not isinstance(own, Mapping):
         raise DataError(f"{where}: task.fields.metadata names a field that is no mapping")
@@ -148,7 +151,8 @@ def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]
 
 
 def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:
-    """Read a field of a row. Raises: DataError with the names of its fields."""
+    """Read a field of a row. Raises: DataError if the field is missing, with the names of the row's
+    fields."""
     if fields[name] not in row:
         there = ", ".join(map(repr, row)) or "none"
         raise DataError(
@@ -159,8 +163,8 @@ def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:
 
 
 def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
-    """Read a prompt as chat messages. Text is one user message; a list must already be messages,
-    and the last must not be a reply."""
+    """Read a prompt as chat messages. A text becomes one user message. A list must already be
+    messages, and its last message must not be a reply."""
     if isinstance(prompt, str) and prompt.strip():
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, list) or not prompt:
@@ -179,10 +183,10 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
 
 
 def make_tasks(rows: Any, split: str) -> list[Task]:
-    """Make tasks of rows: Tasks, or mappings with the fields of `FIELDS`, such as a
+    """Make tasks from rows. A row is a Task, or a mapping with the fields of `FIELDS`, as in a
     `datasets.Dataset`. Only `prompt` is required.
 
-    Raises: ConfigError if they are neither; DataError that names a row without a prompt.
+    Raises: ConfigError if a row is neither; DataError naming the row if it has no prompt.
     """
     if isinstance(rows, str | Task | Mapping) or not isinstance(rows, Iterable):
         raise ConfigError(NO_TASKS.format(rows))

@@ -1,4 +1,5 @@
-"""MBPP: small Python problems, each with a reference solution and tests."""
+"""Read MBPP, a data set of small Python problems. Each problem has a reference solution and
+tests."""
 
 from __future__ import annotations
 
@@ -34,23 +35,24 @@ def mbpp(
 ) -> Sequence[Task]:
     """Read the problems of one split as tasks for the `code_exec` reward.
 
-    The prompt shows the first test, because it names the function. Only the other tests score, so a
-    program written for one case does not pass.
+    The prompt shows the first test, because it names the function. Only the other tests count for
+    the score, so a program for this one case does not pass.
 
     Args:
-      path: a hub id, or a local file or folder of rows with `text` (or `prompt`), `code` and
-        `test_list` (see `read_rows`).
+      path: a hub id, or a local file or folder. The rows need the fields `text` (or `prompt`),
+        `code` and `test_list` (see `read_rows`).
       split: train, validation or test; the data set has all three.
-      seed: of the order. It moves no row from one split to another.
-      validation, held_out: shares of the texts, for splits missing from the source (see
-        `read_split`).
-      max_samples: number of problems after the shuffle; None for all.
-      exclude: task_ids to leave out.
-      environment: its name in every task.
-    Returns: tasks called mbpp/SPLIT/TASK_ID. `answer` is the reference solution in a block;
-      `metadata` has `tests` (hidden), `shown` and `setup`. The sandbox must be able to check at
-      least two tests of a row. Other rows are left out, and a warning in the log names them.
-    Raises: DataError that names the row without a field, or if no row is left; see also
+      seed: seed of the order. It does not change the split of a row.
+      validation, held_out: shares of the texts for validation and test, if the source does not have
+        these splits (see `read_split`).
+      max_samples: number of problems to keep after the shuffle; None for all.
+      exclude: values of `task_id` to leave out.
+      environment: name of the environment, written into every task.
+    Returns: tasks with the ids mbpp/SPLIT/TASK_ID. `answer` is the reference solution in a code
+      block. `metadata` has `tests` (hidden), `shown` and `setup`. The sandbox must be able to check
+      at least two tests of a row. A row with fewer tests is left out, and a warning in the log
+      names it.
+    Raises: DataError naming the row if it lacks a field, or if no row is left; see also
       `read_rows`.
     Source: Austin et al. 2021, arXiv:2108.07732.
     """
@@ -99,8 +101,8 @@ def _task(id: str, where: str, row: Row, environment: str) -> Task:
 
 
 def _lines(text: str) -> str:
-    """Replace the rows' Windows line ends by Unix ones. Other separators may stand in strings and
-    stay."""
+    """Replace Windows line ends by Unix line ends. Other line separators are kept, because they may
+    be part of a string."""
     return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 

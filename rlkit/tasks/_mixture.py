@@ -1,5 +1,5 @@
-"""Several tasks in one run: weights set their shares of the prompts, and every row keeps its own
-task's reward and environment."""
+"""Mix several tasks in one run. Weights set their shares of the prompts, and every row keeps the
+reward and the environment of its own task."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ def mixture(
     weights: Mapping[str, float] = {},
     max_samples: int | None = None,
 ) -> Callable[..., list[Task]]:
-    """Join named tasks: `(split=…)` → their rows in turn, each with `Task.part`.
+    """Return a factory that joins several named tasks. Called with `split`, it takes rows of the
+    tasks in turn, and writes the task's name into `Task.part`.
 
-    For every k, the first k rows hold k · weight / Σ weights rows of every part, to within one. The
-    prompt stream keeps this (`rlkit.tasks.take`), so a step of n prompts has its shares too. In
-    "train", an epoch ends when every part has been gone through whole, so rows of a part too short
-    for its weight repeat. In any other split no row stands twice: it ends when a part ends.
+    For every k, the first k rows hold k · weight / Σ weights rows of every part, with an error
+    below one row. The prompt stream keeps the order of the parts (`rlkit.episodes.stream.take`), so
+    a step of n prompts has the same shares. In "train", an epoch ends when all rows of every part
+    have been used at least once. So if a part is too short for its weight, its rows repeat. In any
+    other split no row is used twice: the split ends when one part has no more rows.
 
     Args:
-      parts: name → factory of a task, called with `split`.
-      weights: name → share of the prompts, relative to the sum, ≥ 0. 0 leaves the part out; a part
-        without a weight has 1.
-      max_samples: rows at most, > 0; None for all.
-    Raises: ConfigError for no parts, a weight below 0 or of an unknown part, or max_samples below
-      1. DataError, when called, that names a part without rows.
+      parts: factory of each task by name, called with `split`.
+      weights: weight of each part by name, ≥ 0. A part's share of the prompts is its weight over
+        the sum of all weights. A weight of 0 leaves the part out. A part without a weight has the
+        weight 1.
+      max_samples: largest number of rows, > 0; None for all.
+    Raises: ConfigError if there are no parts, if a weight is below 0 or names an unknown part, or
+      if max_samples is below 1. The factory raises DataError naming a part without rows.
     """
     unknown = [name for name in weights if name not in parts]
     if unknown:
@@ -87,19 +90,19 @@ def mixture(
 
 
 def _set_part(task: Task, name: str) -> Task:
-    """Set the row's part. In a mixture within a mixture it has both names."""
+    """Set the row's part. In a mixture within a mixture, the part has both names, as in a/b."""
     return task._replace(part=f"{name}/{task.part}" if task.part else name)
 
 
 def take_turns(weights: Mapping[str, float]) -> Iterator[str]:
     """Yield names in turn, without end. After any k turns, each name has had k · weight / Σ weights
-    of them, to within one.
+    turns, with an error below one turn.
 
-    Among the names behind their share, choose the one that would be first to fall a whole turn
-    behind.
+    Among the names behind their share, the next name is the first to fall a whole turn behind if no
+    name were chosen.
 
     Args:
-      weights: > 0.
+      weights: weight of each name, > 0.
     Source: Tijdeman 1980, The chairman assignment problem, Discrete Mathematics 32.
     """
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""Seeds and hidden numbers as tasks, for environments with problems of their own making."""
+"""Make tasks of seeds and of hidden numbers, for environments that make their own problems."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.splits import check_split, cut
 from rlkit.types import Split, Task, ranges, safe
 
-# split → first of its seeds and their distance
+# split → (first seed, distance between two seeds)
 SEEDS = {"train": (0, 4), "validation": (2, 4), "test": (1, 2)}
 
 
@@ -23,16 +23,18 @@ def episodes(
     environment: str = "gymnasium",
     reward: str = "environment",
 ) -> list[Task]:
-    """Tasks without messages: the environment says the first word, and its rewards count.
+    """Return tasks without messages. The environment makes the first prompt, and its rewards are
+    the reward.
 
     Args:
-      split: train has the seeds divisible by 4, validation the other even ones, test the odd ones.
-      seed: another seed makes other episodes.
+      split: train has the seeds divisible by 4, validation has the other even seeds, and test has
+        the odd seeds.
+      seed: seed of the draw. Another seed draws other episodes.
       max_samples: number of tasks, > 0; None means 1024.
-      environment: its name for `environment=by_task`.
-      reward: its name for `reward=by_task`.
+      environment: name of the environment, for `environment=by_task`.
+      reward: name of the reward, for `reward=by_task`.
     Returns: tasks with `metadata["seed"]`, 0 … 2³¹ - 1.
-    Raises: ConfigError for max_samples below 1; DataError for another split.
+    Raises: ConfigError for max_samples below 1; DataError for an unknown split.
     """
     check_split(split)
     if max_samples is not None and max_samples < 1:
@@ -65,25 +67,28 @@ def guess_number(
     validation: float = 0.0,
     held_out: float = 0.0,
 ) -> list[Task]:
-    """Games as Tasks for the environment guess_number. The score falls with the number of guesses.
+    """Return games as Tasks for the environment guess_number. The score falls with the number of
+    guesses.
 
-    All prompts are alike, so prompts cannot be disjoint. Hidden numbers can, by `validation` and
-    `held_out`. By default they are not: every split hides every number of the range. The number is
-    secret, so no game can be learned by heart. If training never hid some numbers, the policy would
-    learn never to say them. Figures of a run are of the whole game, not of unseen games.
+    All prompts are alike, so the splits cannot have disjoint prompts. With `validation` and
+    `held_out`, they have disjoint hidden numbers. By default they do not: in every split, the
+    hidden number can be any number of the range. The policy does not see the number, so it cannot
+    learn a game by heart. If training never hid some numbers, the policy would learn never to say
+    them. So the figures of a run measure the whole game, not unseen games.
 
-    Every number of a split comes up once before any comes up again. So without shares,
+    Each number of a split is drawn once before any number is drawn again. So if both shares are 0,
     `evaluation.n` = high - low + 1 plays each game exactly once.
 
     Args:
-      split: train, validation or test; each has an order of its own.
-      seed: another seed gives another order.
+      split: train, validation or test. Each split has its own order.
+      seed: seed of the order.
       max_samples: number of games, > 0. None means 1024.
-      low, high: the range told to the policy, 0 ≤ low < high.
-      validation, held_out: shares of the numbers hidden only in validation and only in test games,
-        by the hash of range and number. Both 0: all games hide all numbers.
-    Raises: DataError if it is no range, or if the shares leave a split without a number.
-      ConfigError for other wrong shares.
+      low, high: smallest and largest number, told to the policy, 0 ≤ low < high.
+      validation, held_out: shares of the numbers that are hidden only in validation games and only
+        in test games. The hash of range and number decides. If both are 0, every number can be
+        hidden in every split.
+    Raises: DataError if low and high are no range, or if the shares leave a split without a number.
+      ConfigError if a share is out of range.
     """
     if not 0 <= low < high:
         raise DataError(
@@ -117,7 +122,8 @@ def guess_number(
             answer=str(number),
             reward="few_turns",
             environment="guess_number",
-            # correct: found at all; only the first guess earns 1
+            # a game counts as correct if the number is found at all, but only a right first guess
+            # earns 1
             metadata={"low": low, "high": high, "correct_from": 1e-6},
         )
         for i, number in enumerate(drawn[:count])

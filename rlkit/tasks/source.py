@@ -14,32 +14,34 @@ from rlkit.tasks.splits import check_split, cut
 SUFFIXES = (".jsonl", ".parquet")
 ROLES = ("system", "user", "assistant", "tool")
 Row = dict[str, Any]
-Place = tuple[int, str, Row]  # index in the source, place for messages, row
-Readers = dict[str, Callable[[], Iterator[tuple[str, Row]]]]  # split → reader of its rows
+Place = tuple[int, str, Row]  # (index in the source, place of the row for messages, row)
+Readers = dict[str, Callable[[], Iterator[tuple[str, Row]]]]  # split → function that reads its rows
 
 
 def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tuple[str, Row]]:
-    """Read the rows of one split, each with its place for messages: "file:line" or "data set[split]
-    row i".
+    """Yield the rows of one split, each with its place for messages. A place is "file:line" or
+    "data set[split] row i".
 
     Args:
-      path: a .jsonl or .parquet file (the whole file, for any split), a folder with SPLIT.jsonl or
-        SPLIT.parquet, or a hub id. An existing local path is never looked up on the hub. Nor is a
-        text that looks like a path: it has one of these endings, or starts with / . or ~. Relative
-        paths start at the current folder.
-      split: "train", "validation", "test" or another name known to the source.
-      name: configuration of a hub data set.
-    Raises: DataError that names the path, line or row, and the remedy: nothing there, no split of
-      this name, an unreadable file, a line that is not JSON, a row that is not an object.
+      path: a .jsonl or .parquet file, a folder with SPLIT.jsonl or SPLIT.parquet, or a hub id. A
+        file is read whole, whatever the split. An existing local path is never looked up on the
+        hub. Neither is a text with one of these endings, or with / . or ~ at its start. A relative
+        path is relative to the current folder.
+      split: "train", "validation", "test" or another split of the source.
+      name: name of a configuration of a hub data set.
+    Raises: DataError with the path, line or row, and the remedy. It is raised if the path does not
+      exist, the split is missing, a file cannot be read, a line is not JSON, or a row is not an
+      object.
     """
     found = _find_sources(path, name)
-    one_file = path.endswith(SUFFIXES) and not Path(path).expanduser().is_dir()  # for all splits
+    # a file holds the rows of every split
+    one_file = path.endswith(SUFFIXES) and not Path(path).expanduser().is_dir()
     yield from _read_split(found, "train" if one_file else split, path)
 
 
 def check_message(where: str, message: Any, field: str, *, empty: bool = False) -> None:
-    """Raise DataError for a chat message without a role or a text; with `empty` it needs no
-    text."""
+    """Raise DataError for a chat message without a role or a text. With `empty`, the text may be
+    missing."""
     if isinstance(message, dict) and message.get("role") in ROLES:
         content = message.get("content")
         if isinstance(content, str) or (empty and not content):
@@ -60,19 +62,20 @@ def read_split(
     test_path: str | None = None,
     name: str | None = None,
 ) -> tuple[str, Sequence[Place]]:
-    """Return the source of a split's rows, and the rows: from a source or a split of their own if
-    there is one, else a share of the training rows.
+    """Return the rows of a split, and the source they come from. The rows come from a separate
+    source or from a split of the source, if there is one. Otherwise they are a share of the
+    training rows.
 
     Args:
       path, name: as in `read_rows`.
       split: train, validation or test.
-      content: (place for messages, row) → the content to cut by, for example the prompt (see
-        `choose_split`).
-      validation, held_out: shares of the training rows for validation and test, if these have no
-        rows of their own.
-      validation_path, test_path: sources of their own.
-    Raises: ConfigError for shares that leave nothing; DataError if the split has no rows; see also
-      `read_rows`.
+      content: function from (place for messages, row) to the content that decides the split, for
+        example the prompt (see `choose_split`).
+      validation, held_out: shares of the training rows for validation and test, if the source does
+        not have these splits.
+      validation_path, test_path: separate sources for validation and test.
+    Raises: ConfigError if the shares leave no training rows; DataError if the split has no rows;
+      see also `read_rows`.
     """
     check_split(split, validation, held_out)
     own = {"validation": validation_path, "test": test_path}
@@ -80,7 +83,8 @@ def read_split(
     if source:
         try:
             return source, _number_rows(read_rows(source, split=split))
-        except DataError as error:  # of a reader that knows one key
+        except DataError as error:
+            # the message names task.path, because the reader knows only this key
             said = str(error).replace("task.path=", f"task.{split}_path=")
             raise DataError(said) from error
     found = _find_sources(path, name)
@@ -112,7 +116,8 @@ def _number_rows(rows: Iterator[tuple[str, Row]]) -> list[Place]:
 
 
 def _find_sources(path: str, name: str | None) -> Readers:
-    """The splits of a source. The rows of a single file are all "train"."""
+    """Find the splits of a source, and how to read each. The rows of a single file are all
+    "train"."""
     local = Path(path).expanduser()
     if not local.exists() and not path.endswith(SUFFIXES) and not path.startswith(("/", ".", "~")):
         return _hub(path, name)
@@ -152,7 +157,7 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:
 def _decode_line(where: str, line: bytes) -> tuple[str, Row]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError also for bytes that are not UTF-8
         raise DataError(
             f"{where}: not a line of JSON ({error}); correct the line, or leave it out"
         ) from error
@@ -203,7 +208,7 @@ def _hub(path: str, name: str | None) -> Readers:
 
         found = load_dataset(path, name)
     except Exception as error:
-        # for any error of the hub client, the user has to mend the path or the network
+        # whatever the hub client raises, the user has to correct the path or the network
         reason = name_error(error)
         raise DataError(
             f"task.path={path} is no local path, and cannot be loaded from the hub: {reason:.300}."

@@ -1,4 +1,4 @@
-"""Decide a problem's split by its content and nothing around it; order the rows of a split."""
+"""Decide the split of a problem by its content alone, and order the rows of a split."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.types import SPLITS, Split, Splits, Task
 
 Row = TypeVar("Row")
-# environments in which the prompt is all that a reply can be judged by
+# environments in which a reply can be judged only by the prompt
 ALONE = ("single_turn", "tool_use")
 
 
 def choose_split(content: Any, *, validation: float, held_out: float) -> Split:
-    """Choose the split of a problem: "test" for a share `held_out` of all contents, "validation"
-    for a share `validation`, else "train".
+    """Choose the split of a problem. A share `held_out` of all contents is "test", a share
+    `validation` is "validation", and the rest is "train".
 
-    u = (first 48 bits of SHA-256 of the content as JSON) / 2⁴⁸, 0 ≤ u < 1; test: u < held_out;
-    validation: u ≥ 1 - validation
+    u = (first 48 bits of SHA-256 of the content as JSON) / 2⁴⁸, 0 ≤ u < 1. The split is test if u <
+    held_out, and validation if u ≥ 1 - validation.
 
-    The split follows from the content alone. So neither the order nor the number of other rows
-    moves a row, and rows with equal contents share a split. Each share only moves rows between its
-    own split and train.
+    The split follows from the content alone. So a row stays in its split if other rows are added,
+    removed or reordered, and rows with equal contents are in the same split. If a share changes,
+    rows only move between its split and train.
 
     Args:
-      content: the text that makes the problem, such as its prompt, or lists and mappings of JSON
-        types.
+      content: the content of the problem, for example its prompt: a text, or lists and mappings of
+        JSON types.
       validation, held_out: shares, ≥ 0, with a sum below 1 (see `check_split`).
     """
     text = json.dumps(content, sort_keys=True, default=str)
@@ -41,8 +41,8 @@ def choose_split(content: Any, *, validation: float, held_out: float) -> Split:
 
 
 def check_split(split: str, validation: float = 0.0, held_out: float = 0.0) -> None:
-    """Raise DataError for an unknown split, and ConfigError for shares below 0 or with nothing left
-    to train on."""
+    """Raise DataError for an unknown split. Raise ConfigError for a share below 0, or if the shares
+    leave nothing to train on."""
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r}; use train, validation or test")
     for name, share in (("validation", validation), ("held_out", held_out)):
@@ -67,8 +67,9 @@ def cut(
     """Select the rows of a split, in their order.
 
     Args:
-      content: row → the content that makes the problem. Shares as in `choose_split`.
-      what: the rows in words, for the message, for example "rows of task.path=rows.jsonl".
+      content: function from a row to the content of its problem.
+      what: the rows in words for the message, for example "rows of task.path=rows.jsonl".
+      validation, held_out: shares as in `choose_split`.
     Raises: DataError if the shares leave the split without rows.
     """
     kept = [
@@ -92,10 +93,10 @@ def cut(
 def order_tasks(
     tasks: Sequence[Task], *, seed: int, max_samples: int | None, source: str
 ) -> list[Task]:
-    """Order the tasks by the seed, and cut them to `max_samples` after the shuffle.
+    """Shuffle the tasks with the seed, and return the first `max_samples` of them.
 
     Args:
-      source: of the tasks, for the message.
+      source: source of the tasks, for the message.
     Raises: DataError if there is no task; ConfigError for max_samples below 1.
     """
     if max_samples is not None and max_samples < 1:
@@ -110,11 +111,12 @@ def order_tasks(
 
 
 def find_overlaps(splits: Splits) -> list[str]:
-    """Write sentences on problems in two splits: with the same prompt and answer, or without a
-    prompt with the same metadata.
+    """Return sentences on problems that are in two splits, and on prompts with several answers. Two
+    problems are the same if prompt and answer are equal, or without a prompt, if the metadata are
+    equal.
 
-    The shares of one source never overlap. A user's own files may, and so may games with few
-    instances.
+    The shares of one source never overlap. A user's own files may overlap, and so may games with
+    few instances.
     """
     keys = [[identify_problem(task) for task in tasks] for tasks in splits]
     answers: dict[str, set[str]] = {}
@@ -142,8 +144,8 @@ def find_overlaps(splits: Splits) -> list[str]:
 
 
 def identify_problem(task: Task) -> str:
-    """The identity of a task's problem: its prompt and answer, or without a prompt its metadata.
-    Rows with the same are one problem."""
+    """Return a text that identifies a task's problem: its prompt and answer, or without a prompt,
+    its metadata. Rows with the same text are one problem."""
     return json.dumps(
         [task.messages, task.answer] if task.messages else dict(task.metadata),
         sort_keys=True,
@@ -152,12 +154,12 @@ def identify_problem(task: Task) -> str:
 
 
 def count_distinct(tasks: Sequence[Task]) -> int:
-    """Count the problems of the rows, each once."""
+    """Count the distinct problems of the rows."""
     return len({identify_problem(task) for task in tasks})
 
 
 def count_in_words(rows: int, distinct: int) -> str:
-    """Write rows and distinct problems in words.
+    """Write the numbers of rows and of distinct problems in words.
 
     >>> count_in_words(300, 42), count_in_words(42, 42)
     ('300 (42 distinct)', '42')

@@ -1,13 +1,14 @@
-"""The names of the project's first documents, in their spelling, over `collect`, `play` and
-`Learner.step`.
+"""Provide the functions of the project's first documents under the names used there. They are built
+on `collect`, `play` and `Learner.step`.
 
-There is one episode loop and one training loop, the core's. Here arguments and hooks become its
-parts, and its episodes become rollouts in the document's shape (`rlkit.extras.notebook.views`).
-Users import these names from `rlkit.notebook`. docs/notebooks.md lists the differences, name by
-name.
+The core has the only episode loop and the only training loop. This package turns arguments and
+hooks into parts of the core, and episodes of the core into rollouts in the documents' form
+(`rlkit.extras.notebook.views`). Users import these names from `rlkit.notebook`. docs/notebooks.md
+lists the differences from the documents, name by name.
 
-Files in the order of their imports: arguments, borrowed, data, checkpoints, configs, kl, rewards,
-views, algorithms, generation, chat, hooks, rollouts, manager, training, trainer.
+Each file imports only files before it in this list: arguments, borrowed, data, checkpoints,
+configs, kl, rewards, views, algorithms, generation, chat, hooks, rollouts, manager, training,
+trainer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Advantages and losses of rollouts in the document's shape. A loss passes its gradient to the
-rollouts' log-probs."""
+"""Compute advantages and losses of rollouts in the documents' form. The gradient of a loss reaches
+the rollouts' log-probs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def compute_advantages(
     normalize: bool = True,
     advantage_fn: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """GRPO's advantages [B, T], over the deviation of the group if `normalize`, less the KL
-    penalty; 0 for rollouts that cannot be scored."""
+    """Compute GRPO's advantages [B, T]. With `normalize`, they are divided by the standard
+    deviation of the group. The KL penalty is subtracted. They are 0 for rollouts without a
+    score."""
     if advantage_fn is not None:
         return advantage_fn(rollouts, normalize)
     ids = groups(rollouts)
@@ -48,8 +49,8 @@ def compute_advantages(
 def compute_policy_gradient_loss(
     rollouts: Sequence[Rollout], advantages: Tensor, loss_fn: Callable[..., Tensor] | None = None
 ) -> Tensor:
-    """REINFORCE: -A log π, averaged over all tokens; only the gradient means anything. advantages:
-    [B, T], a constant."""
+    """Compute REINFORCE's loss -A log π, averaged over all tokens. Only its gradient has a meaning.
+    advantages: [B, T], a constant."""
     if loss_fn is not None:
         return loss_fn(rollouts, advantages)
     logprobs, mask = stacked(rollouts)
@@ -65,11 +66,12 @@ def compute_ppo_loss(
     clip_epsilon: float = 0.0,
     mask: Any = None,
 ) -> Any:
-    """PPO's clipped surrogate, averaged over all tokens. For rollouts it returns the loss, for
-    log-probs [B, T] the loss and its statistics.
+    """Compute PPO's clipped surrogate loss, averaged over all tokens. Given rollouts, return the
+    loss. Given log-probs [B, T], return the loss and its statistics.
 
     old_logprobs: [B, T] in nats. advantages: [B, T] or [B]. Both are constants. clip_range,
-    clip_epsilon: two names, in (0, 1]. mask: [B, T], True for tokens that count; None: all.
+    clip_epsilon: two names of the same number, in (0, 1]; clip_epsilon is used unless it is 0.
+    mask: [B, T], True for tokens that count; None: all tokens count.
     """
     clip = clip_epsilon or clip_range
     logprobs, mask = (rollouts, mask) if isinstance(rollouts, Tensor) else stacked(rollouts)
@@ -94,11 +96,11 @@ def compute_ppo_loss(
 def compute_dapo_loss(
     rollouts: Sequence[Rollout], beta: float = 0.1, pair_selector: PairSelector | None = None
 ) -> Tensor:
-    """The preference loss -log σ(β (log π(better) - log π(worse))), averaged over pairs. Without
-    any pair it is 0 with a gradient of 0.
+    """Compute the preference loss -log σ(β (log π(better) - log π(worse))), averaged over pairs.
+    Without any pair, the loss and its gradient are 0.
 
-    beta: > 0, per nat. pair_selector: None: every pair of a prompt. Ties, pairs of two prompts and
-    rollouts without a score are skipped.
+    beta: > 0, per nat. pair_selector: function that chooses the pairs; None: every pair of rollouts
+    of a prompt. Ties, pairs from two prompts and rollouts without a score are skipped.
     """
     logprobs, mask = stacked(rollouts)
     pairs = selected(pair_selector, rollouts)(task_rewards(rollouts), groups(rollouts)).to(
@@ -113,8 +115,8 @@ def compute_dapo_loss(
 def selected(
     pair_selector: PairSelector | None, rollouts: Sequence[Rollout]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Turn a pair_selector into the core's form: (rewards [N], group_ids [N]) → [P, 2], the better
-    rollout first, without ties."""
+    """Turn a pair_selector into the core's form: a function from (rewards [N], group_ids [N]) to
+    pairs [P, 2], with the better rollout first and without ties."""
     if pair_selector is None:
         return F.all_pairs
 
@@ -128,6 +130,7 @@ def selected(
 
 
 def _constant(values: Tensor, mask: Tensor) -> Tensor:
-    """[B], [B, T] or wider as a constant [B, T] like the mask, 0 under it."""
+    """Return values [B], [B, T] or wider as a constant [B, T] in the shape of the mask, and 0 where
+    the mask is False."""
     values = values.detach().to(mask.device).reshape(len(mask), -1)
     return F.fill_masked(values[:, : mask.shape[1]].expand(mask.shape), mask, 0.0)

@@ -1,4 +1,5 @@
-"""Sentences in place of torch's errors, for cells with a tensor of the wrong shape."""
+"""Replace torch's errors by clear sentences, for notebook cells with a tensor of the wrong
+shape."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from rlkit.errors import RLKitError, list_parameters, name_error, name_function
 
 @functools.cache
 def explain_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a ValueError that shows its arguments where torch or Python cannot compute
-    with them. An error of the user's own code, or of memory, passes as it is."""
+    """Wrap a function: if torch or Python cannot compute with its arguments, raise a ValueError
+    with their types and shapes. Errors of the user's own code and memory errors are raised
+    unchanged."""
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:

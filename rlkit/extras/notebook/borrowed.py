@@ -1,5 +1,5 @@
-"""A learner of a notebook's own objects: its model, an optimizer, perhaps of several networks, and
-its reference model."""
+"""Make a learner from a notebook's own objects: its model, its optimizer (perhaps of several
+networks), and its reference model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlkit.types import Environment, Policy, Reference
 
 
 class Share:
-    """One network's share of an optimizer of several, as an optimizer of its own."""
+    """Present one network's part of an optimizer of several networks as a separate optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, net: nn.Module):
         self.optimizer = optimizer
@@ -30,7 +30,7 @@ class Share:
         ]
 
     def step(self) -> None:
-        """Take a step of this network's parameters alone."""
+        """Take an optimizer step that only changes this network's parameters."""
         others = [
             (p, p.grad)
             for group in self.optimizer.param_groups
@@ -45,13 +45,13 @@ class Share:
 
 
 def no_optimizer(parameters: Any) -> Any:
-    """Mark that the optimizer exists already; never called. It has no learning rate, so the
+    """Stand for an optimizer that exists already; never called. It sets no learning rate, so the
     optimizer keeps its own."""
 
 
 def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment:
-    """Make a learner's experiment of a notebook's parts. Its model, optimizers and rollouts exist
-    already, and nothing is evaluated."""
+    """Make the experiment for a learner from a notebook's parts. The model, the optimizers and the
+    rollouts exist already, and there is no evaluation."""
     some: dict[str, Any] = {
         "seed": 0,
         "batch": BatchSize(1, 1),
@@ -72,8 +72,8 @@ def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment
 
 
 def given(model: nn.Module | None, update: Callable[..., Any] | None = None) -> Reference:
-    """A reference model kept by the caller. update: (reference model, policy model, step=, kl=)
-    moves it in place after a step."""
+    """Describe a reference model that the caller keeps. `update` is a function of (reference model,
+    policy model, step=, kl=). It changes the reference model in place after a step."""
 
     def updated(state: nn.Module, policy: nn.Module, **progress: Any) -> nn.Module:
         if update is not None:

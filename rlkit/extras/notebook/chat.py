@@ -1,5 +1,5 @@
-"""The chat and tool functions of the chat and PPO notebook, over `collect` and `run_agent`: they
-sample as training does."""
+"""Provide the chat and tool functions of the chat and PPO notebook. They use `collect` and
+`run_agent`, so they sample as training does."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlkit.models import decode, make_policy
 from rlkit.system.loops import run
 from rlkit.types import Engine, Message, Messages, Rollout, ToolCall
 
-TEMPERATURE = 0.6  # of the notebook's samples
+TEMPERATURE = 0.6  # the notebook's sampling temperature
 Chat = list[Message]
 
 
 class LLMGenerator:
-    """Batched replies to chats, with the thinking apart. The same calls in the same order give the
-    same replies."""
+    """Reply to chats in batches, with the thinking separated from the content. The same calls in
+    the same order give the same replies."""
 
     def __init__(
         self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0
@@ -42,7 +42,7 @@ class LLMGenerator:
         self.engine = engine or Cached()
         self.seed = seed
         self.temperature = TEMPERATURE
-        # calls of `replies`; RL steps behind the weights
+        # number of calls of `replies`; number of RL steps that have trained the weights
         self.calls = 0
         self.version = 0
         self.policies = {
@@ -63,11 +63,12 @@ class LLMGenerator:
         return_thinking: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """[thinking, content], or without `return_thinking` a text with both. Many replies or many
-        chats give a list of these, both a list of lists.
+        """Return a reply as [thinking, content], or without `return_thinking` as one text with
+        both. For several replies or several chats, return a list of replies. For both, return a
+        list of lists.
 
-        temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample,
-        max_thinking_tokens.
+        temperature: 0 is greedy; None: the generator's temperature, by default 0.6. kwargs: top_p,
+        top_k, do_sample, max_thinking_tokens.
         """
         single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
         chats = [prompts] if single else prompts
@@ -92,8 +93,8 @@ class LLMGenerator:
         thinks: bool = True,
         **kwargs: Any,
     ) -> list[Rollout]:
-        """The replies as rollouts of one step, chat by chat. A rollout has no step if its chat
-        leaves no room for a reply."""
+        """Return the replies as rollouts with one step, in the order of the chats. A rollout has no
+        step if its chat leaves no room for a reply."""
         self.calls += 1
         tasks = [as_task(chat, i) for i, chat in enumerate(chats)]
         temperature = self.temperature if temperature is None else temperature
@@ -118,16 +119,17 @@ def generate_templates(prompts: Sequence[str]) -> Chat:
 
 
 def batch_history(history: Messages, prompts: Sequence[str]) -> list[Chat]:
-    """Append each text to the history as its next message. There is one chat a text, and no two
-    share a list or a message."""
+    """Return one chat per text: the history with this text as the next message. No two chats share
+    a list or a message."""
     return [[*deepcopy(history), message] for message in generate_templates(prompts)]
 
 
 def create_batch(
     bh: Sequence[Messages], num_gen: int, outputs: Any, include_thinking: bool = False
 ) -> tuple[list[Chat], list[Chat]]:
-    """The chats with their replies, `num_gen` of each, without thinking; and a second time, with it
-    in `reasoning_content` if `include_thinking`."""
+    """Return two lists of the chats with their replies, `num_gen` replies per chat. The first list
+    has no thinking. With `include_thinking`, the second list has the thinking in
+    `reasoning_content`. Without it, the second list has the chats without replies."""
     pairs = [
         (list(deepcopy(chat)), reply)
         for chat, own in zip(bh, outputs, strict=True)
@@ -152,8 +154,8 @@ def res(
     max_new_tokens: int = 1000,
     num_return_sequences: int = 1,
 ) -> tuple[Any, ...]:
-    """The replies of `generator.generate`, and the chats of `create_batch` with them, without and
-    with thinking."""
+    """Return the replies of `generator.generate`, and the two lists of chats that `create_batch`
+    makes with them, without and with thinking."""
     outputs = generator.generate(
         batch, max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences
     )
@@ -164,16 +166,16 @@ def res(
 
 
 def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> bool:
-    """Whether a reply calls a tool, or tries to. An unreadable call counts, a call inside the
-    thinking does not."""
+    """Return whether a reply calls a tool, or tries to. An unreadable call counts. A call inside
+    the thinking does not count."""
     return bool(parse_tool_calls(response_text, tool_parser=tool_parser))
 
 
 def parse_tool_calls(
     response_text: str, *, tool_parser: Callable[..., Any] = hermes
 ) -> list[dict[str, Any]]:
-    """The calls of a reply outside its thinking, as {id, type, function {name, arguments}}; an
-    unreadable one has an `error`."""
+    """Return the calls of a reply outside its thinking, as {id, type, function {name, arguments}}.
+    An unreadable call has an `error`."""
     _, content, _ = split_thinking(response_text)
     return [convert_to_dict(call) for call in make_core_parser(tool_parser)(content)[1]]
 
@@ -181,13 +183,13 @@ def parse_tool_calls(
 def execute_tool_call(
     tool_call: Mapping[str, Any] | ToolCall, tool_implementations: Mapping[str, Callable[..., Any]]
 ) -> str:
-    """Run a call and return its result as text: a result other than a string as JSON, every failure
-    as a sentence (`rlkit.environments.execute`)."""
+    """Run a call and return its result as text. A result other than a string is written as JSON,
+    and every failure as a sentence (`rlkit.environments.execute`)."""
     return run(execute(read_call(tool_call), tool_implementations)).content
 
 
 class ToolUseLLM(LLMGenerator):
-    """A model that calls tools, in `<tool_call>` tags."""
+    """Run a model that calls tools in `<tool_call>` tags."""
 
     has_tool_call = staticmethod(has_tool_call)
     execute_tool_call = staticmethod(execute_tool_call)
@@ -202,8 +204,8 @@ class ToolUseLLM(LLMGenerator):
         max_new_tokens: int = 1024,
         temperature: float = TEMPERATURE,
     ) -> dict[str, Any]:
-        """A conversation with tools (`run_agent`): messages, final_response, tool_calls, turns, and
-        the rollout with its status."""
+        """Hold a conversation with tools (`run_agent`). Return messages, final_response,
+        tool_calls, turns, and the rollout with its status."""
         limits: Any = {
             "max_turns": max_turns,
             "max_new_tokens": max_new_tokens,
@@ -218,25 +220,25 @@ class ToolUseLLM(LLMGenerator):
             seed=self.seed,
             **limits,
         )
-        self.seed += 1  # the next conversation is another sample
+        self.seed += 1  # so the next conversation is sampled with another seed
         return answer._asdict()
 
 
-# °F and °C
+# city → °F and °C
 TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}
 
 
 def get_weather(location: str, unit: str = "fahrenheit") -> str:
-    """The example of a tool: the weather of three cities, "City, STATE", and one answer for all
-    others; it is always sunny."""
+    """Tell the weather of a city "City, STATE", as an example of a tool. It knows three cities and
+    gives one answer for all others. It is always sunny."""
     fahrenheit, celsius = TEMPERATURES.get(location, (70, 21))
     degrees = f"{celsius}°C" if unit == "celsius" else f"{fahrenheit}°F"
     return f"The weather in {location} is {degrees} and sunny"
 
 
 def calculate(expression: str) -> int | float | str:
-    """The value of an arithmetic expression, or a text that says what is wrong with it. Nothing is
-    evaluated as Python."""
+    """Return the value of an arithmetic expression, or a text that says what is wrong with it.
+    Nothing is evaluated as Python."""
     try:
         value = calculator(expression)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints in the format of Hugging Face."""
+"""Save and load checkpoints in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(
     model: Any, tokenizer: Any, step: int, output_dir: str | Path, checkpoint_fn: Hook = None
 ) -> None:
-    """Write model and tokenizer to output_dir/checkpoint-STEP, whole or not at all. If the model
-    has adapters, only these are written."""
+    """Write model and tokenizer to output_dir/checkpoint-STEP, completely or not at all. If the
+    model has adapters, only the adapters are written."""
     if checkpoint_fn is not None:
         checkpoint_fn(model, tokenizer, step, output_dir)
         return
@@ -38,8 +38,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Model, tokenizer and step of a checkpoint, or the newest in an output_dir. Raises: DataError
-    for none or a damaged one."""
+    """Load the model, the tokenizer and the step of a checkpoint, or of the newest checkpoint in an
+    output_dir. Raises: DataError if there is no checkpoint, or if it is damaged."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     near = Path(path), *Path(path).glob("checkpoint-*")

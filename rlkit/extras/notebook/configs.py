@@ -1,5 +1,5 @@
-"""Algorithms with the settings of the notebook of primitives: a function each, and the switch
-between them."""
+"""Configure algorithms with the settings of the notebook of primitives. There is a function for
+each algorithm, and a switch between them."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from rlkit.extras.notebook.data import TrainingConfig
 
 
 def create_grpo_config(kl_coef: float = 0.1, normalize_advantages: bool = True) -> TrainingConfig:
-    """GRPO: the mean reward of a prompt's rollouts as baseline, their standard deviation as scale
-    (normalize_advantages)."""
+    """Configure GRPO. The baseline is the mean reward of a prompt's rollouts. With
+    normalize_advantages, their standard deviation is the scale."""
     return TrainingConfig("grpo", kl_coef=kl_coef, normalize_advantages=normalize_advantages)
 
 
 def create_dapo_config(beta: float = 0.1, normalize_advantages: bool = True) -> TrainingConfig:
-    """The preference loss over pairs of a prompt's rollouts, not DAPO of Yu et al. 2025. beta: > 0,
-    per nat; kl_coef stays 0.1."""
+    """Configure the preference loss over pairs of a prompt's rollouts. It is not the DAPO of Yu et
+    al. 2025. beta: > 0, per nat. kl_coef is always 0.1."""
     return TrainingConfig("dapo", beta=beta, normalize_advantages=normalize_advantages)
 
 
 def create_ppo_config(
     clip_range: float = 0.2, value_loss_coef: float = 0.5, kl_coef: float = 0.0
 ) -> TrainingConfig:
-    """PPO: GAE over the steps of an episode with a value head on the policy's trunk, a clipped
-    ratio, one rollout of each prompt."""
+    """Configure PPO: GAE over the steps of an episode, a value head on the policy's trunk, a
+    clipped ratio, and one rollout per prompt."""
     return TrainingConfig(
         "ppo", clip_range=clip_range, value_loss_coef=value_loss_coef, kl_coef=kl_coef, group_size=1
     )
 
 
 def switch_at_50(iteration: int) -> str:
-    """The default switch_strategy: grpo for iterations 0 … 49, then dapo."""
+    """Return grpo for iterations 0 … 49 and dapo afterwards: the default switch_strategy."""
     return "grpo" if iteration < 50 else "dapo"
 
 
 def get_algorithm_config(
     iteration: int, switch_strategy: Callable[[int], str] = switch_at_50, **numbers: Any
 ) -> TrainingConfig:
-    """The config of an iteration, counted from 0. numbers: fields of TrainingConfig, fixed before
-    and after a switch."""
+    """Return the config of an iteration, counted from 0. numbers: fields of TrainingConfig, with
+    the same values before and after a switch."""
     configs = {
         "grpo": create_grpo_config(),
         "dapo": create_dapo_config(),
@@ -61,8 +61,8 @@ def get_algorithm_config(
 
 
 def make_core(config: TrainingConfig) -> tuple[Algorithm, KL]:
-    """Algorithm and KL of the core. The KL of a sequence is subtracted from its reward, after the
-    group's statistics."""
+    """Make the core's Algorithm and KL from a config. By default, the KL of a sequence is
+    subtracted from its reward, after the statistics of its group have been computed."""
     kl = config.kl or KL("k1", F.k1, "reward_sequence", config.kl_coef)
     if isinstance(config.algorithm, Algorithm):
         return config.algorithm, kl
@@ -97,7 +97,8 @@ def make_core(config: TrainingConfig) -> tuple[Algorithm, KL]:
 def squared(
     values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float | None = None
 ) -> Tensor:
-    """The notebooks' value loss: the whole square, with `clip` around the old values."""
+    """Compute the notebooks' value loss: the square without the factor 1/2. With `clip`, the values
+    are clipped around the old values."""
     return 2 * (
         F.squared_error(values, returns)
         if clip is None

@@ -1,4 +1,4 @@
-"""Models, templates and replies."""
+"""Load models, format prompts and sample replies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from rlkit.models import (
 from rlkit.models.chat import make_renderer
 from rlkit.types import Engine, Messages, Policy, SamplingParams
 
-QWEN3_THINK_END_TOKEN = 151668  # for readers of the document; the functions here ask the tokenizer
+# for readers of the document; the functions here read the id from the tokenizer
+QWEN3_THINK_END_TOKEN = 151668
 
 
 def load_model(
@@ -39,8 +40,8 @@ def load_model(
     lora_alpha: int = 32,
     model_loader: Hook = None,
 ) -> Any:
-    """Load a causal LM in evaluation mode: "tiny", a local folder, a hub id, or a model object;
-    adapters (use_lora) are float32."""
+    """Load a causal LM in evaluation mode. model_id is "tiny", a local folder, a hub id, or a model
+    object. With use_lora, the model gets adapters in float32."""
     if model_loader is not None:
         return model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha)
     model: Any = model_id
@@ -56,8 +57,8 @@ def load_model(
 
 
 def load_tokenizer(model_id: str, padding_side: str = "left") -> Any:
-    """Load the tokenizer of a model; the end token pads if there is no other. Raises: ConfigError
-    if there is none."""
+    """Load the tokenizer of a model. If it has no padding token, the end token is used. Raises:
+    ConfigError if the model has no tokenizer."""
     tokenizer = pretrained_tokenizer(model_id)
     tokenizer.padding_side = padding_side
     if tokenizer.pad_token_id is None:
@@ -73,8 +74,8 @@ def format_prompt(
     enable_thinking: bool = False,
     template_fn: Hook = None,
 ) -> str:
-    """Write the model's text. Without the chat template it is the prompt, and the system prompt is
-    ignored."""
+    """Write the text that the model reads. Without the chat template, it is the prompt itself, and
+    the system prompt is ignored."""
     if template_fn is not None:
         return template_fn(prompt, tokenizer, use_chat_template, system_prompt, enable_thinking)
     if not use_chat_template:
@@ -94,8 +95,8 @@ def format_prompt(
 
 
 def parse_thinking(token_ids: Sequence[int] | Tensor, tokenizer: Any) -> tuple[str, str]:
-    """Thinking and response of a reply's ids, split at the last `</think>`; the tags and the end
-    token are in neither."""
+    """Split a reply's ids at the last `</think>`. Return its thinking and its response, both
+    without the tags and the end token."""
     ids = torch.as_tensor(token_ids).tolist()
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     while ids and ids[-1] in ends:
@@ -105,15 +106,16 @@ def parse_thinking(token_ids: Sequence[int] | Tensor, tokenizer: Any) -> tuple[s
 
 
 def _raw(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The contents as they are, without roles."""
+    """Join the contents of the messages as they are, without roles."""
     return "\n\n".join(m["content"] for m in messages)
 
 
 def wrap_policy(
     model: Any, tokenizer: Any, *, use_chat_template: bool, enable_thinking: bool | None = None
 ) -> Policy:
-    """Make a policy. It reads a prompt through the chat template, as plain text; or as it is, with
-    control tokens, as written by `format_prompt`."""
+    """Make a policy. With use_chat_template, it reads a prompt through the chat template, and text
+    in a prompt never becomes a control token. Otherwise it reads a prompt as it is, with the
+    control tokens in it, for example from `format_prompt`."""
     if use_chat_template:
         return make_policy(model, tokenizer, enable_thinking=enable_thinking)
     policy = make_policy(model, tokenizer, render=_raw)
@@ -121,8 +123,8 @@ def wrap_policy(
 
 
 class Verbatim:
-    """Encode a text with the control tokens in it, after the tokenizer's first token, if it has
-    one."""
+    """Encode a text with the control tokens in it. If the tokenizer has a token for the start of a
+    text, this token comes first."""
 
     def __init__(self, tokenizer: Any):
         self.backend = tokenizer.backend_tokenizer
@@ -140,14 +142,16 @@ class Verbatim:
 def choose_engine(
     generator: Callable[..., Generation] | None, config: GenerationConfig, engine: Any = None
 ) -> Engine:
-    """The sampling engine: the generator's, the given one, else rlkit's fast one."""
+    """Choose the sampling engine: an engine around the generator, if there is one; or else the
+    given engine, or rlkit's fast engine."""
     return engine or Cached() if generator is None else Batched(_asked(generator, config))
 
 
 def _asked(
     generator: Callable[..., Generation], config: GenerationConfig
 ) -> Callable[..., list[types.Generation]]:
-    """Turn a generator into the core's function of a batch, asked prompt by prompt."""
+    """Turn a generator into the core's function of a batch. The generator is called once per
+    prompt."""
 
     def complete(
         policy: Policy, contexts: list[Any], seeds: list[int], params: SamplingParams
@@ -166,7 +170,8 @@ def _asked(
 def _sampled(
     policy: Policy, context: Sequence[int], given: Generation, params: SamplingParams
 ) -> types.Generation:
-    """A generator's reply in the core's form: up to the first end token, scored by the model."""
+    """Turn a generator's reply into the core's form. It is cut after its first end token, and the
+    model computes its log-probs."""
     ids = torch.as_tensor(given.token_ids).tolist()
     ends = [i for i, token in enumerate(ids) if token in policy.eos_token_ids]
     reply = ids[: ends[0] + 1 if ends else int(given.valid_mask.sum())]
@@ -179,8 +184,8 @@ def _sampled(
 
 
 def choose_seed(seed: int | None) -> int:
-    """The given seed, else one from torch's generator. So two calls differ and torch.manual_seed
-    repeats them."""
+    """Return the given seed, or else a seed from torch's generator. So two calls give different
+    seeds, and torch.manual_seed repeats them."""
     return int(torch.randint(1 << 62, ())) if seed is None else seed
 
 
@@ -195,11 +200,11 @@ def generate(
     engine: Any = None,
     seed: int | None = None,
 ) -> Generation:
-    """Reply to a text; the model reads it as it is. Raises: ValueError for a prompt that fills the
-    model's context.
+    """Sample a reply to a text. The model reads the text as it is. Raises: ValueError if the prompt
+    fills the model's context.
 
-    compute_logprobs: at the sampler's temperature, with gradient if gradients are enabled. seed:
-    None takes one from torch.
+    compute_logprobs: whether to return log-probs, at the sampler's temperature, with gradient if
+    gradients are enabled. seed: seed of the reply; None takes a seed from torch.
     """
     if generator is not None:
         return generator(model, tokenizer, prompt, config, compute_logprobs)
@@ -232,7 +237,7 @@ def played(
     *,
     seed: int,
 ) -> list[types.Rollout]:
-    """An episode of each prompt. Raises: ValueError for a prompt that fills the model's context."""
+    """Play an episode of each prompt. Raises: ValueError if a prompt fills the model's context."""
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
     return begun(
         policy,
@@ -248,7 +253,8 @@ def played(
 
 
 def begun(policy: Policy, episodes: list[types.Rollout]) -> list[types.Rollout]:
-    """The episodes, each with a reply. Raises: ValueError if a prompt left no room for it."""
+    """Return the episodes, which must all have a reply. Raises: ValueError if a prompt left no room
+    for a reply."""
     full = [episode.group for episode in episodes if not episode.steps]
     if full:
         raise ValueError(
@@ -259,7 +265,7 @@ def begun(policy: Policy, episodes: list[types.Rollout]) -> list[types.Rollout]:
 
 
 def said(policy: Policy, step: types.Step) -> Sequence[int]:
-    """The ids of a reply without its end token."""
+    """Return the ids of a reply without its end token."""
     return (
         step.response_ids[:-1]
         if step.response_ids[-1] in policy.eos_token_ids
@@ -270,10 +276,11 @@ def said(policy: Policy, step: types.Step) -> Sequence[int]:
 def scores(
     model: nn.Module, episodes: Sequence[types.Rollout], config: GenerationConfig
 ) -> list[Tensor]:
-    """The model's log-probs [T] of the last reply of each episode, at the sampler's temperature."""
+    """Compute the model's log-probs [T] of the last reply of each episode, at the sampler's
+    temperature."""
     found = []
     was_training = model.training
-    model.eval()  # no dropout: the sampler had none
+    model.eval()  # without dropout, because the sampler had none
     for episode, step in ((episode, episode.steps[-1]) for episode in episodes):
         ids = torch.tensor([episode.context(-1)]), None, torch.tensor([step.response_ids])
         scored = compute_logprobs_for_tokens(
@@ -294,8 +301,8 @@ def compute_logprobs_for_tokens(
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient; prompt_mask [B,
-    P] marks padding."""
+    """Compute the log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient.
+    prompt_mask [B, P] is 0 on padding."""
     ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
     found = [
@@ -312,8 +319,8 @@ def compute_logprobs_for_tokens(
 def _rows(
     prompt_ids: Tensor, prompt_mask: Tensor | None, generated_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Prompt and reply side by side without the padding between them, and a mask on the reply; so
-    positions count real tokens."""
+    """Join each prompt and its reply without the padding between them, and return the rows with a
+    mask of the replies. So positions count only real tokens."""
     real = (
         torch.ones_like(prompt_ids, dtype=torch.bool) if prompt_mask is None else prompt_mask.bool()
     )

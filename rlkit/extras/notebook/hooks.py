@@ -1,4 +1,4 @@
-"""The hooks of an iteration as parts of the core's algorithm and KL."""
+"""Turn the hooks of an iteration into parts of the core's algorithm and KL."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def with_hooks(
     kl_fn: Hook = None,
     pair_selector: Hook = None,
 ) -> tuple[Algorithm, KL]:
-    """Algorithm and KL of a config with the hooks. The hooks receive the learner's episodes. A
-    kl_fn with a result [B] is subtracted from the rewards."""
+    """Make the Algorithm and the KL of a config, with the hooks in them. The hooks receive the
+    learner's episodes. If a kl_fn returns [B], its result is subtracted from the rewards."""
     algorithm, kl = make_core(config)
     if kl_fn is not None:
         if not kl.coef:
@@ -68,7 +68,7 @@ def _views(learner: Learner) -> list[Rollout]:
 
 
 def _per_rollout(kl_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make an estimator of a kl_fn with a result [B]: each rollout's number on all of its
+    """Make an estimator from a kl_fn with a result [B]. Each rollout's number is put on all of its
     tokens."""
 
     def estimator(
@@ -88,7 +88,7 @@ def _per_rollout(kl_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize: bool) -> Any:
-    """Make an advantage of an advantage_fn of rollouts."""
+    """Make an advantage of the core from an advantage_fn of rollouts."""
 
     def advantage(
         rewards: Tensor,
@@ -110,8 +110,8 @@ def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize:
 
 
 def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
-    """Turn a loss_fn with one number for a whole minibatch into a loss per token. Its weighted sum
-    is this number."""
+    """Turn a loss_fn with one number for a whole minibatch into a loss per token. The weighted sum
+    over the tokens is this number."""
 
     def policy_loss(
         logprobs: Tensor,
@@ -137,7 +137,7 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
         for episode, row, before, length in zip(
             learner.trained, new, old, mask.sum(1).tolist(), strict=True
         ):
-            if length:  # of this minibatch
+            if length:  # the rollout is in this minibatch
                 rollout = view(episode, logprobs=row[:length], whole=True)
                 rollouts.append(
                     rollout._replace(metadata={**rollout.metadata, "old_logprobs": before[:length]})
@@ -150,8 +150,8 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
 
 
 def _episodes(rollout_ids: Tensor, step_ids: Tensor, mask: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Positions and mask [n, T] of each rollout's sampled tokens, even if the last rollouts have
-    none."""
+    """Return positions and mask [n, T] of each rollout's sampled tokens, also if the last rollouts
+    have no sampled token."""
     positions, own = F.episode_positions(rollout_ids, step_ids, mask)
     padding = (0, 0, 0, n - len(own))
     return nn.functional.pad(positions, padding), nn.functional.pad(own, padding)

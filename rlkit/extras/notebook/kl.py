@@ -1,4 +1,4 @@
-"""KL and references: every kl_fn, and the making and moving of a reference model."""
+"""Compute the KL with any kl_fn, and make and update a reference model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def compute_kl(
     valid_mask: Tensor | None = None,
     kl_fn: Any = F.forward,
 ) -> Tensor:
-    """The divergence of each sequence from the reference [B], in nats, by a kl_fn, or the mean of
-    an estimator of the core.
+    """Compute the divergence of each sequence from the reference [B], in nats. It is the result of
+    a kl_fn, or the mean of an estimator of the core.
 
-    policy_logprobs carries the gradient, ref_logprobs is a constant. Both are [B, T] of tokens
-    sampled by the policy, or [T], one sequence.
+    policy_logprobs carries the gradient, and ref_logprobs is a constant. Both are [B, T] on tokens
+    sampled by the policy, or [T] for one sequence.
     """
     mask = torch.ones_like(policy_logprobs) if valid_mask is None else valid_mask
     width = policy_logprobs.shape[-1]
@@ -59,7 +59,7 @@ def compute_kl(
 
 
 def is_estimator(kl_fn: Callable[..., Any]) -> bool:
-    """Whether a function is an estimator of the core: it asks for nothing but quantities."""
+    """Return whether a function is an estimator of the core: it asks for quantities only."""
     asked = list_inputs(kl_fn)
     return "logprobs" in asked and set(asked) <= set(QUANTITIES)
 
@@ -70,8 +70,8 @@ def compute_forward_kl(
     valid_mask: Tensor | None = None,
     kl_fn: Hook = None,
 ) -> Tensor:
-    """KL(policy ‖ reference) of each sequence [B]: the mean of log π - log ref, of either sign; its
-    gradient is the divergence's."""
+    """Estimate KL(policy ‖ reference) of each sequence [B], as the mean of log π - log ref. The
+    estimate can be negative. Its gradient is the gradient of the divergence."""
     return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.forward)
 
 
@@ -81,13 +81,13 @@ def compute_reverse_kl(
     valid_mask: Tensor | None = None,
     kl_fn: Hook = None,
 ) -> Tensor:
-    """KL(reference ‖ policy) of each sequence [B] by the importance weights ref / π."""
+    """Estimate KL(reference ‖ policy) of each sequence [B], with the importance weights ref / π."""
     return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.reverse)
 
 
 def create_truncated_kl(threshold: float = 1.0) -> KLHook:
-    """A kl_fn: the mean of k3 with log-ratios clamped to ±threshold (nats, 0 < threshold ≤ 20), so
-    never negative."""
+    """Return a kl_fn: the mean of k3 with log-ratios clamped to ±threshold (in nats, 0 < threshold
+    ≤ 20). It is never negative."""
     return partial(compute_kl, kl_fn=partial(F.truncated, threshold=threshold))
 
 
@@ -95,13 +95,14 @@ truncated_kl = create_truncated_kl()
 
 
 def create_adaptive_kl(confidence_threshold: float = 0.1) -> KLHook:
-    """A kl_fn: k3 on tokens with a policy probability above the threshold (in [0, 1)), 0 on others;
-    the mean of all."""
+    """Return a kl_fn: the mean over all tokens of k3, counted as 0 on tokens with a policy
+    probability up to the threshold (in [0, 1))."""
     return partial(compute_kl, kl_fn=partial(F.confident, probability=confidence_threshold))
 
 
 def create_reference_model(policy_model: torch.nn.Module, ref_model_fn: Hook = None) -> Any:
-    """Copy the policy as it is now, without gradient, in evaluation mode; or call ref_model_fn."""
+    """Return a copy of the current policy without gradient, in evaluation mode, or the result of
+    ref_model_fn."""
     return (
         ref_model_fn(policy_model)
         if ref_model_fn
@@ -115,8 +116,8 @@ def update_reference_model(
     update_fn: UpdateHook,
     **progress: Any,
 ) -> None:
-    """Move the reference. An update_fn receives the entries of `progress` for its own parameters:
-    step, and kl or kl_value (nats per token)."""
+    """Update the reference model. An update_fn receives the entries of `progress` that it has
+    parameters for: step, and kl or kl_value (nats per token)."""
     taken = inspect.signature(update_fn).parameters
     given = progress | ({"kl_value": progress["kl"]} if "kl" in progress else {})
     every = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -128,8 +129,8 @@ def update_reference_model(
 
 
 def lift_update(kept: Reference) -> UpdateHook:
-    """Turn a moving reference of the core into an update_fn; without a step in the progress, it
-    counts calls."""
+    """Turn a moving reference of the core into an update_fn. If no step is passed to it, it counts
+    its calls instead."""
     states: WeakKeyDictionary[torch.nn.Module, tuple[int, reference.Moving]] = WeakKeyDictionary()
 
     def update_fn(
@@ -145,17 +146,17 @@ def lift_update(kept: Reference) -> UpdateHook:
 
 
 def create_ema_updater(decay: float = 0.999) -> UpdateHook:
-    """An update_fn: reference ← decay · reference + (1 - decay) · policy, in float32."""
+    """Return an update_fn: reference ← decay · reference + (1 - decay) · policy, in float32."""
     return lift_update(reference.ema(decay=decay))
 
 
 def create_periodic_updater(update_every: int) -> UpdateHook:
-    """An update_fn: a copy of the policy at every multiple of `update_every` steps (or calls, if no
-    step is passed)."""
+    """Return an update_fn that copies the policy at every multiple of `update_every` steps, or of
+    its calls if no step is passed."""
     return lift_update(reference.periodic(every=update_every))
 
 
 def create_kl_updater(threshold: float = 0.5) -> UpdateHook:
-    """An update_fn: a copy of the policy once the KL since the last copy adds up to more than
+    """Return an update_fn that copies the policy when the KL added up since the last copy exceeds
     `threshold` nats per token."""
     return lift_update(reference.on_kl(threshold=threshold))

@@ -1,4 +1,4 @@
-"""The rollout manager of the chat and PPO notebook: parallel chats, step by step. The core samples
+"""Manage the rollouts of the chat and PPO notebook: parallel chats, step by step. The core samples
 each reply."""
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class StepData:
     prompt: str
     thinking: str
     content: str
-    history_wo_thinking: Chat  # up to this turn, included
-    history_w_thinking: Chat  # the same with the thinking of every turn, as `reasoning_content`
-    tokens: list[int] = field(default_factory=list)  # context and reply
+    history_wo_thinking: Chat  # the chat up to this turn, with its reply
+    history_w_thinking: Chat  # the same, with the thinking of every turn as `reasoning_content`
+    tokens: list[int] = field(default_factory=list)  # token ids of context and reply
 
 
 @dataclass
 class RLStepData(StepData):
-    """A turn with its data for training. Tensors are constants."""
+    """Hold a turn with its data for training. Tensors are constants."""
 
-    logprobs: Tensor | None = None  # [T] of response_tokens, by the sampling policy
-    values: Tensor | None = None  # [1], the value of the state before the reply
-    response_tokens: list[int] = field(default_factory=list)  # as sampled, the end token included
+    logprobs: Tensor | None = None  # [T] log-probs of response_tokens, from the sampling policy
+    values: Tensor | None = None  # [1] value of the state before the reply
+    response_tokens: list[int] = field(default_factory=list)  # as sampled, with the end token
     advantages: float = 0.0
     returns: float = 0.0
-    old_logprobs: Tensor | None = None  # [T], the "old" of ratios
+    old_logprobs: Tensor | None = None  # [T] the "old" log-probs of ratios
 
 
 @dataclass
@@ -53,7 +53,7 @@ class RolloutData:
     steps: list[StepData] = field(default_factory=list)
     is_complete: bool = False
     terminated_early: bool = False
-    termination_step: int = -1  # its number of steps at its end; -1 before
+    termination_step: int = -1  # number of steps at its end; -1 before its end
     reward: float | None = 0.0  # None: it cannot be scored
     metadata: dict[str, Any] = field(default_factory=dict)
 
@@ -64,7 +64,8 @@ class RolloutData:
         return len(self.steps)
 
     def mark_complete(self, early: bool = False) -> None:
-        """The rollout is over; `early` if it ended by itself before the step limit."""
+        """Mark the rollout as over. `early` says whether it ended by itself before the step
+        limit."""
         self.is_complete = True
         self.terminated_early = early
         self.termination_step = len(self.steps)
@@ -77,7 +78,7 @@ class RolloutData:
 
 
 def _rollout_from(plain: Mapping[str, Any]) -> RolloutData:
-    """Invert `to_dict`."""
+    """Make a rollout from the result of `to_dict`."""
     steps: list[StepData] = []
     for step in plain["steps"]:
         tensors = {
@@ -92,8 +93,8 @@ def _rollout_from(plain: Mapping[str, Any]) -> RolloutData:
 
 
 def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
-    """The rollout in the core's form, without steps lacking log-probs. Its metadata holds
-    `advantages` and `returns` of each step."""
+    """Return the rollout in the core's form, without steps that have no log-probs. Its metadata has
+    the `advantages` and `returns` of each step."""
     trained = [
         s
         for s in rollout.steps
@@ -131,10 +132,11 @@ def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
 
 
 class RolloutManager:
-    """n chats side by side. Every step is one reply in each active chat, all of them one batch.
+    """Run n chats in parallel. In every step, each active chat gets one reply, and all replies are
+    sampled as one batch.
 
-    generator: an `LLMGenerator`; or any object with its `generate`, but then the steps have no
-    tokens to train on.
+    generator: an `LLMGenerator`, or any other object with a method `generate`. With another object,
+    the steps have no tokens to train on.
     """
 
     def __init__(self, generator: Any, n_rollouts: int, max_steps: int = 50):
@@ -155,8 +157,8 @@ class RolloutManager:
     def execute_step(
         self, step_num: int, prompts: Sequence[str], max_new_tokens: int = 1000
     ) -> None:
-        """Sample one reply in every active rollout, to its prompt after its history without
-        thinking. A rollout with a full context is over."""
+        """Sample one reply in every active rollout. The policy reads the history without thinking,
+        and then the rollout's prompt. A rollout ends if its context has no room for a reply."""
         active = [self.rollouts[i] for i in self.active_rollout_indices]
         before = [
             (
@@ -194,8 +196,8 @@ class RolloutManager:
                 self._end(rollout, early=False)
 
     def check_termination_conditions(self, termination_fn: Hook = None) -> list[int]:
-        """End the rollouts with max_steps replies, or by the word of termination_fn (rollout,
-        last_step). Return their indices."""
+        """End each rollout that has max_steps replies, or for which termination_fn(rollout,
+        last_step) is true. Return the indices of these rollouts."""
         before = list(self.active_rollout_indices)
         for rollout in (self.rollouts[i] for i in before):
             full = rollout.get_total_steps() >= self.max_steps
@@ -213,8 +215,8 @@ class RolloutManager:
         termination_fn: Hook = None,
         max_new_tokens: int = 1000,
     ) -> None:
-        """Play all rollouts to their ends. prompt_generator_fn: (rollout, step from 0) → a user
-        message; None ends the rollout early."""
+        """Play all rollouts to their ends. prompt_generator_fn: function from (rollout, step from
+        0) to a user message, or None to end the rollout early."""
         for step_num in range(self.max_steps):
             prompts = []
             for i in list(self.active_rollout_indices):
@@ -237,7 +239,8 @@ class RolloutManager:
             rollout.set_reward(reward_fn(rollout))
 
     def get_rollout_summary(self) -> dict[str, Any]:
-        """Counts and means; `avg_reward` is over the scored rollouts, 0 if there is none."""
+        """Return counts and means of the rollouts. `avg_reward` is the mean over the scored
+        rollouts, or 0 without a scored rollout."""
         steps = [r.get_total_steps() for r in self.rollouts]
         rewards = [r.reward for r in self.rollouts]
         scored = [reward for reward in rewards if reward is not None]
@@ -253,7 +256,7 @@ class RolloutManager:
         }
 
     def save_rollouts(self, filepath: str | Path, format: str = "pickle") -> None:
-        """Write the rollouts as plain data, in JSON or pickled."""
+        """Write the rollouts as plain data, as JSON or as a pickle."""
         plain = [r.to_dict() for r in self.rollouts]
         Path(filepath).write_bytes(
             pickle.dumps(plain) if _is_pickle(format) else json.dumps(plain, indent=2).encode()
@@ -261,8 +264,8 @@ class RolloutManager:
 
     @staticmethod
     def load_rollouts(filepath: str | Path, format: str = "pickle") -> list[RolloutData]:
-        """Load the rollouts of a file of `save_rollouts`. Raises: DataError for a pickle with more
-        than plain data."""
+        """Load the rollouts of a file of `save_rollouts`. Raises: DataError if a pickle contains
+        more than plain data."""
         with Path(filepath).open("rb") as file:
             return [
                 _rollout_from(rollout)
@@ -273,8 +276,8 @@ class RolloutManager:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Read lists, dicts, texts and numbers. A pickle with the name of a class or a function could
-    run anything."""
+    """Read a pickle of lists, dicts, texts and numbers only. A pickle that names a class or a
+    function could run any code, so it is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise DataError(
@@ -290,7 +293,7 @@ def _is_pickle(format: str) -> bool:
 
 
 def _sampled(reply: Step, data: StepData) -> RLStepData:
-    """A turn with the tokens sampled by the core."""
+    """Return a turn with the tokens sampled by the core."""
     logprobs = torch.tensor(reply.logprobs)
     tokens = list(reply.response_ids)
     given: dict[str, Any] = vars(data) | {
@@ -304,8 +307,8 @@ def _sampled(reply: Step, data: StepData) -> RLStepData:
 
 
 def dummy_reward_function(rollout: RolloutData) -> float:
-    """The example reward: half a point a step for a rollout that ended early, else a point a step
-    and 10."""
+    """Return half a point per step if the rollout ended early, else one point per step plus 10 (an
+    example of a reward)."""
     return (
         0.5 * rollout.get_total_steps()
         if rollout.terminated_early
@@ -314,13 +317,14 @@ def dummy_reward_function(rollout: RolloutData) -> float:
 
 
 def dummy_termination_check(rollout: RolloutData, last_step: StepData) -> bool:
-    """The example termination_fn: the reply says DONE, in any case; or by a chance of a tenth,
-    decided by the rollout and the reply."""
+    """Return whether the reply says DONE, in capitals or not (an example of a termination_fn). It
+    is also true in one of ten cases at random. The rollout and the reply decide this, so a repeated
+    call gives the same result."""
     draw = F.mix(rollout.rollout_id, len(rollout.steps), crc32(last_step.content.encode())) / 2**63
     return "DONE" in last_step.content.upper() or draw < 0.1
 
 
 def dummy_prompt_generator(rollout: RolloutData, step_num: int) -> str:
-    """The example prompt_generator_fn: the initial prompt, then "Continue with step n", n counted
-    from 2."""
+    """Return the initial prompt, and later "Continue with step n", with n from 2 (an example of a
+    prompt_generator_fn)."""
     return rollout.initial_prompt if step_num == 0 else f"Continue with step {step_num + 1}"

@@ -1,5 +1,5 @@
-"""The rewards of the notebook of primitives: functions of a rollout in the document's shape, and of
-their numbers as a vector."""
+"""Provide the rewards of the notebook of primitives: functions of a rollout in the document's form,
+and functions of several rewards as a vector."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ RewardFn = Callable[[Rollout], Any]
 
 
 def compute_scalar_reward(rollout: Rollout, reward_fn: RewardFn) -> Any:
-    """Score a rollout by a reward function. None means that it cannot be scored, which is not 0."""
+    """Score a rollout with a reward function. None means "cannot be scored", and differs from 0."""
     return reward_fn(rollout)
 
 
 def compute_vector_reward(rollout: Rollout, reward_fns: Sequence[RewardFn]) -> np.ndarray:
-    """One number for each function; nan if it cannot score the rollout."""
+    """Return one number per reward function; nan if the function cannot score the rollout."""
     return np.array([reward_fn(rollout) for reward_fn in reward_fns], dtype=float)
 
 
 def aggregate_vector_rewards(
     vector_rewards: np.ndarray, aggregator: Callable[[np.ndarray], float]
 ) -> float:
-    """The components as one number: (vector) → float."""
+    """Turn a vector of components into one number with the aggregator."""
     return aggregator(vector_rewards)
 
 
 def length_penalty_reward(min_length: int = 50, max_length: int = 500) -> RewardFn:
-    """A reward: -0.5 for a reply of fewer words, -0.3 for a longer one, else 0."""
+    """Return a reward function: -0.5 for a reply with fewer than min_length words, -0.3 for more
+    than max_length words, else 0."""
 
     def reward_fn(rollout: Rollout) -> float:
         length = len(rollout.generation.text.split())
@@ -44,15 +45,15 @@ def length_penalty_reward(min_length: int = 50, max_length: int = 500) -> Reward
 
 
 def format_reward(pattern: str) -> RewardFn:
-    """A reward: 1 if the reply matches the regular expression, else 0."""
+    """Return a reward function: 1 if the regular expression matches in the reply, else 0."""
     return lambda rollout: float(re.search(pattern, rollout.generation.text) is not None)
 
 
 def exact_match_reward(
     ground_truth_fn: Callable[[str], Any], parse_fn: Callable[[str], Any]
 ) -> RewardFn:
-    """A reward: 1 if parse_fn of the reply equals ground_truth_fn of the prompt, else 0; None if
-    there is no truth."""
+    """Return a reward function: 1 if parse_fn(reply) equals ground_truth_fn(prompt), else 0. It
+    returns None if the prompt has no truth."""
 
     def reward_fn(rollout: Rollout) -> float | None:
         truth = ground_truth_fn(rollout.prompt)
@@ -66,7 +67,7 @@ def exact_match_reward(
 
 
 def tool_usage_reward(min_tools: int = 1) -> RewardFn:
-    """A reward: 1 if at least `min_tools` tool calls did not fail, else 0."""
+    """Return a reward function: 1 if at least `min_tools` tool calls succeeded, else 0."""
 
     def reward_fn(rollout: Rollout) -> float:
         messages = () if rollout.conversation is None else rollout.conversation.messages
@@ -77,7 +78,7 @@ def tool_usage_reward(min_tools: int = 1) -> RewardFn:
 
 
 def weighted_sum_aggregator(weights: Sequence[float]) -> Callable[[np.ndarray], float]:
-    """An aggregator: Σ weight × component."""
+    """Return an aggregator: Σ weight × component."""
     return lambda vector: float(np.dot(vector, weights))
 
 

@@ -1,4 +1,5 @@
-"""Rollouts: episodes of a model, a tokenizer and prompts, played as in training."""
+"""Play episodes from a model, a tokenizer and prompts, as in training, and return them as
+rollouts."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def create_rollout(
     kl_coef: float = 0.0,
     **hooks: Any,
 ) -> Rollout:
-    """One reply to one prompt, scored. Hooks as in `create_batch_rollouts`."""
+    """Sample and score one reply to one prompt. The hooks are those of `create_batch_rollouts`."""
     return create_batch_rollouts(
         model, tokenizer, [prompt], gen_config, reward_fn, ref_model, kl_coef, **hooks
     )[0]
@@ -56,12 +57,13 @@ def create_multiturn_rollout(
     stop_condition: Hook = None,
     **hooks: Any,
 ) -> Rollout:
-    """One episode of at most `max_turns` replies through the chat template; a reply without a tool
-    call ends it.
+    """Play one episode of at most `max_turns` replies through the chat template. A reply without a
+    tool call ends it.
 
-    tool_parser: receives the text without thinking; calls are {"name": …, "args": …} or in OpenAI's
-      form. tool_executor: plain or async. stop_condition: asked after a reply's calls are answered.
-      hooks: those of `create_batch_rollouts`.
+    tool_parser: function from a reply's text, without its thinking, to its calls. A call is
+      {"name": …, "args": …} or has OpenAI's form. tool_executor: function that runs a call, plain
+      or async. stop_condition: called after the calls of a reply have been answered. hooks: those
+      of `create_batch_rollouts`.
     """
     hooks["environment"] = tool_environment(max_turns, tool_parser, tool_executor, stop_condition)
     return create_batch_rollouts(
@@ -91,12 +93,13 @@ def create_batch_rollouts(
     use_chat_template: bool = False,
     seed: int | None = None,
 ) -> list[Rollout]:
-    """Play a rollout of each prompt, all sampled as one batch. Their log-probs are the model's,
-    with gradient if gradients are enabled.
+    """Play one rollout per prompt, all sampled as one batch. The log-probs are computed by the
+    model, with gradient if gradients are enabled.
 
-    Texts are read as they are without use_chat_template. kl_penalty: kl_coef × KL on the policy's
-      own tokens, by kl_fn. environment: the policy's counterpart; None: one reply. engine: None is
-      `rlkit.engines.Cached`. seed: None takes one from torch's generator.
+    Without use_chat_template, the model reads texts as they are. The kl_penalty of a rollout is
+      kl_coef × KL on the policy's own tokens, computed by kl_fn. environment: the policy's
+      counterpart; None: one reply. engine: the sampling engine; None: `rlkit.engines.Cached`. seed:
+      seed of the rollouts; None takes a seed from torch's generator.
     """
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
     policy = wrap_policy(
@@ -135,8 +138,8 @@ def tool_environment(
     tool_executor: Hook = None,
     stop_condition: Hook = None,
 ) -> Environment:
-    """Make the environment of `create_multiturn_rollout` from its hooks; `training_iteration` takes
-    it as `environment`."""
+    """Make the environment of `create_multiturn_rollout` from its hooks. It can also be the
+    `environment` of `training_iteration`."""
     environment = single_turn()._replace(max_steps=max_turns)
     if tool_parser is not None:
         environment = environment._replace(
@@ -148,14 +151,14 @@ def tool_environment(
 
 
 class Stopping(FunctionSession):
-    """A session with a stop_condition after every answer."""
+    """Run a session that calls a stop_condition after every answer."""
 
     def __init__(self, environment: Environment, task: Task, stop: Callable[[Conversation], bool]):
         super().__init__(environment, task, {})
         self.stop = stop
 
     async def answer(self, rollout: types.Rollout) -> tuple[types.Rollout, Messages | None]:
-        """The environment's answer, unless the conversation is to stop."""
+        """Return the environment's answer. If stop_condition is true, end the episode instead."""
         rollout, said = await super().answer(rollout)
         return rollout, None if said is None or self.stop(make_conversation(rollout)) else said
 
@@ -165,8 +168,8 @@ def _parser(tool_parser: Callable[[str], Any]) -> ToolParser:
 
 
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:
-    """Read a tool_parser's call. Everything except its name is an argument, unless it names its
-    arguments."""
+    """Read a call returned by a tool_parser. Its arguments are in "arguments" or "args"; without
+    these keys, every key except id, type and name is an argument."""
     function = call.get("function", call)
     rest = {key: value for key, value in function.items() if key not in ("id", "type", "name")}
     arguments = rest.get("arguments", rest.get("args"))
@@ -178,8 +181,8 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def _executor(tool_executor: Callable[[Any], Any]) -> Callable[[ToolCall, Mapping[str, Tool]], Any]:
-    """Turn a tool_executor into the core's form. Its results are text as they print; its errors are
-    errors for the policy to read."""
+    """Turn a tool_executor into the core's form. A result is turned into text with `str`. The
+    policy reads an error as the result of the call."""
 
     async def execute_hook(call: ToolCall, tools: Mapping[str, Tool], /) -> ToolResult:
         async def later(**_: Any) -> str:

@@ -1,5 +1,5 @@
-"""The PPO trainer of the chat and PPO notebook. `rlkit.training.learner.Learner` makes its updates:
-there is one training loop."""
+"""Provide the PPO trainer of the chat and PPO notebook. Its updates are made by
+`rlkit.training.learner.Learner`, so there is only one training loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlkit.types import Estimate, Rollout
 
 
 class SimpleValueHead(nn.Module):
-    """A value head: [..., hidden] → [..., 1]."""
+    """Compute values from hidden states: [..., hidden] → [..., 1]."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -43,8 +43,8 @@ class SimpleValueHead(nn.Module):
 def compute_advantages_and_returns(
     rollouts: Sequence[RolloutData], gamma: float = 0.99, lam: float = 0.95, use_gae: bool = True
 ) -> None:
-    """Write `advantages` and `returns` into the steps: GAE over steps, per step, with the reward at
-    the last one; lam = 1 without use_gae."""
+    """Write `advantages` and `returns` into the steps, one number per step. They are computed by
+    GAE over the steps, with the reward at the last step. Without use_gae, lam is 1."""
     for rollout in (r for r in rollouts if r.steps):
         steps: list[Any] = rollout.steps
         values = torch.tensor(
@@ -80,11 +80,11 @@ def compute_value_loss(
     clip_epsilon: float = 0.2,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mean squared distance of the values from the returns [B], with `clip_value` clipped
-    around old_values; and its statistics.
+    """Compute the mean squared distance of the values from the returns [B], and its statistics.
+    With `clip_value`, the values are clipped around old_values.
 
-    values, old_values: [B], or [B, T] or [B, T, 1]. Of the latter, the last value under the mask
-    [B, T] counts. clip_epsilon: units of reward.
+    values, old_values: [B], [B, T] or [B, T, 1]. With T, the last value inside the mask [B, T] is
+    used. clip_epsilon: largest distance from old_values, in units of reward.
     """
     if clip_value and old_values is None:
         raise ValueError("clip_value=True needs old_values, the values before the first update")
@@ -104,7 +104,7 @@ def compute_value_loss(
 
 
 def _of_last_token(values: Tensor, mask: Tensor | None) -> Tensor:
-    """[B], [B, T] or [B, T, 1] → [B]."""
+    """Return one value per sequence: [B], [B, T] or [B, T, 1] → [B]."""
     values = values[..., 0] if values.dim() == 3 else values
     if values.dim() == 1:
         return values
@@ -117,7 +117,8 @@ def _of_last_token(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """KL(old ‖ new) from tokens of the old policy: the mean of old - new, in nats per token."""
+    """Estimate KL(old ‖ new) from tokens sampled by the old policy: the mean of old - new, in nats
+    per token."""
     return (old_logprobs - logprobs).mean()
 
 
@@ -125,8 +126,8 @@ def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 class HeadOnStates(nn.Module):
-    """A value head as the core's critic. It reads the policy's last hidden states and does not
-    train them."""
+    """Use a value head as the core's critic. It reads the policy's last hidden states, but passes
+    no gradient to them."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
@@ -144,8 +145,8 @@ def advantages_of_steps(
     step_ids: Tensor,
     response_mask: Tensor,
 ) -> Estimate:
-    """The advantages and returns in the rollouts' metadata, one number a step, at each of its
-    tokens [B, T]."""
+    """Read the advantages and returns from the rollouts' metadata, one number per step, and put
+    each number on all tokens of its step [B, T]."""
     found = []
     for name in ("advantages", "returns"):
         numbers = nn.utils.rnn.pad_sequence(
@@ -157,8 +158,9 @@ def advantages_of_steps(
 
 
 class RLTrainer:
-    """PPO on whole rollouts: rollouts, rewards, values, advantages, updates, again. config: any of
-    DEFAULTS; 0 is no save_interval."""
+    """Train with PPO on whole rollouts. Each iteration samples rollouts, computes rewards, values
+    and advantages, and makes the updates. config: values for any keys of DEFAULTS. With
+    save_interval=0, nothing is saved."""
 
     def __init__(self, model: Any, tokenizer: Any, value_head: nn.Module, config: dict[str, Any]):
         unknown = sorted({*config} - {*DEFAULTS})
@@ -197,7 +199,7 @@ class RLTrainer:
         )
 
     def _experiment(self, epochs: int, minibatches: int) -> Experiment:
-        """The experiment of a step of the learner."""
+        """Return the experiment for one step of the learner."""
         s = self.settings
         algorithm, _ = make_core(
             TrainingConfig("ppo", clip_range=s["clip_epsilon"], value_loss_coef=s["vf_coef"])
@@ -221,8 +223,8 @@ class RLTrainer:
     def generate_with_values(
         self, prompts: Sequence[Any], max_new_tokens: int = 512, temperature: float | None = None
     ) -> tuple[list[tuple[str, str]], list[Tensor], list[Tensor], list[list[int]]]:
-        """For each reply: (thinking, content), log-probs [T], values [T] of the states before its
-        tokens, and its token ids [T]."""
+        """Sample replies. Return four lists: (thinking, content), log-probs [T], values [T] of the
+        states before the tokens, and token ids [T]."""
         rollouts = begun(
             self.generator.policy, self.generator.replies(prompts, max_new_tokens, temperature)
         )
@@ -232,7 +234,8 @@ class RLTrainer:
         return [(s.thinking, s.content) for s in steps], logprobs, self._values(rollouts), tokens
 
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """The value before each sampled token of rollouts with one step [T]."""
+        """Return the values [T] of the states before the sampled tokens, for rollouts with one
+        step."""
         u = self.learner.record()
         batch = u.assemble_batch(rollouts)
         found: Any = compute_batch_logprobs(u, self.model, batch, critic=self.learner.critic).values
@@ -241,15 +244,15 @@ class RLTrainer:
     def train_step(
         self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32
     ) -> dict[str, float]:
-        """Take one step of the learner on rollouts with advantages and return its metrics. A
-        minibatch has about `batch_size` steps, of whole rollouts."""
+        """Take one step of the learner on rollouts with advantages, and return its metrics. A
+        minibatch consists of whole rollouts with about `batch_size` steps in total."""
         trained = [r for r in (core_rollout(r, group=i) for i, r in enumerate(rollouts)) if r.steps]
         if not trained:
             return {}
         steps = sum(len(r.steps) for r in trained)
         minibatches = max(1, min(len(trained), -(-steps // batch_size)))
         self.learner.settle(self._experiment(n_epochs, minibatches), exact=False)
-        self.model.eval()  # no dropout: sampler and trainer must see one policy
+        self.model.eval()  # without dropout, so sampler and trainer see the same policy
         row = self.learner.step(trained)
         self.generator.version = self.learner.rl_step
         named = {"policy_loss": row["loss/policy"], "value_loss": row["value/loss"]}
@@ -269,8 +272,8 @@ class RLTrainer:
         n_rollouts_per_iter: int = 4,
         max_steps: int = 50,
     ) -> list[dict[str, Any]]:
-        """Train for n_iterations. Return the rows of all iterations so far: iteration,
-        rollout_summary, training_stats (of `train_step`)."""
+        """Train for n_iterations. Return one row for each iteration so far, with iteration,
+        rollout_summary and training_stats (the metrics of `train_step`)."""
         for _ in range(n_iterations):
             manager = RolloutManager(self.generator, n_rollouts_per_iter, max_steps)
             manager.initialize_rollouts(initial_prompts_generator(n_rollouts_per_iter))
@@ -303,7 +306,7 @@ class RLTrainer:
         return self.training_stats
 
     def add_values(self, rollouts: Sequence[RolloutData]) -> None:
-        """Write `values` [1] into the steps: the value of the state before the reply."""
+        """Write the value of the state before the reply into each step, as `values` [1]."""
         steps = [
             s for r in rollouts for s in r.steps if isinstance(s, RLStepData) and s.response_tokens
         ]
@@ -312,7 +315,8 @@ class RLTrainer:
             step.values = values[:1]
 
     def save_checkpoint(self, filepath: str | Path) -> None:
-        """Write everything that decides later iterations; `load_checkpoint` goes on from there."""
+        """Write everything that later iterations depend on. `load_checkpoint` continues from this
+        file."""
         nets = {f"{name}_state_dict": getattr(self, name).state_dict() for name in SAVED}
         rest = {
             "training_stats": self.training_stats,
@@ -322,8 +326,8 @@ class RLTrainer:
         torch.save({**nets, **rest, "learner": self.learner.save()}, filepath)
 
     def load_checkpoint(self, filepath: str | Path) -> None:
-        """Put a checkpoint back into a trainer of the same model and config. It then goes on bit
-        for bit."""
+        """Load a checkpoint into a trainer with the same model and config. The trainer then
+        continues with the same results, bit for bit."""
         kept = torch.load(
             filepath, weights_only=True, map_location=next(self.model.parameters()).device
         )
@@ -362,5 +366,5 @@ INITIAL_PROMPTS = (
 
 
 def generate_initial_prompts(n: int) -> list[str]:
-    """The example initial_prompts_generator: four prompts, over and over."""
+    """Return n prompts, repeating four examples (an example of an initial_prompts_generator)."""
     return list(islice(cycle(INITIAL_PROMPTS), n))

@@ -1,4 +1,4 @@
-"""Train from a notebook. An iteration is a step of rlkit.training.learner.Learner, as in `rlkit
+"""Train from a notebook. An iteration is one step of rlkit.training.learner.Learner, as in `rlkit
 train`."""
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from rlkit.training.learner import Learner
 from rlkit.training.update.optimizers import make_first_critic
 from rlkit.types import Policy, Task
 
-WHOLE = 1 << 24  # tokens of a micro-batch, more than any minibatch has
-MEASURED = 1e-30  # a coefficient that measures the KL and pulls at nothing
+# tokens of a micro-batch; more than any minibatch has, so a minibatch is never split
+WHOLE = 1 << 24
+MEASURED = 1e-30  # a coefficient above 0, so the KL is measured, but too small to have an effect
 NAMES = {
     "loss": "loss/total",
     "reward": "reward/mean",
@@ -60,9 +61,9 @@ NAMES = {
 
 
 class Run(NamedTuple):
-    """State handed from one iteration of an optimizer to the next."""
+    """Hold the state that one iteration of an optimizer passes to the next."""
 
-    learner: Mapping[str, Any]  # Learner.save
+    learner: Mapping[str, Any]  # result of Learner.save
     critic: nn.Module | None
     engine: Any
     stream: StreamState
@@ -72,8 +73,8 @@ RUNS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Run] = weakref.WeakKeyDic
 
 
 class IterationLearner(Learner):
-    """A learner of an iteration's arguments. parts: of the Experiment. hooks: as for
-    `with_hooks`."""
+    """Make a learner from an iteration's arguments. parts: fields of the Experiment. hooks: hooks
+    of `with_hooks`."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class IterationLearner(Learner):
         **hooks: Any,
     ):
         micro_batch_tokens = hooks.pop("micro_batch_tokens", 16384)
-        # caches keep parts for longer than a learner
+        # a weak reference, because caches keep the parts longer than the learner lives
         algorithm, kl = with_hooks(weakref.proxy(self), config, **hooks)
         if ref_update_fn is not None:
             kl = kl._replace(estimator=kl.estimator or F.k3, coef=kl.coef or MEASURED)
@@ -118,7 +119,7 @@ class IterationLearner(Learner):
             optimizer.add_param_group({"params": new, "lr": config.value_learning_rate})
         critic = self.own_critic if algorithm.critic.active else None
         nets = [policy.model] if critic is None else [policy.model, critic]
-        # the caller's optimizer, as one for the policy and one for the critic
+        # split the caller's optimizer into one for the policy and one for the critic
         super().__init__(
             x,
             policy,
@@ -161,12 +162,12 @@ def training_iteration(
     use_chat_template: bool = False,
     **hooks: Any,
 ) -> TrainingState:
-    """Take one RL step, as in `rlkit train`, with its metrics and those of NAMES. Iterations with
-    one optimizer are one run.
+    """Take one RL step, as in `rlkit train`. Return its metrics, also under the short names in
+    NAMES. All iterations with the same optimizer are one run.
 
-    batch_size: number of next prompts, in an order fixed by the seed; None: all of them. hooks:
-      advantage_fn, loss_fn (on a whole minibatch), kl_fn, pair_selector; micro_batch_tokens. A hook
-      without effect raises ValueError.
+    batch_size: number of prompts to take next, in an order fixed by the seed; None: all prompts.
+      hooks: advantage_fn, loss_fn (on a whole minibatch), kl_fn, pair_selector, and
+      micro_batch_tokens. A hook without effect raises ValueError.
     """
     _warn(gen_config, make_core(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
     seed = choose_seed(seed)
@@ -174,7 +175,8 @@ def training_iteration(
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
     stream = run.stream if run and batch_size else StreamState()
     if batch_size is None:
-        # the i-th task drawn by the stream is the one at places[i]
+        # reorder the tasks, so the stream draws them in the given order: its i-th draw is at
+        # places[i]
         places = order_of_parts(tasks, seed, 0)
         tasks = [
             task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])
@@ -194,7 +196,7 @@ def training_iteration(
         "reward": reward._replace(normalize=reward.normalize or train_config.normalize_rewards),
     }
     was_training = model.training
-    model.eval()  # no dropout: sampler and trainer are to see one policy
+    model.eval()  # without dropout, so sampler and trainer see the same policy
     try:
         return IterationLearner(
             policy, optimizer, train_config, ref_model, ref_update_fn, parts, **hooks
@@ -204,7 +206,7 @@ def training_iteration(
 
 
 def _warn(config: GenerationConfig, kl: KL, ref_model: Any, ref_update_fn: Any, kl_fn: Any) -> None:
-    """Warn of settings without effect. Raises: ValueError for a hook without one."""
+    """Warn of settings without effect. Raises: ValueError for a hook without effect."""
     for name, hook in (("ref_update_fn", ref_update_fn), ("kl_fn", kl_fn)):
         if hook is not None and ref_model is None:
             raise ValueError(
@@ -249,12 +251,13 @@ def train(
     seed: int | None = None,
     **hooks: Any,
 ) -> tuple[Any, Any]:
-    """Train adapters on a model, or a model object, on prompts in an order fixed by the seed.
-    Return model and tokenizer.
+    """Train adapters on a named model, or train a model object. The seed fixes the order of the
+    prompts. Return model and tokenizer.
 
-    train_config: in place of algorithm, learning_rate and kl_coef; switch_strategy: in place of
-    algorithm. log_fn: given every state. optimizer_fn: (parameters, lr=learning_rate) → optimizer.
-    hooks: of `training_iteration`; pair_selector acts while there are pairs.
+    train_config: replaces algorithm, learning_rate and kl_coef. switch_strategy: replaces
+    algorithm. log_fn: called with every state. optimizer_fn: function from (parameters,
+    lr=learning_rate) to an optimizer. hooks: hooks of `training_iteration`. With a switch_strategy,
+    pair_selector is used only in iterations with dapo.
     """
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
     model = (
@@ -299,8 +302,8 @@ def _say(steps: int, tokens: int, state: TrainingState) -> None:
 def update_ema_metrics(
     current_metrics: Mapping[str, float], ema_metrics: Mapping[str, float], momentum: float = 0.9
 ) -> dict[str, float]:
-    """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a nan
-    or infinite value changes nothing."""
+    """Return momentum · average + (1 - momentum) · value for each name. A new name starts with its
+    value. A nan or infinite value changes nothing."""
     finite = {name: value for name, value in current_metrics.items() if math.isfinite(value)}
     return {
         **ema_metrics,

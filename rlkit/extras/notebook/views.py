@@ -1,5 +1,5 @@
-"""Episodes of the core in the document's form, and its hooks as functions of the core's
-episodes."""
+"""Show episodes of the core in the document's form, and turn the document's hooks into functions of
+the core's episodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlkit.rewards import Reward, batched, read_declarations
 
 
 class Arguments(dict[str, Any]):
-    """A call's arguments, with the call in its tool_parser's form."""
+    """Hold a call's arguments, together with the call as its tool_parser returned it."""
 
     def __init__(self, arguments: Mapping[str, Any], call: Mapping[str, Any]):
         super().__init__(arguments)
@@ -27,7 +27,8 @@ class Arguments(dict[str, Any]):
 
 
 def call_as_given(call: types.ToolCall) -> Mapping[str, Any]:
-    """A call in its tool_parser's form; without a parser, in OpenAI's."""
+    """Return a call as its tool_parser returned it. Without a tool_parser, return it in OpenAI's
+    form."""
     return call.arguments.call if isinstance(call.arguments, Arguments) else convert_to_dict(call)
 
 
@@ -38,10 +39,10 @@ def view(
     kl_penalty: float = 0.0,
     whole: bool = False,
 ) -> Rollout:
-    """Show an episode in the document's form, with its reward less kl_penalty.
+    """Show an episode in the document's form. kl_penalty is subtracted from its reward.
 
-    logprobs: [T] of the tokens, in place of the sampler's. whole: take the tokens of all replies,
-    for a loss; else only of the last one.
+    logprobs: [T] log-probs of the tokens, instead of the sampler's. whole: whether to take the
+    tokens of all replies, as a loss needs, or only of the last reply.
     """
     steps = episode.steps if whole else episode.steps[-1:]
     ids = [step.response_ids[i] for step in steps for i in step.sampled]
@@ -65,7 +66,7 @@ def view(
 
 
 def make_conversation(episode: types.Rollout) -> Conversation:
-    """The messages of an episode, thinking left out."""
+    """Return the messages of an episode, without thinking."""
     results = {
         r.id: {"id": r.id, "name": r.name, "ok": r.ok}
         for step in episode.steps
@@ -89,8 +90,8 @@ def make_conversation(episode: types.Rollout) -> Conversation:
 def viewed_reward(
     reward_fn: Any, aggregator: Hook = None, vectors: dict[int, np.ndarray] | None = None
 ) -> Reward:
-    """Turn a reward function of views, or a list of them, into a Reward of the core. `vectors`
-    collects its vectors, by the prompt's position."""
+    """Turn a reward function of views, or a list of reward functions, into a Reward of the core. If
+    a function returns vectors, `vectors` collects them by the position of the prompt."""
     if isinstance(reward_fn, Reward):
         return reward_fn
     mean: Callable[..., float] = aggregator or (lambda vector: float(np.mean(vector)))
@@ -110,7 +111,8 @@ def _of_view(
     aggregator: Callable[..., float],
     vectors: dict[int, np.ndarray] | None,
 ) -> Callable[..., Any]:
-    """Wrap a reward function: it receives views, and its vectors become numbers."""
+    """Wrap a reward function. It receives views, and a vector that it returns becomes one
+    number."""
 
     def number(found: Any, episode: types.Rollout) -> Any:
         if not np.ndim(found):
@@ -132,7 +134,7 @@ def _of_view(
 
 
 def stacked(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
-    """Log-probs and mask [B, T] of the rollouts' tokens, filled up on the right."""
+    """Return log-probs and mask [B, T] of the rollouts' tokens, padded on the right."""
     if any(r.generation.logprobs is None for r in rollouts):
         raise ValueError("a rollout has no log-probs; give generate(…, compute_logprobs=True)")
     pad = torch.nn.utils.rnn.pad_sequence
@@ -143,7 +145,8 @@ def stacked(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
 
 
 def task_rewards(rollouts: Sequence[Rollout]) -> Tensor:
-    """[B] rewards before the KL penalty, nan if there is none. Raises: ValueError for a vector."""
+    """Return the rewards [B] before the KL penalty; nan without a reward. Raises: ValueError if a
+    reward is a vector."""
     if any(np.ndim(r.reward) > 0 for r in rollouts if r.reward is not None):
         raise ValueError(
             "a rollout's reward is a vector; make it a number with aggregate_vector_rewards before"
@@ -155,7 +158,8 @@ def task_rewards(rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def groups(rollouts: Sequence[Rollout]) -> Tensor:
-    """[B] int64: rollouts of one prompt share a number."""
+    """Return a number for each rollout, [B] int64. Rollouts of the same prompt have the same
+    number."""
     kept = [r.metadata.get("episode") for r in rollouts]
     keys = [
         r.prompt if e is None else str(e.task.messages) for r, e in zip(rollouts, kept, strict=True)

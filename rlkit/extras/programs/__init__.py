@@ -1,12 +1,13 @@
-"""Programs and servers of others: a program plays an episode through an endpoint on loopback, tools
-come from MCP servers, games have two players or many boards, tasks have Harbor's format.
+"""Connect programs and servers of others. A program plays an episode through an endpoint on
+loopback. Tools come from MCP servers. Games have two players, or many boards that are stepped
+together. Tasks are read from Harbor's format.
 
 aiohttp is imported only when it is needed.
 
-Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _harbor,
-_named_games, _two_players, contract, record, settings, slots, stopping, _processes, _commands,
-tool_servers, wire, _mcp, conversations, server, _verifier, hidden_tests, _players, _program,
-serving, commands.
+Each file imports only files before it in this list: _confinement, _guard_child, _gymnasium_vector,
+_harbor, _named_games, _two_players, contract, record, settings, slots, stopping, _processes,
+_commands, tool_servers, wire, _mcp, conversations, server, _verifier, hidden_tests, _players,
+_program, serving, commands.
 """
 
 from rlkit.extras.programs._gymnasium_vector import gymnasium_vector

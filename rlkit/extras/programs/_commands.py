@@ -1,4 +1,5 @@
-"""A command of a config: its missing files before it starts, and its readable ones."""
+"""Prepare a command of a config: find its missing files before it starts, and list the files that
+it may read when it is confined."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from pathlib import Path
 from rlkit.errors import ConfigError
 from rlkit.extras.programs._processes import Limits
 
-# Read and run by a confined program: programs and libraries, and files of the C library and TLS
+# Paths that a confined program may read and run: programs and libraries, and files of the C library
+# and TLS
 SYSTEM = (
     "/usr",
     "/lib",
@@ -32,29 +34,30 @@ SYSTEM = (
 )
 INTERPRETER = re.compile(r"(python|pypy)[\d.]*|node|ruby|perl|(ba|da|k|z)?sh")
 SCRIPT = re.compile(r".\.(py|js|cjs|mjs|rb|pl|sh)$")
-# options of an interpreter followed by a text or a module, in place of a script
+# options of an interpreter that are followed by a text or a module instead of a script
 TEXT = re.compile(r"-\w*[cemp]|--eval|--print")
-RECORDS = "outputs"  # the folder of runs; their rollouts hold answers
+# the folder of runs, which a program may not read, because rollouts hold answers
+RECORDS = "outputs"
 
 
 def find_files(command: Sequence[str], found: Callable[[str], bool] = os.path.isfile) -> list[str]:
-    """Make the paths of a command's files absolute; `python` is this process's own. `found`:
-    whether a word is a path."""
+    """Make the paths of a command's files absolute. The word `python` becomes this process's
+    interpreter. `found` says whether a word is a path."""
     words = map(str, command)
     out = [str(Path(word).absolute()) if found(word) else word for word in words]
     return [sys.executable if out[0] == "python" else out[0], *out[1:]]
 
 
 def check_command(key: str, words: Sequence[str], path: str | None = None) -> str:
-    """Find missing files of a command, before anything starts.
+    """Find missing files of a command before the run starts.
 
     Args:
-      key: its key in the config.
-      words: see `find_files`.
-      path: PATH of the command; None: this process's own.
-    Returns: a missing relative path, since files of a task may bring it; else "".
+      key: key of the command in the config.
+      words: words of the command, from `find_files`.
+      path: PATH of the command; None: PATH of this process.
+    Returns: a missing relative path, because the files of a task may provide it; else "".
     Raises: ConfigError if the program, its interpreter or its script is missing, or if the program
-      has no right to be executed.
+      may not be executed.
     """
     program = words[0]
     script = find_script(words)
@@ -83,8 +86,8 @@ def check_command(key: str, words: Sequence[str], path: str | None = None) -> st
 
 
 def find_script(words: Sequence[str]) -> str:
-    """The script of a command's interpreter, `agent.py` of [python, -u, agent.py]; "" if there is
-    none, or if it cannot be told from a value of an option."""
+    """Return the script that a command's interpreter runs: `agent.py` in [python, -u, agent.py].
+    Return "" if there is no script, or if it might be the value of an option."""
     names = [os.path.basename(word) for word in words]
     at = next((i for i, name in enumerate(names) if INTERPRETER.fullmatch(name)), len(words))
     for before, word in zip(words[at:], words[at + 1 :], strict=False):
@@ -96,7 +99,7 @@ def find_script(words: Sequence[str]) -> str:
 
 
 def read_interpreter(program: str) -> str:
-    """The interpreter named by the first line of a script; "" for any other file."""
+    """Return the interpreter named in the first line of a script; "" for any other file."""
     try:
         with open(program, "rb") as file:
             line = file.readline(256).decode(errors="replace")
@@ -119,16 +122,18 @@ def confine_limits(
     path: str | None = None,
     closed: Sequence[str] = (),
 ) -> Limits:
-    """Add to the limits of a confined command the paths it reads beside its own folder.
+    """Return the limits of a confined command, with the paths that it may read beside its working
+    folder.
 
-    It reads and runs the system's programs and libraries, this Python, the installations of the
-    command's program and interpreter, the files of the command, the folder of its own code, and
-    `more`.
+    The command may read and run the system's programs and libraries, this Python, the installations
+    of its program and interpreter, the files named in the command, the folder of its code, and the
+    paths in `more`.
 
     Args:
-      words: see `find_files`.
-      path: PATH of the command; None: this process's own.
-      closed: words of another command; its files in the folder of the code stay closed.
+      words: words of the command, from `find_files`.
+      more: further paths to read.
+      path: PATH of the command; None: PATH of this process.
+      closed: words of another command. Its files in the folder of the code stay closed.
     """
     program = shutil.which(words[0], path=path) or words[0]
     interpreter = shutil.which(read_interpreter(program), path=path) or program
@@ -147,8 +152,8 @@ def confine_limits(
 
 
 def list_installation(program: str) -> list[str]:
-    """Programs and libraries installed together with a program, PREFIX/bin/NAME; a virtual
-    environment whole."""
+    """List the folders installed together with a program PREFIX/bin/NAME. If PREFIX is a virtual
+    environment, the whole folder is listed."""
     found = list_node_packages(program)
     for place in (program, os.path.realpath(program)):
         prefix, folder = os.path.split(os.path.dirname(place))
@@ -160,18 +165,18 @@ def list_installation(program: str) -> list[str]:
 
 
 def list_node_packages(file: str) -> list[str]:
-    """Packages of npm for a file to import, in every folder above it."""
+    """List the npm packages that a file can import, from every folder above it."""
     above = Path(os.path.abspath(file)).parents
     paths = [folder / name for folder in above for name in ("node_modules", "package.json")]
     return [str(path) for path in paths if path.exists()]
 
 
 def list_code_folders(file: str, closed: Sequence[str]) -> list[str]:
-    """Paths of the open files and folders beside a command's own code.
+    """List the files and folders beside a command's code that a confined command may read.
 
-    Closed are links, names with a dot in front, the records of runs, and `closed`. The home
-    folder, a folder above it, and the folder of temporary files stay closed whole, and so does a
-    folder of installed programs, `bin`.
+    Left out are links, names that start with a dot, the records of runs, and `closed`. If the code
+    is in the home folder, in a folder above it, in the folder of temporary files, or in a folder
+    `bin` of installed programs, nothing is listed.
     """
     folder = os.path.dirname(file)
     home = os.path.realpath(os.path.expanduser("~"))

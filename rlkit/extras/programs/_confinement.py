@@ -1,10 +1,11 @@
-"""The limits of a confined program: files, one TCP port, and some system calls. The guard sets them
-before the program begins.
+"""Describe the limits of a confined program: its files, one TCP port, and its system calls. The
+guard process (_guard_child.py) sets these limits before the program begins.
 
-Landlock's version 6 keeps the program to its files, to one TCP port, and to signals of its own. The
-filter closes the ways around it: sockets other than TCP (MPTCP, UDP, unix sockets by path), data in
-a TCP handshake, a port by `listen` alone, io_uring, and other processes' memory, limits and
-priorities. Everything else is allowed.
+Landlock's version 6 limits the program to its files, to one TCP port, and to signals among its own
+processes. A filter of system calls closes the ways around Landlock. It forbids sockets other than
+TCP (MPTCP, UDP, unix sockets by path), data in a TCP handshake, a port opened by `listen` alone,
+io_uring, and access to other processes' memory, limits and priorities. All other system calls are
+allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 
 from rlkit.sandbox.process import CHILD
 
-# Rights of Landlock: execute and read; list; everything except the making of devices
+# Rights of Landlock. RUN: execute, read and list. LIST: list names. OWN: everything except making
+# devices.
 RUN = 0x1 | 0x4 | 0x8
 LIST = 0x8
 OWN = 0x77BF
@@ -63,7 +65,8 @@ FASTOPEN = 0x20000000
 
 
 def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
-    """The filter of a whole program, in the terms of rlkit/sandbox/_child.py (`s`)."""
+    """Return the filter of system calls for a whole program. It is written with the constants and
+    functions of rlkit/sandbox/_child.py (`s`)."""
     s = SimpleNamespace(**runpy.run_path(str(CHILD), run_name="limits"))
     column, audit, clone, _, prlimit, _ = s.MACHINES[machine]
     allow = (s.GIVE, 0, 0, s.ALLOW)
@@ -72,7 +75,7 @@ def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
         program += [(s.ABOVE, 0, 1, 0x40000000), (s.GIVE, 0, 0, s.KILL)]
     for pair in FORBIDDEN.values():
         program += s.only(pair[column], [])
-    # clone3: the C library falls back on clone
+    # clone3: report that it does not exist, so the C library uses clone
     program += [(s.EQUAL, 0, 1, 435), (s.GIVE, 0, 0, s.ENOSYS)]
     tcp = [
         s.argument(0),
@@ -87,7 +90,8 @@ def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
         allow,  # TCP
     ]
     program += s.only((41, 198)[column], tcp)
-    program += s.only(prlimit, [s.argument(0), (s.EQUAL, 0, 1, 0), allow])  # of oneself
+    # only for the process itself
+    program += s.only(prlimit, [s.argument(0), (s.EQUAL, 0, 1, 0), allow])
     flags = (
         (clone, 0, NEW_NAMESPACE),
         ((44, 206)[column], 3, FASTOPEN),
@@ -100,11 +104,12 @@ def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 class Root(NamedTuple):
-    """A file tree of a command's own: this machine's, with other folders at its top."""
+    """Describe a separate file tree for a command: this machine's tree, with other folders at its
+    top."""
 
-    place: str  # an empty folder, where the tree is put together
-    readable: Mapping[str, str]  # name at the top → folder to show there
-    own: Mapping[str, str]  # the same for folders that the command writes
+    place: str  # an empty folder in which the tree is built
+    readable: Mapping[str, str]  # name at the top → folder shown under this name
+    own: Mapping[str, str]  # the same, for folders that the command may write
 
 
 def confinement(
@@ -113,9 +118,10 @@ def confinement(
     listed: Sequence[str] = (),
     root: Root | None = None,
 ) -> dict[str, Any]:
-    """The limits in the form of the guard. The program and its children read and run `readable`,
-    list the names in `listed`, write their own folder and connect to `port` if there is one, no
-    more. With `root`, they see that file tree and have a network of their own, which is empty."""
+    """Return the limits in the form that the guard reads. The program and its children may read and
+    run the paths in `readable`, list the names in the folders `listed`, write their working folder,
+    and connect to `port` if it is given. With `root`, they see this file tree instead of the
+    machine's, and have an empty network."""
     paths = [*((path, RUN) for path in readable), *((path, LIST) for path in listed), (".", OWN)]
     limits: dict[str, Any] = {
         "by": str(CHILD),

@@ -2,12 +2,12 @@
 
     python -I -S -B _guard_child.py      standard input: a line of JSON, the arguments of `begin`,
                                          then nothing until its end
-    python -I -S -B _guard_child.py keep PARENT COMMAND …     its standard streams are the command's
+    python -I -S -B _guard_child.py keep PARENT COMMAND …     the command gets its standard streams
 
-It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so it also finds a process that
-left its session. The program prints to this process's standard output and error. Once no process is
-left, the line `exit STATUS` follows on standard error; a signal is 128 + its number. No rlkit is
-imported.
+This guard process takes over every orphan of the program (PR_SET_CHILD_SUBREAPER). So it also finds
+a process that has left the program's session. The program prints to the guard's standard output and
+error. When no process is left, the guard writes the line `exit STATUS` to standard error. For a
+signal, STATUS is 128 + its number. The guard does not import rlkit.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ import signal
 import sys
 import tempfile
 
-# of prctl, linux/prctl.h
+# options of prctl, from linux/prctl.h
 SUBREAPER = 36
 DEATH_SIGNAL = 1
-POLL_MS = 1000  # between two checks of the parent
-REWARD_FD = 3  # a verifier's; one digit, because the plain shell needs it
-# of mount, linux/mount.h
+POLL_MS = 1000  # milliseconds between two checks of the parent
+REWARD_FD = 3  # the descriptor for a verifier's reward; one digit, because a plain shell needs it
+# flags of mount, from linux/mount.h
 BIND = 0x1000
 RECURSIVE = 0x4000
-ROOT_BYTES = 1 << 20  # of a file tree's top, without files
-OPEN_FILES = 64  # more than the guard and its parent hand down
+ROOT_BYTES = 1 << 20  # size of the top of a separate file tree, which has no files
+OPEN_FILES = 64  # more descriptors than the guard and its parent pass on
 
 
 def prctl(option: int, value: int) -> None:
-    """Ask the kernel; outside Linux nothing happens."""
+    """Set an option of this process in the kernel. Outside Linux, nothing happens."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
@@ -44,12 +44,12 @@ def begin(
     confine: dict | None = None,
     reward_fd: int | None = None,
 ) -> int:
-    """Start the program and return its process id. It cannot outlive this process, and reads the
-    task on standard input.
+    """Start the program and return its process id. The program cannot outlive this process. It
+    reads the task on standard input.
 
-    `confine`: "by", the path of rlkit/sandbox/_child.py, and the arguments of its functions
-      (`_confinement.confinement`). None: it has the user's rights. `reward_fd`: a descriptor,
-      passed to the program as REWARD_FD.
+    `confine` is the result of `_confinement.confinement`: "by", the path of
+      rlkit/sandbox/_child.py, and the arguments of its functions. None: the program has the user's
+      rights. `reward_fd` is a descriptor to pass to the program as REWARD_FD.
     """
     with tempfile.TemporaryFile() as given:
         given.write(task.encode())
@@ -89,8 +89,9 @@ def begin(
 
 
 def enter_root(libc: ctypes.CDLL, limits: dict, place: str, shown: dict[str, str]) -> None:
-    """Give this process a file tree of its own at this empty folder: the machine's, with the
-    folders `shown` under their names at its top. Needs a user and a mount namespace."""
+    """Give this process a separate file tree, built in the empty folder `place`. It is the
+    machine's tree, with the folders `shown` under their names at its top. The kernel must allow a
+    user namespace and a mount namespace."""
 
     def bind(source: str, name: str) -> None:
         os.mkdir(name)
@@ -100,7 +101,7 @@ def enter_root(libc: ctypes.CDLL, limits: dict, place: str, shown: dict[str, str
 
     here = os.getcwd()
     os.chdir(place)
-    limits["namespaces"](libc, ROOT_BYTES)  # the current folder is an empty one in memory now
+    limits["namespaces"](libc, ROOT_BYTES)  # now the current folder is an empty folder in memory
     for name in set(os.listdir("/")) - set(shown):
         if os.path.islink(f"/{name}"):
             os.symlink(os.readlink(f"/{name}"), name)
@@ -113,7 +114,7 @@ def enter_root(libc: ctypes.CDLL, limits: dict, place: str, shown: dict[str, str
 
 
 def list_children() -> list[int]:
-    """Process ids of the processes for this process to end."""
+    """List the process ids of this process's children."""
     own = str(os.getpid())
     found = []
     with contextlib.suppress(OSError):
@@ -127,7 +128,8 @@ def list_children() -> list[int]:
 
 
 def end_all(main: int) -> None:
-    """Kill until no child is left. The children of a dead child become children of this process."""
+    """Kill all children until none is left. The children of a dead child become children of this
+    process."""
     while True:
         for kill, process in ((os.killpg, main), *((os.kill, child) for child in list_children())):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -141,8 +143,8 @@ def end_all(main: int) -> None:
 
 
 def wait(main: int) -> int:
-    """Wait until the program ends by itself or the parent gives it up. Return its status in the
-    form of `os.waitpid`."""
+    """Wait until the program ends by itself, or the parent gives it up or dies. Return the
+    program's status in the form of `os.waitpid`."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -164,7 +166,7 @@ def wait(main: int) -> int:
 
 
 def job_line() -> bytes:
-    """Read up to the newline; the parent sends nothing after it."""
+    """Read the job, one line from standard input. The parent sends nothing after the newline."""
     line = b""
     while not line.endswith(b"\n") and (piece := os.read(0, 1 << 16)):
         line += piece
@@ -172,7 +174,7 @@ def job_line() -> bytes:
 
 
 def _main() -> None:
-    """See the head of this file."""
+    """Run one program as described at the top of this file."""
     job = json.loads(job_line())
     prctl(SUBREAPER, 1)
     reward_fd = job.get("reward_fd")
@@ -186,8 +188,8 @@ def _main() -> None:
 
 
 def keep(parent: int, command: list[str]) -> None:
-    """Run a command with this process's standard streams. End all its processes when it ends, when
-    the parent does, or on SIGTERM."""
+    """Run a command with this process's standard streams. End all its processes when the command
+    ends, when the parent ends, or on SIGTERM."""
     prctl(SUBREAPER, 1)
     prctl(DEATH_SIGNAL, signal.SIGTERM)
     guard = os.getpid()
@@ -210,7 +212,7 @@ def keep(parent: int, command: list[str]) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    # the command alone holds its streams, so its client sees their end
+    # only the command keeps its streams open, so its client sees when they end
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)

@@ -1,5 +1,5 @@
-"""Gymnasium's vector environments: the samples of a task are the sub-environments of one instance,
-and act together."""
+"""Play Gymnasium's vector environments. The samples of a task are the sub-environments of one
+instance, and they act together."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from rlkit.types import Environment, Table, Task, reaches, safe
 @reaches(settings="import")
 @safe("make")
 def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environment:
-    """`gymnasium` for an environment that steps many episodes in one call.
+    """Make an environment like `gymnasium`, for an instance that steps many episodes in one call.
 
-    The samples of a task share an instance. All its sub-environments are reset with the task's
-    seed. It steps once every running episode has an action. So the episodes of a task wait for each
-    other, and join the decoding as soon as they can (`generation.admission` is "free" for them). If
-    a sub-environment's episode is over, its last action is repeated and its result ignored. An
-    error of `step` ends all its episodes.
+    The samples of a task share one instance. All its sub-environments are reset with the task's
+    seed. The instance is stepped when every running episode has an action. So the episodes of a
+    task wait for each other, and each joins the decoding as soon as it can (`generation.admission`
+    is "free" for them). When the episode of a sub-environment is over, its last action is repeated
+    and its results are ignored. If `step` raises, all episodes of the instance end.
 
     Args:
-      make: (num_envs=…) → an object with `reset(seed=[…])` → (observations, infos), `step(actions)`
-        → (observations, rewards, terminated, truncated, infos), each with an entry for each
-        sub-environment, and perhaps `close()`; plain or async.
-      settings: of `gymnasium`, for each episode: parse_action, render, max_turns, system_prompt,
-        history.
-    Raises: as `gymnasium`.
+      make: function with the keyword num_envs that returns an instance. An instance has
+        `reset(seed=[…])` → (observations, infos), `step(actions)` → (observations, rewards,
+        terminated, truncated, infos), and perhaps `close()`. Each value has an entry for each
+        sub-environment. All functions may be plain or async.
+      settings: settings of `gymnasium` for each episode: parse_action, render, max_turns,
+        system_prompt, history.
+    Raises: the errors of `gymnasium`.
     """
 
     def table(task: Task, count: int) -> Vector:
@@ -46,7 +47,7 @@ def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environmen
 
 
 class Vector:
-    """An instance and the actions it waits for."""
+    """Hold an instance and the actions that its next step needs."""
 
     def __init__(
         self, task: Task, count: int, make: Callable[..., Any], settings: Mapping[str, Any]
@@ -60,20 +61,20 @@ class Vector:
         self.instance: Any = None
         self.first: Any = None
         self.live = set(range(count))
-        self.actions: dict[int, Any] = {}  # the last one of each sub-environment
+        self.actions: dict[int, Any] = {}  # last action of each sub-environment
         self.waiting: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
-        # sub-environments with an answer in the making
+        # sub-environments of the step in progress
         self.stepping: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
         self.hung: BaseException | None = None
 
     def player(self, number: int) -> AbstractAsyncContextManager[Any]:
-        """The session of a sub-environment's episode."""
+        """Return the session of a sub-environment's episode."""
         made: Any = gymnasium(make=lambda: Lane(self, number), **self.settings).session
         return made(self.task)
 
     async def start(self, seed: int) -> None:
-        """Make and reset the instance, once; all others wait for the first caller. Raises: Hung if
-        it hangs."""
+        """Make and reset the instance once. The first caller does this, and all others wait.
+        Raises: Hung if the instance hangs."""
         while self.first is None:
             if self.hung is not None:
                 raise Hung(str(self.hung))
@@ -99,7 +100,7 @@ class Vector:
                 self.changed.set()
 
     async def step(self) -> None:
-        """Step the instance once every running episode has an action."""
+        """Step the instance if every running episode has an action. Otherwise do nothing."""
         if not self.waiting or self.live - self.waiting.keys():
             return
         waiting = self.waiting
@@ -121,8 +122,8 @@ class Vector:
                     answer.set_exception(error)
 
     def lost(self, number: int, error: BaseException) -> None:
-        """An episode has failed while it stepped or reset the instance. No other episode can use it
-        any more."""
+        """Record that an episode has failed while it stepped or reset the instance. No other
+        episode can use the instance any more."""
         self.hung = error
         self.changed.set()
         for answer in (*self.stepping.values(), *self.waiting.values()):
@@ -131,20 +132,20 @@ class Vector:
 
 
 class Lane:
-    """A sub-environment, as an environment of its own."""
+    """Present one sub-environment as a separate game."""
 
     def __init__(self, vector: Vector, number: int):
         self.vector = vector
         self.number = number
 
     async def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
-        """Return the first observation; the first caller makes and resets the instance."""
+        """Return the first observation. The first caller makes and resets the instance."""
         vector = self.vector
         await vector.start(seed)
         return entry(vector.first, self.number), {}
 
     async def step(self, action: Any) -> tuple[Any, ...]:
-        """Return the result of the action, once the others have theirs."""
+        """Return the result of the action, once all running episodes have acted."""
         if self.vector.hung is not None:
             raise Hung(str(self.vector.hung))
         self.vector.actions[self.number] = action
@@ -153,7 +154,7 @@ class Lane:
         return await answer
 
     async def close(self) -> None:
-        """End the episode; the others no longer wait for it."""
+        """End the episode, so the others no longer wait for it."""
         vector = self.vector
         vector.live.discard(self.number)
         vector.waiting.pop(self.number, None)
@@ -163,7 +164,8 @@ class Lane:
 
 
 def entry(batch: Any, number: int) -> Any:
-    """A batch's entry for one sub-environment; a mapping of batches gives a mapping."""
+    """Return a batch's entry for one sub-environment. A mapping of batches gives a mapping of
+    entries."""
     return (
         {key: entry(value, number) for key, value in batch.items()}
         if isinstance(batch, Mapping)

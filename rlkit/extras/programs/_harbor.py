@@ -1,5 +1,5 @@
-"""Tasks in Harbor's format: a folder each, with an instruction, files for the program and hidden
-tests."""
+"""Read tasks in Harbor's format. Each task is a folder with an instruction, files for the program
+and hidden tests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from rlkit.errors import DataError
 from rlkit.tasks.splits import check_split, cut, order_tasks
 from rlkit.types import Task, ranges, reaches, safe
 
-IMAGES = ("Dockerfile", "docker-compose.yaml")  # in environment/
-# Keys of task.toml that rlkit cannot give → values that ask for nothing. An empty value or 0 asks
-# for nothing either.
+# names in environment/ of a task that needs a container image
+IMAGES = ("Dockerfile", "docker-compose.yaml")
+# Keys of task.toml that rlkit does not support, with values that are harmless because they ask for
+# nothing. An empty value or 0 also asks for nothing.
 BEYOND: dict[str, tuple[str, ...]] = {
     "steps": (),
     "agent.user": (),
@@ -56,20 +57,21 @@ def harbor(
     """Read a folder of tasks in Harbor's format, for `environment=program` with
     `environment.confined=true`.
 
-    `instruction.md` is the prompt, without canary lines at its top. The files of `environment/` are
-    copied into the program's folder. After the episode, `tests/test.sh` gives the reward.
+    The prompt is `instruction.md`, without canary lines at its top. The files of `environment/` are
+    copied into the program's folder. After the episode, `tests/test.sh` computes the reward.
 
     Args:
-      path: one task, or a folder of tasks. A task holds `task.toml`.
-      split: train, validation or test. "validation" and "test" are shares, and "train" leaves them
-        out.
-      seed: of the order. It moves no task from one split to another.
-      validation, held_out: these shares, at least 0 and together below 1. The cut goes by the hash
-        of the instruction.
-      max_samples: number of tasks after the shuffle; None for all.
-    Returns: tasks called SET/SPLIT/FOLDER. `metadata["harbor"]` has the folder and the limits of
-      task.toml.
-    Raises: DataError that names the first task that cannot run here, for example because it needs a
+      path: the folder of one task, or a folder of tasks. The folder of a task has a file
+        `task.toml`.
+      split: train, validation or test. "validation" and "test" are shares of the tasks, and "train"
+        has the rest.
+      seed: seed of the order. It does not change the split of a task.
+      validation, held_out: shares of the tasks for "validation" and "test", at least 0 and together
+        below 1. The hash of the instruction decides the split of a task.
+      max_samples: number of tasks to keep after the shuffle; None for all.
+    Returns: tasks with the ids SET/SPLIT/FOLDER. `metadata["harbor"]` has the task's folder and the
+      limits in task.toml.
+    Raises: DataError naming the first task that cannot run here, for example because it needs a
       container image.
     """
     check_split(split, validation, held_out)
@@ -94,7 +96,7 @@ def harbor(
 
 
 def _find_tasks(source: Path) -> list[Path]:
-    """The folders of a set with a task. Raises: DataError if there is none."""
+    """List the task folders in a folder of tasks. Raises: DataError if there is none."""
     found = [file.parent for file in source.glob("*/task.toml")]
     if not found:
         raise DataError(f"task.path={source} holds no task; a task is a folder with task.toml")
@@ -110,7 +112,7 @@ def _config(folder: Path) -> Config:
 
 
 def _value(config: Config, key: str) -> Any:
-    """The value at a dotted key; None if there is none."""
+    """Return the value at a dotted key; None if the key is missing."""
     node: Any = config
     for word in key.split("."):
         node = node.get(word) if isinstance(node, Mapping) else None
@@ -147,7 +149,8 @@ def _name_image(folder: Path, config: Config) -> str:
 
 
 def _instruction(folder: Path) -> str:
-    """The text for the policy. Canary lines at the top are marks for crawlers."""
+    """Return the instruction for the policy, without canary lines at its top. They are marks for
+    crawlers."""
     lines = (folder / "instruction.md").read_text().splitlines()
     while lines and (not lines[0].strip() or _is_canary(lines[0])):
         lines.pop(0)
@@ -176,7 +179,8 @@ def _task(prefix: str, folder: Path, config: Config) -> Task:
 
 
 def _positive(folder: Path, config: Config, key: str) -> float | None:
-    """A limit of task.toml; None if it has none. Raises: DataError unless it is above 0."""
+    """Return a limit in task.toml; None if it is not set. Raises: DataError unless it is above
+    0."""
     value = _value(config, key)
     if value is None:
         return None
@@ -186,7 +190,8 @@ def _positive(folder: Path, config: Config, key: str) -> float | None:
 
 
 def _memory(folder: Path, config: Config) -> int | None:
-    """Megabytes of memory, from `memory_mb` or the older `memory`, such as "2G"."""
+    """Return the memory limit in MB, from `memory_mb` or from the older key `memory`, for example
+    "2G"."""
     text = _value(config, "environment.memory")
     if not text:
         found = _positive(folder, config, "environment.memory_mb")

@@ -1,4 +1,4 @@
-"""Tools of servers with the Model Context Protocol."""
+"""Let the policy call tools of servers with the Model Context Protocol (MCP)."""
 
 from __future__ import annotations
 
@@ -65,33 +65,36 @@ def mcp(
     deadline: float | None = None,
     max_servers: int | None = None,
 ) -> Environment:
-    """`tool_use` with the tools of MCP servers. Needs the package `mcp`.
+    """Make an environment like `tool_use` with the tools of MCP servers. It needs the package
+    `mcp`.
 
-    The servers are asked for their tools once. If a server is given as a command, each episode that
-    calls it has a process of its own. The first call starts the process, and it ends with the
-    episode, together with all that it started. It finds the task as JSON (`id`, `metadata`) in its
-    environment, under RLKIT_TASK. With `shared: true`, and over HTTP, all episodes share one
-    connection, so the server must then keep nothing between calls.
+    Each server is asked for its tools once. If a server is given as a command, each episode has a
+    separate process of it. The episode's first call starts the process. It ends with the episode,
+    together with all processes that it started. The process finds the task as JSON (`id`,
+    `metadata`) in its variable RLKIT_TASK. With `shared: true`, and over HTTP, all episodes share
+    one connection. The server must then keep no state between calls.
 
-    The policy reads a tool's own failure, a call that does not fit its schema, and a call that
-    takes too long, as results. If a server dies, or cannot be started for an episode, the episode
-    ends as truncated by "error", with the server's name and its last words in `rollout.error`; it
-    is not scored. A shared server is started again for the next call.
+    If a tool fails, a call does not fit its schema, or a call takes too long, the policy gets the
+    error as the result of the call. If a server dies, or cannot be started for an episode, the
+    episode ends as truncated by "error" and is not scored. `rollout.error` has the server's name
+    and the last line that it printed. A shared server is started again for the next call.
 
     Args:
-      servers: name → a command as a list, a URL, or a mapping with `command` or `url` and perhaps
-        env, cwd, shared, and `tools`, the names of the tools to use. A process inherits only HOME,
-        LOGNAME, PATH, SHELL, TERM and USER, beside its `env`. With `cwd: episode`, or {folder} in
-        its command or env, each process has a folder of its own, which is removed after it.
-        {sample} is the number of the episode among those of its task.
-      timeout: seconds of a call, > 0, its server's start not counted; None: no limit.
-      start_timeout: seconds, > 0, for a new server to answer.
-      max_servers: processes of servers alive at the same time, at least one for each server that is
-        not shared; None: no limit. An episode that would need more begins when another is over. The
-        last bits of its log-probs then depend on this time.
-      The rest is as for `tool_use`.
-    Raises: ConfigError for an invalid server, or a limit out of range. The first episode raises it
-      if the package is missing, a server's tools cannot be listed, or two tools have one name.
+      servers: servers by name. A server is a command as a list, a URL, or a mapping with `command`
+        or `url`. The mapping may also have env, cwd, shared, and `tools`, the names of the tools to
+        use. A process inherits only HOME, LOGNAME, PATH, SHELL, TERM and USER, beside its `env`.
+        With `cwd: episode`, or {folder} in the command or env, each process has its own folder,
+        removed when the process ends. {sample} in the command or env is the number of the episode
+        among the samples of its task.
+      timeout: seconds for one call, > 0; None: no limit. The start of the server is not counted.
+      start_timeout: seconds for a new server to answer, > 0.
+      max_servers: largest number of server processes alive at the same time, at least one for each
+        server that is not shared; None: no limit. If an episode would exceed it, the episode begins
+        when another is over. The last bits of its log-probs then depend on this moment.
+      The other arguments are those of `tool_use`.
+    Raises: ConfigError for an invalid server, or for a limit out of range. The first episode raises
+      it if the package is missing, if a server's tools cannot be listed, or if two tools have the
+      same name.
     """
     if not servers:
         raise ConfigError(
@@ -101,7 +104,7 @@ def mcp(
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     pool = Pool({name: read_server(name, given) for name, given in servers.items()}, start_timeout)
     slots = _limit_episodes(pool, max_servers)
-    # filled when the tools are listed, before any call is parsed
+    # filled when the tools have been listed, before any call is parsed
     known: dict[str, Tool] = {}
     base = make_calling(
         lambda task: known,
@@ -113,7 +116,7 @@ def mcp(
         max_calls=max_calls,
         max_chars=max_chars,
         timeout=None,
-        deadline=deadline,  # the pool limits a call, without the start of its server
+        deadline=deadline,  # the pool limits the time of a call, without the start of its server
     )
 
     named = ", ".join(pool.servers)
@@ -140,16 +143,17 @@ def mcp(
 
 
 def _limit_episodes(pool: Pool, max_servers: int | None) -> AtMost | None:
-    """Most episodes with processes of servers at the same time; None: no limit. Raises: ConfigError
-    if not even one fits."""
-    needs = sum(not server.shared for server in pool.servers.values())  # processes of an episode
+    """Return the slots that limit the number of episodes with server processes; None: no limit.
+    Raises: ConfigError if not even one episode fits into the limit."""
+    # number of processes of an episode
+    needs = sum(not server.shared for server in pool.servers.values())
     if max_servers is not None and max_servers < max(needs, 1):
         raise ConfigError(
             f"environment.max_servers is {max_servers}; an episode needs {max(needs, 1)}, one for"
             " each server that is not shared"
         )
-    # Taken before the session, never inside it: with counted rounds the decoder waits for an
-    # episode in the middle of an answer.
+    # A slot is taken before the session begins, never inside it. With admission=rounds, the decoder
+    # would otherwise wait for an episode that waits for a slot.
     return AtMost(max_servers // needs) if max_servers and needs else None
 
 
@@ -159,7 +163,8 @@ async def _play_in_turn(slots: AtMost, at: Playing) -> Rollout:
 
 
 class ServedSession(FunctionSession):
-    """The session of an episode: functions that call servers, and the error of a dead one."""
+    """Hold the session of an episode. Its tools are functions that call servers. If a server dies,
+    the session ends the episode with an error."""
 
     def __init__(
         self,
@@ -193,7 +198,7 @@ class ServedSession(FunctionSession):
 
     def _function(self, server: str, tool: ListedTool) -> Tool:
         async def call(**arguments: Any) -> str:
-            # after a server's death the episode is over, and its other calls are not made
+            # after a server has died, the episode is over, and no further call is made
             if self.failure:
                 raise ValueError(self.failure)
             try:
@@ -217,8 +222,8 @@ class ServedSession(FunctionSession):
                 ) from None
 
         call.__name__ = tool.name
-        # In the form of tool_schema for a function with a text result. So a tool's prompt does not
-        # tell where the tool runs.
+        # The schema has the form that tool_schema gives to a function with a text result. So the
+        # prompt does not show whether a tool runs here or on a server.
         described = {
             "name": tool.name,
             "description": tool.description,
@@ -233,7 +238,7 @@ class ServedSession(FunctionSession):
         return call
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """Return the results of the calls; or the end of the episode, if a server failed."""
+        """Return the results of the calls. If a server has failed, end the episode instead."""
         self.sample = rollout.sample
         rollout, messages = await super().answer(rollout)
         if not self.failure:
@@ -242,13 +247,13 @@ class ServedSession(FunctionSession):
 
 
 def simplify_schema(schema: Any) -> Any:
-    """A JSON schema with its type first, without titles and dialect. Servers' libraries add them,
-    and they say nothing."""
+    """Return a JSON schema with `type` as its first key, and without titles and dialect. The
+    libraries of servers add titles and dialect, but they carry no information."""
     if isinstance(schema, list):
         return [simplify_schema(entry) for entry in schema]
     if not isinstance(schema, Mapping):
         return schema
-    named = {"properties", "$defs", "definitions"}  # their keys are names
+    named = {"properties", "$defs", "definitions"}  # the keys of these mappings are names
     return {
         key: (
             {name: simplify_schema(entry) for name, entry in value.items()}
@@ -261,8 +266,8 @@ def simplify_schema(schema: Any) -> Any:
 
 
 def make_signature(schema: Mapping[str, Any]) -> inspect.Signature:
-    """The signature of a tool by its schema. So a call that does not fit gets the same answer as
-    for any other tool."""
+    """Make the signature of a tool from its schema. So a call with unfit arguments gets the same
+    answer as a call of any other tool."""
     properties = schema.get("properties") or {}
     required = schema.get("required") or ()
     anything = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)])
@@ -281,7 +286,7 @@ def make_signature(schema: Mapping[str, Any]) -> inspect.Signature:
                     name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
                 )
             )
-        except ValueError:  # a keyword of Python
+        except ValueError:  # a name that is a keyword of Python
             return anything
     if schema.get("additionalProperties"):
         parameters += anything.parameters.values()

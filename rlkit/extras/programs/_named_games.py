@@ -1,4 +1,4 @@
-"""Games of Gymnasium and Minigrid by name: actions are words, observations are text."""
+"""Play games of Gymnasium and Minigrid by name. Actions are words, and observations are text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from rlkit.errors import ConfigError, describe_error, install
 from rlkit.types import reaches
 
 COMPASS = ("east", "south", "west", "north")  # Minigrid's directions in its order
-FREE = ("empty", "floor", "goal")  # cells of Minigrid to step on
-NOTHING = ("unseen", "empty", "floor", "wall")  # cells of Minigrid that are not listed
+FREE = ("empty", "floor", "goal")  # cells of Minigrid that the agent can step on
+NOTHING = ("unseen", "empty", "floor", "wall")  # cells of Minigrid that are not mentioned
 
 
 class Words(NamedTuple):
-    """The words for a kind of game. `game` is its instance without wrappers."""
+    """Hold the words for a kind of game. `game` is the game's instance without wrappers."""
 
-    rules: Callable[[Any], str]  # (game) → what it is about
-    actions: Callable[[Any], Sequence[str]]  # (game) → names in the order of its numbers
+    rules: Callable[[Any], str]  # (game) → its rules
+    # (game) → names of the actions, in the order of their numbers
+    actions: Callable[[Any], Sequence[str]]
     describe: Callable[[Any, Any], str]  # (game, observation) → text
 
 
@@ -27,13 +28,14 @@ class Words(NamedTuple):
 def named_game(id: str, **settings: Any) -> Callable[[], SpokenGame]:
     """Return a function that makes a game of Gymnasium with words for its actions and observations.
 
-    Known are Gymnasium's toy text (FrozenLake, CliffWalking, Taxi, Blackjack), and Minigrid with
-    BabyAI if the package minigrid is installed.
+    The known games are Gymnasium's toy text (FrozenLake, CliffWalking, Taxi, Blackjack), and
+    Minigrid with BabyAI if the package minigrid is installed.
 
     Args:
-      id: as for `gymnasium.make`: FrozenLake-v1, MiniGrid-Empty-5x5-v0.
-      settings: further arguments of `gymnasium.make`, such as is_slippery.
-    Raises: ConfigError if the package or the game is missing, or if there are no words for it.
+      id: name of the game for `gymnasium.make`, for example FrozenLake-v1 or MiniGrid-Empty-5x5-v0.
+      settings: further arguments of `gymnasium.make`, for example is_slippery.
+    Raises: ConfigError if the package or the game is missing, or if there are no words for the
+      game.
     """
     if find_spec("gymnasium") is None:
         raise ConfigError(f"environment.id needs the package gymnasium: {install('gym')}")
@@ -53,10 +55,10 @@ def named_game(id: str, **settings: Any) -> Callable[[], SpokenGame]:
 
 
 class SpokenGame:
-    """A game with text in place of actions and observations.
+    """Play a game with text instead of actions and observations.
 
-    A reply's action is the last one that it names. A reply without any loses its turn: the game
-    stays as it is, and the reward is 0.
+    The action of a reply is the last action named in it. If a reply names no action, the policy
+    loses its turn: the game does not change, and the reward is 0.
     """
 
     def __init__(self, instance: Any):
@@ -71,7 +73,7 @@ class SpokenGame:
             raise ConfigError(f"its actions are {instance.action_space}, which have no names")
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin: the rules, the names of the actions, and the first observation."""
+        """Begin the game. Return the rules, the names of the actions, and the first observation."""
         observation, info = self.instance.reset(seed=seed)
         return f"{self.rules}\n{self.ask()}\n\n{self.describe(self.game, observation)}", info
 
@@ -93,14 +95,15 @@ class SpokenGame:
 
 
 def read_action(reply: str, actions: Sequence[str]) -> int | None:
-    """The number of the action named last in a reply, in capitals or not; None without one."""
+    """Return the number of the action named last in a reply; None if it names no action. Case is
+    ignored."""
     names = "|".join(map(re.escape, actions))
     found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", reply, re.IGNORECASE)
     return actions.index(found[-1].lower()) if found else None
 
 
 def find_words(game: Any) -> Words:
-    """The words of a game, by its class. Raises: ConfigError if there are none."""
+    """Return the words of a game, by its class. Raises: ConfigError if there are none."""
     for kind in type(game).__mro__:
         if kind.__name__ in GAMES and kind.__module__.split(".")[0] in ("gymnasium", "minigrid"):
             return GAMES[kind.__name__]
@@ -115,14 +118,14 @@ def find_words(game: Any) -> Words:
 
 
 def describe_slips(game: Any) -> str:
-    """A sentence on moves with several outcomes, or ""."""
+    """Return a sentence if a move can have several outcomes, else ""."""
     random = any(len(found) > 1 for moves in game.P.values() for found in moves.values())
     return " It is slippery: a move may go to its left or right side instead." if random else ""
 
 
 def draw_map(rows: Sequence[str], place: int) -> str:
-    """A map with the player as @, and the place in words. `place`: row × columns + column, from
-    0."""
+    """Draw a map with the player as @, and describe the player's place in words. `place` is row ×
+    columns + column, counted from 0."""
     row, column = divmod(place, len(rows[0]))
     drawn = list(rows)
     drawn[row] = f"{rows[row][:column]}@{rows[row][column + 1 :]}"
@@ -207,9 +210,10 @@ def grid_actions(game: Any) -> list[str]:
 
 
 def grid(game: Any, observation: Mapping[str, Any]) -> str:
-    """The mission, the free cells ahead and beside, and the things in view. In the image the agent
-    is in the middle of the last row of each column and looks towards the first; what it carries is
-    in its own cell."""
+    """Describe the mission, the free cells ahead and beside, and the things in view. In the image,
+    the first index goes from left to right, and the agent looks towards index 0 of the second. Its
+    own cell is in the middle of the first index and at the end of the second. This cell holds the
+    thing that the agent carries."""
     image = observation["image"]
     x = image.shape[0] // 2
     y = image.shape[1] - 1
@@ -234,7 +238,7 @@ def grid(game: Any, observation: Mapping[str, Any]) -> str:
 
 
 def count_free_cells(cells: Sequence[Any]) -> int:
-    """Number of cells to step on before the first other one."""
+    """Count the cells that the agent can step on, up to the first other cell."""
     free = [
         name_cell(cell) in FREE or (name_cell(cell) == "door" and not cell[2]) for cell in cells
     ]
@@ -248,7 +252,7 @@ def name_cell(cell: Any) -> str:
 
 
 def name_thing(cell: Any) -> str:
-    """A thing in words: `a locked red door`."""
+    """Name a thing in words, as in `a locked red door`."""
     from minigrid.core.constants import IDX_TO_COLOR, STATE_TO_IDX
 
     kind = name_cell(cell)
@@ -258,7 +262,7 @@ def name_thing(cell: Any) -> str:
 
 
 def describe_place(right: int, ahead: int) -> str:
-    """A place relative to the agent: `2 ahead, 1 left`."""
+    """Describe a place relative to the agent, as in `2 ahead, 1 left`."""
     side = f"{abs(right)} {'right' if right > 0 else 'left'}"
     return ", ".join([f"{ahead} ahead"] * (ahead > 0) + [side] * (right != 0))
 

@@ -1,4 +1,4 @@
-"""The player of an episode: a user's Python function, or a command."""
+"""Run the player of an episode: a user's Python function, or a command."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from rlkit.types import Task
 
 
 class Launch(NamedTuple):
-    """A command that plays an episode."""
+    """Describe a command that plays an episode."""
 
     command: Sequence[str]
-    awaited: str  # a relative path in it that the files of each task must bring; "" for none
+    # a relative path in the command that must be among the files of each task; "" if there is none
+    awaited: str
     limits: Limits
-    score: bool  # its exit status is the reward
+    score: bool  # whether its exit status is the reward
     variables: Mapping[str, str]
-    answer: str  # source of the final content
-    fields: Sequence[str]  # of the task's metadata, for the program
+    answer: str  # where the final content is found (`answer` of the environment)
+    fields: Sequence[str]  # fields of the task's metadata that the program sees
 
 
 def make_launch(
@@ -49,9 +50,10 @@ def make_launch(
     readable: Sequence[str],
     closed: Sequence[str],
 ) -> Launch:
-    """Prepare the start of a run's programs. `readable`, `closed`: if they are confined, further
-    paths for them to read, and files beside their own code that they do not read. They read the
-    folders of PYTHONPATH as well. Raises: ConfigError for a command that cannot be started."""
+    """Prepare the command that starts a run's programs. If the programs are confined, they may also
+    read the paths in `readable` and the folders of PYTHONPATH. They may not read the files of the
+    command `closed`, even beside their own code. Raises: ConfigError if the command cannot be
+    started."""
     words = find_files(command)
     path = variables.get("PATH")
     awaited = check_command("command", words, path)
@@ -63,10 +65,10 @@ def make_launch(
 
 
 class Client(NamedTuple):
-    """The means of a Python function to play its episode: an address and a key for any client, and
-    one plain request of its own."""
+    """Give a Python function access to the policy of its episode. It has an address and a key for
+    any client, and a method for a plain request."""
 
-    base_url: str  # ends in /v1
+    base_url: str  # address of the endpoint; ends in /v1
     api_key: str
 
     def chat(
@@ -75,8 +77,8 @@ class Client(NamedTuple):
         tools: Sequence[Mapping[str, Any]] = (),
         **settings: Any,
     ) -> dict[str, Any]:
-        """Return the policy's message to a conversation, in the form of OpenAI's chat completions.
-        Raises: OSError if it is refused."""
+        """Return the policy's reply to a conversation, as a message in the form of OpenAI's chat
+        completions. Raises: OSError if the request is refused."""
         body = {"model": "policy", "messages": list(messages), "tools": list(tools), **settings}
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         asked = urllib.request.Request(
@@ -88,7 +90,7 @@ class Client(NamedTuple):
 
 
 def task_text(task: Task, fields: Sequence[str] = ()) -> str:
-    """Write the task for a program: without the answer, and with only these fields of its
+    """Write the task for a program, without the answer and with only these fields of its
     metadata."""
     told = {"id": task.id, "messages": list(task.messages)}
     own = {name: task.metadata[name] for name in fields if name in task.metadata}
@@ -99,8 +101,8 @@ def task_text(task: Task, fields: Sequence[str] = ()) -> str:
 
 
 async def call_function(function: Callable[..., Any], task: Task, door: Any, address: str) -> Ended:
-    """Let a Python function play the episode. A plain one has a thread of its own, because a pool
-    could be too small for all to begin."""
+    """Let a Python function play the episode. A plain function runs in its own thread, because a
+    pool of threads could be too small for all episodes to begin."""
     client = Client(f"{address}/v1", door.token)
     loop = asyncio.get_running_loop()
     inner = getattr(function, "func", function)
@@ -123,7 +125,7 @@ async def call_function(function: Callable[..., Any], task: Task, door: Any, add
                     else RuntimeError(f"it asked to exit with {error}")
                 ),
             )
-        with suppress(RuntimeError):  # the loop is closed: the episode is long over
+        with suppress(RuntimeError):  # the loop is closed, because the episode ended long ago
             loop.call_soon_threadsafe(tell, *said)
 
     if inspect.iscoroutinefunction(inner):
@@ -155,7 +157,7 @@ async def call_function(function: Callable[..., Any], task: Task, door: Any, add
 async def run_program(
     launch: Launch, where: str, left: list[bool], task: Task, door: Any, address: str
 ) -> Ended:
-    """Let a program play the episode in this folder. `left`: see `run_guarded`."""
+    """Let a program play the episode in the folder `where`. `left`: see `run_guarded`."""
     from rlkit.extras.programs.server import list_addresses
 
     text = task_text(task, launch.fields)
@@ -175,7 +177,7 @@ async def run_program(
     said: dict[str, Any] = {"exit": done.status}
     if launch.answer == "stdout":
         said["final_content"] = done.printed
-    # 126 and above: it was not started, or a signal ended it
+    # a status of 126 or above: it was not started, or a signal ended it
     ended_itself = done.status < 126
     if launch.score and ended_itself:
         return Ended(reward=float(done.status == 0), metadata=said)

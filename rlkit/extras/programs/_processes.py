@@ -1,5 +1,5 @@
-"""A command in a folder of its own. A guard starts it, its output is read, and it is ended with all
-its processes."""
+"""Run a command in its own working folder. A guard process starts the command, and ends it with all
+its processes. Its output is read."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rlkit.extras.programs._confinement import Root, confinement
 from rlkit.system.loops import closing
 
 GUARD = Path(__file__).with_name("_guard_child.py")
-GRACE = 10.0  # seconds for the guard to end a program and all its processes
-LOST = 137  # status of a program after its guard was killed
+GRACE = 10.0  # seconds in which the guard must end a program and all its processes
+LOST = 137  # status reported for a program if its guard was killed
 # variables passed to every program
 PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")
-LONGEST_VARIABLE = 1 << 16  # characters of RLKIT_TASK; a longer task is on standard input alone
-LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
-# what a program that confinement stopped may print
+LONGEST_VARIABLE = 1 << 16  # characters of RLKIT_TASK; a longer task is only on standard input
+LANDLOCK = 6  # the version of Landlock that can bar TCP, abstract sockets and signals
+# what a program may print after its confinement has stopped it
 STOPPED = re.compile(
     "Permission denied|Operation not permitted|EACCES|EPERM|No module named|Cannot find module"
     "|name resolution|EAI_AGAIN"
@@ -34,36 +34,38 @@ STOPPED = re.compile(
 
 
 class Limits(NamedTuple):
-    """Limits of a command."""
+    """Hold the limits of a command."""
 
-    output: int  # bytes of its output
-    memory_mb: int | None = None  # address space of each process
-    readable: Sequence[str] | None = None  # if it is confined; None: it has the user's rights
-    port: int | None = None  # a confined one may connect to it
-    listed: Sequence[str] = ()  # a confined one may list their names
-    root: Root | None = None  # file tree of a confined one; None: this machine's
+    output: int  # largest output in bytes
+    memory_mb: int | None = None  # address space of each process, in MB
+    # paths that a confined command may read; None: it is not confined and has the user's rights
+    readable: Sequence[str] | None = None
+    port: int | None = None  # TCP port that a confined command may connect to
+    listed: Sequence[str] = ()  # folders with names that a confined command may list
+    root: Root | None = None  # file tree of a confined command; None: this machine's
 
 
 class Finished(NamedTuple):
-    """Result of a command."""
+    """Hold the result of a command."""
 
-    status: int  # a signal is 128 + its number
-    printed: str  # on standard output
-    complained: str  # on standard error
-    flooded: bool = False  # it printed too much
+    status: int  # exit status; 128 + the number of a signal
+    printed: str  # its standard output
+    complained: str  # its standard error
+    flooded: bool = False  # whether it printed too much
 
 
 def find_landlock_version() -> int:
-    """Version of Landlock on this machine; 0 if there is none, or no filter of system calls for
-    it."""
+    """Return the version of Landlock on this machine. Return 0 if Landlock is missing, or if rlkit
+    has no filter of system calls for this kind of machine."""
     if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
         return 0
     return max(0, ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
 
 
 def settle_confinement(wanted: bool | Literal["auto"]) -> bool:
-    """Decide whether commands are confined. auto: where this machine can do it; elsewhere a line
-    says that they are not. Raises: ConfigError if confinement is wanted and there is none."""
+    """Decide whether commands are confined. With "auto", they are confined if this machine can do
+    it; otherwise a printed line says that they are not. Raises: ConfigError if confinement is
+    wanted, but this machine cannot do it."""
     if wanted is False:
         return False
     version = find_landlock_version()
@@ -81,7 +83,7 @@ def settle_confinement(wanted: bool | Literal["auto"]) -> bool:
 
 @functools.cache
 def say_unconfined(version: int) -> None:
-    """Say once that programs have the rights of the user."""
+    """Print once that programs are not confined."""
     has = f"Landlock {version}" if version else "no Landlock"
     print(
         "rlkit: environment.confined=auto: programs are not confined and can read one another's"
@@ -92,8 +94,8 @@ def say_unconfined(version: int) -> None:
 
 
 def make_variables(where: str, task: str) -> dict[str, str]:
-    """Make an environment from scratch for a command in this folder: the run's path and language,
-    and the task, if there is one."""
+    """Make new environment variables for a command in the folder `where`. They hold the run's PATH
+    and language, and the task, if there is one."""
     own = {name: os.environ[name] for name in PASSED if name in os.environ}
     own |= {"HOME": where, "TMPDIR": where, "PYTHONUNBUFFERED": "1"}
     return own | ({"RLKIT_TASK": task} if 0 < len(task) < LONGEST_VARIABLE else {})
@@ -109,14 +111,14 @@ async def run_guarded(
     left: list[bool],
     reward_fd: int | None = None,
 ) -> Finished:
-    """Run a command until it ends, and end all its processes, even if this call is cancelled.
+    """Run a command until it ends, and then end all its processes, even if this call is cancelled.
 
     Args:
-      where: its working folder.
-      task: text on its standard input.
-      left: gets one entry at the end: whether processes of the command may be left, because its
-        guard was killed.
-      reward_fd: a descriptor of this process, passed to the command as 3.
+      where: working folder of the command.
+      task: text for its standard input.
+      left: list that gets one entry at the end. It is True if processes of the command may still be
+        alive, because the guard was killed.
+      reward_fd: a descriptor of this process, passed to the command as descriptor 3.
     """
     guard = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -147,7 +149,7 @@ async def run_guarded(
 def make_job(
     command: Sequence[str], task: str, limits: Limits, reward_fd: int | None = None
 ) -> bytes:
-    """Write what the guard reads: the arguments of its `begin`."""
+    """Write the job that the guard reads: the arguments of its function `begin`."""
     job: dict[str, Any] = {
         "command": list(command),
         "task": task,
@@ -160,7 +162,7 @@ def make_job(
 
 
 async def _read(guard: asyncio.subprocess.Process, most: int) -> Finished:
-    """Read a command's output until it ends, and its status as last reported by the guard."""
+    """Read a command's output until it ends, and its exit status as reported by the guard."""
     assert guard.stdin is not None and guard.stdout is not None and guard.stderr is not None
     stdin = guard.stdin
     room = most
@@ -173,11 +175,11 @@ async def _read(guard: asyncio.subprocess.Process, most: int) -> Finished:
             if room >= 0:
                 kept += chunk
             else:
-                stdin.close()  # the guard ends the program
+                stdin.close()  # then the guard ends the program
         return bytes(kept)
 
     printed, complained = await asyncio.gather(read(guard.stdout), read(guard.stderr))
-    # a program that killed its guard may have spoken for it
+    # a program that killed its guard may have written the line with the status itself
     killed = await guard.wait() != 0
     before, _, told = complained.rstrip().rpartition(b"\nexit ")
     status = int(told) if told.isdigit() and not killed else LOST
@@ -185,7 +187,7 @@ async def _read(guard: asyncio.subprocess.Process, most: int) -> Finished:
 
 
 def explain_confinement(done: Finished, limits: Limits) -> str:
-    """The keys that would open more to a confined command, if it may have been stopped; else ""."""
+    """Return a hint on the settings of confinement, if it may have stopped the command; else ""."""
     if limits.readable is None or not STOPPED.search(f"{done.complained}{done.printed}"):
         return ""
     return (
@@ -199,12 +201,12 @@ def _text(printed: bytes) -> str:
 
 
 async def _end(guard: asyncio.subprocess.Process) -> None:
-    """Let the guard end the command if it still runs, and then itself."""
+    """Let the guard end the command, if it still runs, and then end itself."""
     assert guard.stdin is not None and guard.stdout is not None and guard.stderr is not None
     guard.stdin.close()
     try:
         async with asyncio.timeout(GRACE):
-            # a full pipe would hold the guard up
+            # the guard would block on a full pipe
             await asyncio.gather(_drain(guard.stdout), _drain(guard.stderr))
             await guard.wait()
     except TimeoutError:

@@ -1,5 +1,5 @@
-"""`environment=program`: somebody else's program plays the episode, and speaks to the policy
-through an endpoint on loopback."""
+"""Let a program play an episode (`environment=program`). The program talks to the policy through an
+endpoint on loopback."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ from rlkit.types import (
     safe,
 )
 
-ANSWER = "answer.txt"  # in the program's folder
-LONGEST_ANSWER = 1 << 16  # bytes of it
-# fields of a task that hold its answer; a reward declares others (`rlkit.rewards.reads_fields`)
+ANSWER = "answer.txt"  # name of the answer's file in the program's folder
+LONGEST_ANSWER = 1 << 16  # bytes of this file
+# fields of a task that hold its answer; a reward can declare more fields
+# (`rlkit.rewards.reads_fields`)
 TRUTHS = ("answer", "tests", "solution", "messages")
 
 
@@ -75,64 +76,71 @@ def program(
     max_programs: int | None = None,
     parse_calls: ToolParser = hermes,
 ) -> Environment:
-    """Let a program, or a Python function, play each episode; all its requests to the policy are
-    recorded and trained on.
+    """Make an environment in which a program, or a Python function, plays each episode. All its
+    requests to the policy are recorded and trained on.
 
-    A program has a process and a working folder of its own, the task as JSON ({"id", "messages",
-    "metadata"}) in `RLKIT_TASK` and on standard input, and its endpoint in OPENAI_BASE_URL and
-    OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It has none of the run's other
-    variables except PATH and the language. It ends with its episode, together with all its
-    processes. Unless it is confined, it has the rights of the run's user, and can read the keys of
-    other programs.
+    For each episode, the program runs as a new process in a new working folder. It finds the task
+    as JSON ({"id", "messages", "metadata"}) in `RLKIT_TASK` and on standard input. It finds its
+    endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, and in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
+    Of the run's other variables, it has only PATH and the language. When the episode ends, the
+    program ends, together with all its processes. Unless it is confined, it has the rights of the
+    run's user, and can read the keys of other programs.
 
     Args:
-      command: the program and its arguments. Names of files are relative to the folder where the
+      command: the program and its arguments. Names of files are relative to the folder in which the
         run was started.
-      function: (task, client) in place of a command, plain or async; a plain one runs in a thread.
-        A returned number is added to the reward. An error ends its episode.
-      max_turns: replies of an episode, at least 1. Further requests are refused, and the episode is
-        truncated.
-      time_limit: seconds, > 0, of an episode, without decoding; then it is truncated by "deadline".
-      output_kb: most output of a program, at least 1; more ends it.
-      memory_mb: address space of each process of the program, at least 1. A process cannot get
-        more. None: no limit.
-      score: `exit`: an exit status of 0 gives the reward 1, any other 0, and it is added to the
-        reward (reward `environment` is 0). None: nothing is added, and a status other than 0 is a
-        failure.
-      answer: the final content for rewards. `last_reply`; `stdout`, the program's standard output
-        without white space around it; `file`, answer.txt in the program's folder, of at most 64
-        KiB, read when all its processes are dead ("" without the file); `tool:NAME`, the last call
-        of this tool (a single argument's text, else the arguments as JSON; "" without a call).
-      metadata: fields of the task's metadata for the program to see. A field with a truth is
-        refused.
-      verify: a command to judge the program's folder once all processes of the episode are dead,
-        even after its time was up. It writes a number to the descriptor RLKIT_REWARD_FD, and this
-        number is added to the reward, see `rlkit.extras.programs._verifier.verify`. Without a
-        number, the episode has failed. The verifier is confined if the program is, without a
-        network. Needs Linux and a command.
-      verify_time_limit: seconds, > 0, of a verifier.
-      reward_range: least and greatest number of a verifier.
-      dropped_thinking: a conversation may come back without the thinking of a reply. It is then
-        another conversation and begins a new row (new_row), or it continues the row, and the
-        thinking stays there (continue).
-      unsupported: a request with a setting that cannot be honoured, such as a JSON format or a
-        forced tool, is refused (refuse), or the setting has no effect and the program checks its
-        answer itself (ignore). docs/programs.md has the table.
-      variables: further variables of the program.
-      confined: the program and its children write only its own folder. They read the system's
-        programs and libraries, Python, the installations of the command's program and of its
-        interpreter, the files of the command, the folders of PYTHONPATH in `variables`, `readable`,
-        and the folder of its code, see `rlkit.extras.programs._commands.list_code_folders`. They
-        connect to the port of its endpoint over TCP and have no other network, and signal nothing
-        outside. Needs Landlock in version 6 (Linux 6.12) and seccomp. `auto` confines where these
-        are there, and says in a line where they are not.
-      readable: further files and folders for a confined program to read and run.
-      max_programs: programs alive at the same time, at least 1; None: all episodes of a step begin
-        together. Waiting for a place spends none of an episode's time. The last bits of its
-        log-probs then depend on the end of another episode.
-      parse_calls: reads the calls out of a reply's content.
-    Raises: ConfigError for no or two programs, one that cannot be started, a limit out of range, or
-      a parser that needs the tools' functions.
+      function: function of (task, client), instead of a command. It may be plain or async. A plain
+        function runs in a thread. If it returns a number, the number is added to the reward. If it
+        raises, the episode ends.
+      max_turns: number of replies of an episode, at least 1. Further requests are refused, and the
+        episode is truncated.
+      time_limit: seconds for an episode, > 0, not counting the time of decoding. After it, the
+        episode is truncated by "deadline".
+      output_kb: largest output of a program in kB, at least 1. A program with more output is ended.
+      memory_mb: largest address space of each process of the program in MB, at least 1. None: no
+        limit.
+      score: with `exit`, an exit status of 0 adds 1 to the reward, and any other status adds 0. The
+        reward term `environment` is then 0. With None, nothing is added, and a status other than 0
+        is a failure.
+      answer: where rewards find the final content. `last_reply` is the last reply. `stdout` is the
+        program's standard output, without white space around it. `file` is answer.txt in the
+        program's folder, of at most 64 KiB, read when all its processes are dead; without the file
+        it is "". `tool:NAME` is the last call of this tool: the text of its only argument, or all
+        arguments as JSON; without a call it is "".
+      metadata: fields of the task's metadata that the program sees. A field that holds the task's
+        answer is refused.
+      verify: a command that judges the program's folder when all processes of the episode are dead.
+        It also runs if the program's time was up. It writes a number to the descriptor
+        RLKIT_REWARD_FD, and this number is added to the reward (see
+        `rlkit.extras.programs._verifier.verify`). If it writes no number, the episode has failed.
+        If the program is confined, the verifier is confined too, without a network. It needs Linux,
+        and `command` instead of `function`.
+      verify_time_limit: seconds for a verifier, > 0.
+      reward_range: smallest and largest number that a verifier may write.
+      dropped_thinking: what to do if the program sends a conversation back without the thinking of
+        a reply. With new_row, it is a different conversation and begins a new training row. With
+        continue, it continues the same row, and the row keeps the thinking.
+      unsupported: what to do with a request with an unsupported setting, for example a JSON format
+        or a forced tool. With refuse, the request is refused. With ignore, the setting has no
+        effect, and the program must check its answer itself. docs/programs.md has a table of all
+        settings.
+      variables: further environment variables of the program.
+      confined: whether to confine the program and its children. They may then write only the
+        program's own folder. They may read the system's programs and libraries, Python, the
+        installations of the command's program and of its interpreter, the files of the command, the
+        folders of PYTHONPATH in `variables`, the paths in `readable`, and the folder of the
+        program's code (see `rlkit.extras.programs._commands.list_code_folders`). They may connect
+        to the port of the endpoint over TCP, and have no other network. They may not send signals
+        to other processes. Confinement needs Landlock in version 6 (Linux 6.12) and seccomp. With
+        `auto`, programs are confined if the machine has both; otherwise a printed line says that
+        they are not.
+      readable: further files and folders that a confined program may read and run.
+      max_programs: largest number of programs alive at the same time, at least 1. None: all
+        episodes of a step begin together. The wait for a place is not counted as time of the
+        episode. The last bits of its log-probs then depend on when another episode ends.
+      parse_calls: function that reads the tool calls from a reply's content.
+    Raises: ConfigError unless exactly one of command and function is given, or if the command
+      cannot be started, a limit is out of range, or the parser needs the tools' functions.
     """
     _check_choice(command, function, score, answer, metadata, verify, confined)
     _check_settings(time_limit, readable, parse_calls)
@@ -234,7 +242,7 @@ def _check_settings(time_limit: float, readable: Sequence[str], parse_calls: Too
 
 
 def require_positive(**limits: int | None) -> None:
-    """Raise ConfigError naming the first limit below 1; None is no limit."""
+    """Raise ConfigError naming the first limit below 1. None means no limit."""
     for key, limit in limits.items():
         if limit is not None and limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
@@ -254,8 +262,9 @@ async def _play(
     slots: AtMost | None,
     at: Playing,
 ) -> Rollout:
-    """Play an episode of a program, as `Environment.play`. Its folder lives until its verifier is
-    done; the engine forgets the episode earlier. A task's own limits hold beside the run's."""
+    """Play an episode of a program, as the function `Environment.play`. The program's folder exists
+    until the verifier is done, but the engine forgets the episode earlier. If the task has its own
+    limits, the smaller limit of task and run holds."""
     problem = check(at.task, frozenset())
     if problem:
         raise DataError(f"row {at.task.id}: {problem}")
@@ -307,8 +316,8 @@ def _check_row(
     task: Task,
     truths: Set[str],
 ) -> str:
-    """As `check_task` and `check_hidden`; `awaited`: a path in the command that a file of the task
-    must bring."""
+    """Say why a task cannot be played; "" if it can. See `check_task` and `check_hidden`. `awaited`
+    is a path in the command that must be among the task's files."""
     problem = check_task(told, task, truths) or check_hidden(task, readable, judged)
     if problem or not awaited:
         return problem
@@ -323,8 +332,8 @@ def _check_row(
 
 
 def check_task(told: Sequence[str], task: Task, truths: Set[str]) -> str:
-    """Say why a task's fields cannot be told, or its files not copied. `told`: fields of its
-    metadata for the program to see."""
+    """Say why the program may not see these fields of a task, or why the task's files cannot be
+    copied; "" if all is well. `told` are the fields of the metadata that the program sees."""
     for field in told:
         if field in truths:
             return (
@@ -339,20 +348,20 @@ def check_task(told: Sequence[str], task: Task, truths: Set[str]) -> str:
     for name, text in files.items():
         path = PurePosixPath(str(name))
         inside = path.name and not path.is_absolute() and ".." not in path.parts
-        # columns of a data set have None if a row lacks the file
+        # in a data set with columns, the text is None if a row does not have this file
         if not inside or not isinstance(text, str | None):
             return f"its file {name!r:.100} needs a relative path without '..' and a text"
     return ""
 
 
 def write_files(task: Task, where: str) -> None:
-    """Put the files of a task, `metadata["files"]`, into the folder of its episode. Raises:
-    DataError that names the row."""
+    """Copy the files of a task, `metadata["files"]`, into the folder of its episode. Raises:
+    DataError naming the row."""
     files = task.metadata.get("files") or {}
     try:
         if isinstance(files, str):
             shutil.copytree(files, where, symlinks=True, dirs_exist_ok=True)
-            os.chmod(where, 0o700)  # the copy has the rights of the original
+            os.chmod(where, 0o700)  # because the copy of the folder has the rights of the original
             return
         for name, text in files.items():
             if text is not None:
@@ -364,8 +373,9 @@ def write_files(task: Task, where: str) -> None:
 
 
 def _with_requests(rollout: Rollout) -> Rollout:
-    """Add its refused and retried requests to the rollout as metrics. An episode of nothing but
-    refusals says so, and has failed unless a limit ended it."""
+    """Add the numbers of refused and retried requests to the rollout as metrics. If every request
+    was refused, the rollout's `error` says so, and the episode has failed, unless a limit ended
+    it."""
     refused = rollout.metadata.get("refused", 0)
     retries = rollout.metadata.get("retries", 0)
     counts = {"program/refused": float(refused), "program/retries": float(retries)}
@@ -378,12 +388,12 @@ def _with_requests(rollout: Rollout) -> Rollout:
 
 
 def _with_answer(rollout: Rollout, answer: str, where: str) -> Rollout:
-    """Set the final content for rewards, if it is not the last reply's."""
+    """Set the final content for rewards, if `answer` names the file or a tool."""
     if answer == "file":
         try:
             path = os.path.join(where, ANSWER)
             text = read_plain_file(path, most=LONGEST_ANSWER).decode(errors="replace").strip()
-        except OSError:  # no file, or one that is no plain file: no answer
+        except OSError:  # without a plain file there is no answer
             text = ""
     elif answer.startswith("tool:"):
         text = answer_by_tool(rollout, answer.removeprefix("tool:"))
@@ -393,8 +403,8 @@ def _with_answer(rollout: Rollout, answer: str, where: str) -> Rollout:
 
 
 def answer_by_tool(rollout: Rollout, name: str) -> str:
-    """The last call of a tool: the text of a single argument, else the arguments as JSON; ""
-    without a call."""
+    """Return the arguments of a tool's last call: the text of its only argument, or all arguments
+    as JSON. Return "" without a call."""
     made = [call for step in rollout.steps for call in step.tool_calls]
     calls = [call for call in made if call.name == name and not call.error]
     if not calls:
@@ -412,14 +422,14 @@ async def _play_program(
     task: Task,
     ask: Ask,
 ) -> Ended:
-    """Play an episode with an endpoint of its own, within its time. `ignore`: unsupported settings
-    of requests have no effect. `named`: the program, for messages."""
+    """Play an episode with its own endpoint, within its time limit. With `ignore`, unsupported
+    settings of requests have no effect. `named` is the program, for messages."""
     from rlkit.extras.programs.server import open_door
 
     wait = Wait("the program", named)
 
     async def reply(*asked: Any, **settings: Any) -> Step:
-        with wait.pause():  # meanwhile the program waits for the policy
+        with wait.pause():  # not counted, because the program waits for the policy
             return await ask(*asked, **settings)
 
     said: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Text games of two players in turn: both are the policy, or one is another model."""
+"""Play text games of two players in turn. Both players are the policy, or one is another model."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ def two_players(
     system_prompt: str | None = None,
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking",
 ) -> Environment:
-    """Play with replies as actions, in turn. Each player has a rollout of its own, with its own
-    prompts and rewards.
+    """Make an environment of a game for two players. Replies are actions, and the players take
+    turns. Each player has its own rollout with its own prompts and rewards.
 
-    In self-play the samples 2k and 2k + 1 of a task play each other, as player 0 and 1. A sample
-    without a partner plays against the policy too, and every sample plays against an `opponent` if
-    there is one. The other side is then not trained on, and task and sample together decide the
-    policy's side. `rollout.player` names it.
+    In self-play, the samples 2k and 2k + 1 of a task play each other, as players 0 and 1. A sample
+    without a partner plays against another copy of the policy. With an `opponent`, every sample
+    plays against it. In these two cases the other side is not trained on, and the numbers of task
+    and sample decide which side the policy has. `rollout.player` is the side of a rollout.
 
-    The game ends if a player's reply is cut by length, or a player has had `max_turns` replies; the
-    other one is truncated by "environment". If the game raises, or gives rewards that are no
-    numbers, it ends as truncated by "error" for both.
+    The game ends if a player's reply is cut by length, or if a player has had `max_turns` replies.
+    The other player's rollout is then truncated by "environment". If the game raises, or if a
+    reward is not a number, both rollouts are truncated by "error".
 
     Args:
-      make: () → an object with `reset(seed=…)` → (observation of the first player, info) and
-        `step(action)` → (observation of the next player, a reward for each player, terminated,
-        truncated, info), and perhaps `close()`; plain or async. If it has an attribute `player`, 0
-        or 1, this player is next. Otherwise 0 begins, and they alternate.
-      opponent: path of the other player's model, as `model.path`. The policy's own path is the
-        policy frozen at its start. None: self-play.
+      make: function without arguments that returns a game. A game has `reset(seed=…)` →
+        (observation of the first player, info), `step(action)` → (observation of the next player, a
+        reward for each player, terminated, truncated, info), and perhaps `close()`. All functions
+        may be plain or async. If the game has an attribute `player`, 0 or 1, this player is next.
+        Otherwise player 0 begins, and the players alternate.
+      opponent: path of the other player's model, in the form of `model.path`. With the policy's own
+        path, the opponent is the policy as it was at the start of the run. None: self-play.
       parse_action, render, max_turns, system_prompt, history: as for `gymnasium`, for each player.
-    Raises: ConfigError for a limit out of range. A game's start raises it if the game cannot be
-      made or reset.
+    Raises: ConfigError for a limit out of range. The start of a game raises it if the game cannot
+      be made or reset.
     """
 
     def table(task: Task, players: int = 2) -> Game:
@@ -62,7 +63,7 @@ def two_players(
 
 
 class Game:
-    """A game and its next player. Its players' sessions wait here for each other."""
+    """Hold a game and its next player. The sessions of the two players wait for each other here."""
 
     def __init__(
         self,
@@ -84,16 +85,17 @@ class Game:
         self.observation = ""
         self.rewards = [0.0, 0.0]
         self.here = 0
-        self.over: str | None = None  # once it is over: "", or the reason if it was cut short
+        # None while the game runs; then "", or the reason if it was cut short
+        self.over: str | None = None
         self.error = ""
 
     def player(self, number: int) -> Player:
-        """The session of a player, 0 or 1."""
+        """Return the session of a player, 0 or 1."""
         self.here += 1
         return Player(self, number)
 
     async def start(self) -> None:
-        """Make and reset the game, once."""
+        """Make and reset the game once. The first caller does this, and the other player waits."""
         while self.game is None and self.over is None:
             if self.starting:
                 await self.changed.wait()
@@ -127,7 +129,7 @@ class Game:
         self.called[getattr(self.game, "player", number)].set()
 
     async def act(self, number: int, action: Any) -> None:
-        """Take one action of a player. An error of the game ends it, not the run."""
+        """Take one action of a player. If the game raises, the game ends, and the run goes on."""
         try:
             given = await call_user("the environment's step", self.game.step, action, count=2)
             observation, rewards, terminated, truncated, _ = unpack(
@@ -146,7 +148,7 @@ class Game:
             self.end("error")
 
     def end(self, how: str) -> None:
-        """End the game, for both players."""
+        """End the game for both players."""
         if self.over is None:
             self.over = how
             self.changed.set()
@@ -154,8 +156,7 @@ class Game:
                 called.set()
 
     def lost(self, number: int, error: BaseException) -> None:
-        """Record that a player's episode has failed, so that the other one no longer waits for
-        it."""
+        """Record that a player's episode has failed, so the other player no longer waits for it."""
         self.error = self.error or str(error)
         self.end("error")
 
@@ -168,7 +169,7 @@ class Game:
         return None
 
     async def leave(self) -> None:
-        """Leave the game; a player says no more."""
+        """Leave the game for one player. The game is closed when both players have left."""
         self.end("environment")
         self.here -= 1
         if not self.here:
@@ -176,7 +177,7 @@ class Game:
 
 
 class Player:
-    """The session of one player."""
+    """Hold the session of one player."""
 
     tools: dict[str, Tool] = {}  # noqa: RUF012
 
@@ -185,8 +186,8 @@ class Player:
         self.number = number
 
     async def first_prompt(self) -> Messages:
-        """The task's messages and the player's observation at its first turn. Raises: EpisodeOver
-        if it has none."""
+        """Return the task's messages and the player's observation at its first turn. Raises:
+        EpisodeOver if the game ends before this turn."""
         await self.table.start()
         text = await self.table.turn(self.number)
         if text is None:
@@ -196,7 +197,8 @@ class Player:
         )
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """Take one action, then wait for the other player's until this one's turn comes again."""
+        """Take one action. Then wait until the other player has acted and this player's turn comes
+        again."""
         table = self.table
         try:
             action = table.parse_action(rollout.final_content)

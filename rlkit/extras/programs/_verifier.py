@@ -1,4 +1,4 @@
-"""`environment.verify`: a user's command judges a program's folder, once every process of the
+"""Judge a program's folder with a user's command (`environment.verify`), when every process of the
 episode is dead."""
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from rlkit.sandbox.process import make_folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.types import Task
 
-LONGEST_NUMBER = 64  # bytes
-OUTPUT = 1 << 20  # most output of a verifier
+LONGEST_NUMBER = 64  # largest size of a verifier's number, in bytes
+OUTPUT = 1 << 20  # largest output of a verifier, in bytes
 
 State = tuple[int, ...]
 
 
 class Verifier(NamedTuple):
-    """The decision about the reward of an episode."""
+    """Describe how the reward of an episode is decided."""
 
-    command: Sequence[str]  # empty: only a task's own tests decide
+    command: Sequence[str]  # the user's command; empty: only a task's own tests decide
     limits: Limits
     time_limit: float
     least: float
     most: float
-    state: dict[str, State]  # of its files, at the start of the run
+    state: dict[str, State]  # marks of the command's files at the start of the run
 
 
 def make_verifier(
@@ -50,8 +50,8 @@ def make_verifier(
     readable: Sequence[str],
     memory_mb: int | None,
 ) -> Verifier:
-    """Make the verifier of a run. Raises: ConfigError for an invalid range or limit, for a command
-    that cannot be started, and for a command outside Linux."""
+    """Make the verifier of a run. Raises: ConfigError for an invalid range or limit, if the command
+    cannot be started, and for a command outside Linux."""
     if command and sys.platform != "linux":
         raise ConfigError(
             "environment.verify needs Linux, where all that a program started is ended before its"
@@ -73,14 +73,14 @@ def make_verifier(
     if confined:
         more = [*readable, *filter(os.path.isdir, words)]
         limits = confine_limits(limits, words or ["bash"], more)
-    # a confined program cannot write them
+    # a confined program cannot write these files
     state = {} if confined else read_file_states(words)
     return Verifier(words, limits, time_limit, ends[0], ends[1], state)
 
 
 def read_file_states(command: Sequence[str]) -> dict[str, State]:
-    """Marks of the command's files, and of all files in its folders. A mark changes if somebody
-    writes or replaces the file."""
+    """Return marks of the command's files and of all files in its folders. The mark of a file
+    changes if anybody writes or replaces the file."""
     named = [word for word in command if os.path.isabs(word)]
     found = {word: _state(os.stat(word)) for word in named}
     for word in named:
@@ -97,15 +97,16 @@ def _state(at: os.stat_result) -> State:
 
 
 def keep_plain_files(where: str) -> None:
-    """Reduce a program's folder to data: readable files and folders.
+    """Reduce a program's folder to readable files and folders.
 
-    Links, files with a second name, pipes, sockets and devices are removed. So a verifier that
-    opens a name reads this file and no other, and never hangs. Files lose their right to be
-    executed. Raises: OSError if the folder cannot be walked.
+    Links, files with a second name, pipes, sockets and devices are removed. So a name that a
+    verifier opens is always a file in this folder, and opening it never hangs. Files lose their
+    right to be executed. Raises: OSError if the folder cannot be walked.
     """
     if not stat.S_ISDIR(os.lstat(where).st_mode):
         raise OSError("the program replaced its folder")
-    os.chmod(where, 0o700)  # a program may have closed it, or one inside
+    # the program may have removed the rights of this folder, or of a folder inside
+    os.chmod(where, 0o700)
     for _, folders, files, place in os.fwalk(where, onerror=_raise):
         for name in (*folders, *files):
             at = os.stat(name, dir_fd=place, follow_symlinks=False)
@@ -123,7 +124,7 @@ def _raise(error: OSError) -> None:
 
 
 def write_whole_task(task: Task) -> str:
-    """Write the task for a verifier: all of it."""
+    """Write the whole task for a verifier, with its answer and all metadata."""
     return json.dumps(
         {
             "id": task.id,
@@ -135,13 +136,14 @@ def write_whole_task(task: Task) -> str:
 
 
 async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
-    """Compute the reward of an episode from its program's folder; else say why there is none.
+    """Compute the reward of an episode from its program's folder. If there is no reward, return a
+    sentence that says why.
 
-    Every process of the episode must be dead. The verifier has a working folder of its own, an
-    environment from scratch, the whole task in RLKIT_TASK (up to 65,536 characters) and on standard
-    input, and the program's folder in RLKIT_FOLDER. It writes one number to the descriptor in
-    RLKIT_REWARD_FD. The descriptor is a socket: another process cannot open it by its name in
-    /proc.
+    Every process of the episode must be dead. The verifier has its own working folder and new
+    environment variables. It finds the whole task in RLKIT_TASK (up to 65,536 characters) and on
+    standard input, and the program's folder in RLKIT_FOLDER. It writes one number to the descriptor
+    with the number in RLKIT_REWARD_FD. The descriptor is a socket, so another process cannot open
+    it by its name in /proc.
     """
     try:
         if verifier.state and read_file_states(verifier.command) != verifier.state:
@@ -159,9 +161,9 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
         variables |= {
             "RLKIT_FOLDER": left_in,
             "RLKIT_REWARD_FD": "3",
-            # Python imports neither from a script's folder nor from this one
+            # Python then imports neither from the script's folder nor from the current folder
             "PYTHONSAFEPATH": "1",
-            # otherwise a folder of `verifier.state` changes
+            # otherwise new files would change a folder of `verifier.state`
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         left: list[bool] = []
@@ -189,7 +191,7 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
 
 
 def read_number(data: bytes, least: float, most: float) -> float | str:
-    """Read a verifier's number; else say what is wrong with it."""
+    """Return a verifier's number, or a sentence that says what is wrong with it."""
     try:
         number = float(data.decode("ascii")) if len(data) <= LONGEST_NUMBER else math.nan
     except ValueError:
@@ -200,7 +202,7 @@ def read_number(data: bytes, least: float, most: float) -> float | str:
 
 
 def check_range(number: float, least: float, most: float) -> float | str:
-    """Return a verifier's number; else say that it is out of range."""
+    """Return a verifier's number, or a sentence if it is out of range."""
     if least <= number <= most:
         return number
     return f"it wrote {number}, which is outside environment.reward_range=[{least}, {most}]"

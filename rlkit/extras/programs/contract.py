@@ -1,4 +1,5 @@
-"""The contract of a program's episode: its means, and its result."""
+"""Define the contract of a program's episode: how the program asks the policy, and how the episode
+ends."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from rlkit.types import Messages, Step
 
 
 class RequestRefused(RLKitError):
-    """A request that gets no reply; the program reads the sentence, with status 400."""
+    """Say why a request gets no reply. The program gets this sentence with status 400."""
 
 
 class Ask(NamedTuple):
-    """The means of a program's episode: a whole conversation → the policy's reply, sampled and
-    recorded. Several calls may wait at once."""
+    """Let a program ask the policy. A call takes a whole conversation and returns the policy's
+    reply, which is sampled and recorded. Several calls may wait at the same time."""
 
     reply: Callable[..., Awaitable[Step]]
     tokens: Callable[..., Awaitable[int]]
@@ -29,35 +30,37 @@ class Ask(NamedTuple):
         stop: Sequence[str] = (),
         size: int = 0,
     ) -> Step:
-        """Reply to a conversation. It extends a recorded one, or starts a row of its own.
+        """Return the policy's reply to a conversation. The conversation extends a recorded
+        conversation, or starts a new training row.
 
         Args:
-          messages: from the first to the last; the policy's replies in the client's form. tools:
-            their schemas.
-          limit: tokens of the reply, if fewer than the run's.
-          stop: texts of which the first in the content ends the reply. The given step holds it; the
-            content of the recorded one ends before it, and the client's form of the reply must too.
-          size: bytes of the request. A large one is rendered in a thread.
-        Raises: RequestRefused if the episode is at its limit of replies, or the context leaves no
-          room.
+          messages: all messages of the conversation. The policy's replies are in the client's form.
+          tools: schemas of the tools.
+          limit: largest number of tokens of the reply, if it is below the run's limit.
+          stop: stop texts. The first stop text in the content ends the reply. The content of the
+            returned step still contains it. The content of the recorded step ends before it, and
+            the client's form of the reply must end there too.
+          size: bytes of the request. A large request is rendered in a thread.
+        Raises: RequestRefused if the episode has reached its limit of replies, or if the context
+          has no room for a reply.
         """
         return await self.reply(messages, tools, limit, stop=stop, size=size)
 
     async def count_tokens(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, size: int = 0
     ) -> int:
-        """Tokens of the context that the reply would have; nothing is sampled or recorded. Raises:
-        RequestRefused."""
+        """Return the number of tokens in the context of the next reply. Nothing is sampled or
+        recorded. Raises: RequestRefused."""
         return await self.tokens(messages, tools, size=size)
 
 
 class Ended(NamedTuple):
-    """The end of a program's episode."""
+    """Describe how a program's episode ended."""
 
-    truncation: str = ""  # why it did not end by itself: deadline or error
+    truncation: str = ""  # why the episode did not end by itself: deadline or error
     reward: float | None = None  # the program's own score of the episode
     metadata: Mapping[str, Any] = {}
     error: str = ""  # what failed, in words
-    # It ended by an error of its own. After an unreadable call the error is the policy's fault, and
-    # the episode is scored.
+    # Whether the program itself ended with an error. If the policy's last reply had an unreadable
+    # call, the error is the policy's fault, and the episode is still scored.
     crashed: bool = False

@@ -1,10 +1,10 @@
-"""Episodes of programs that send whole conversations: find the recorded part by token ids, and the
-start of a new row.
+"""Record the episodes of programs that send whole conversations. For each request, find the
+recorded conversation that it continues, or begin a new training row.
 
-Every recorded reply knows its predecessor, so an episode is a forest and each path from a root to a
-leaf is one training row. If a conversation begins with a recorded one, its reply as sent included,
-it continues by the recorded ids. Any other conversation (rewritten, compacted, with other tools, of
-a sub-agent) is rendered, and begins a tree of its own.
+Every recorded reply knows its predecessor, so an episode is a forest, and each path from a root to
+a leaf is one training row. If a conversation begins with a recorded conversation and its reply, the
+recorded token ids are used for this part. Any other conversation (rewritten, compacted, with other
+tools, of a sub-agent) is rendered from its messages and begins a new tree.
 """
 
 from __future__ import annotations
@@ -46,34 +46,37 @@ from rlkit.types import (
     agreement,
 )
 
-# Bytes of a request that is rendered in a thread. A smaller one takes a few milliseconds.
+# A request of at least this many bytes is rendered in a thread. A smaller request takes a few
+# milliseconds.
 LARGE = 1 << 16
 
 
 class Read(NamedTuple):
-    """A conversation as the policy reads it."""
+    """Hold a conversation as the policy reads it."""
 
-    parent: Call | None  # the recorded reply before it
-    dropped: bool  # it has none because the client dropped the thinking of a reply
-    messages: list[Message]  # behind this reply
-    ids: tuple[int, ...]  # of these messages
+    parent: Call | None  # the recorded reply that it continues; None: it begins a new tree
+    dropped: bool  # whether it has no parent because the client dropped the thinking of a reply
+    messages: list[Message]  # the messages after the parent's reply
+    ids: tuple[int, ...]  # token ids of these messages
 
     @property
     def length(self) -> int:
-        """Tokens of the whole context."""
+        """Return the number of tokens in the whole context."""
         return len(self.ids) + (self.parent.length if self.parent else 0)
 
 
 class Conversations:
-    """The replies of one program's episode.
+    """Sample and record the replies of one program's episode.
 
     Args:
-      params, seed: of the episode. A reply's own seed is mix(seed, replies before it on its path),
-        so it does not depend on the order of requests. The k-th reply to one context, for k > 0,
-        has mix(seed, replies before it, k).
-      keys: gives a new key for the engine.
-      ready: awaited before the first reply.
-      strict_thinking: a reply that comes back without its thinking makes another conversation.
+      params: sampling parameters of the episode.
+      seed: seed of the episode. The seed of a reply is mix(seed, number of replies before it on its
+        path), so it does not depend on the order of requests. The k-th further reply to the same
+        context has mix(seed, number of replies before it, k).
+      keys: iterator over new keys for the engine.
+      ready: function to await before the first reply.
+      strict_thinking: whether a conversation is a different one if a reply comes back without its
+        thinking.
     """
 
     def __init__(
@@ -100,13 +103,14 @@ class Conversations:
         self.ready = ready
         self.calls: list[Call] = []
         self.trees = Tree(thinking=strict_thinking), Tree(thinking=False)
-        self.continued: set[int] = set()  # numbers of replies with another one behind them
-        self.drawn: Counter[int] = Counter()  # hash of a context → replies to it
-        self.numbered = 0  # tool calls, for their ids
-        # requests; the limit met by the last one
+        self.continued: set[int] = set()  # numbers of replies that a later reply continues
+        self.drawn: Counter[int] = Counter()  # hash of a context → number of replies to it
+        self.numbered = 0  # number of tool calls so far, for their ids
+        # number of requests; the limit that refused the last request, or ""
         self.asked = 0
         self.refused = ""
-        self.resting: int | None = None  # the key without a reply in progress
+        # a key kept for the next request, without a reply in progress
+        self.resting: int | None = None
         self.sampling: set[int] = set()
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
@@ -119,7 +123,7 @@ class Conversations:
         stop: Sequence[str] = (),
         size: int = 0,
     ) -> Step:
-        """See `rlkit.extras.programs.Ask`."""
+        """Return the policy's reply to a conversation (see `rlkit.extras.programs.Ask`)."""
         if self.asked >= self.environment.max_steps:
             self.refused = "steps"
             raise RequestRefused(
@@ -145,11 +149,13 @@ class Conversations:
         return step
 
     async def count(self, messages: Messages, tools: Schemas = (), *, size: int = 0) -> int:
-        """Tokens of the context of a reply. See `rlkit.extras.programs.Ask`."""
+        """Return the number of tokens in the context of a reply (see
+        `rlkit.extras.programs.Ask`)."""
         return (await self._read_aside(messages, tools, size)).length
 
     async def _read_aside(self, messages: Messages, tools: Schemas, size: int) -> Read:
-        """`_read`, for a large request in a thread, so that the engine decodes meanwhile."""
+        """Read a conversation as `_read` does. A large request is read in a thread, so the engine
+        can decode meanwhile."""
         read = partial(self._read, messages, tools)
         try:
             return read() if size < LARGE else await run_in_worker(read, None, "")
@@ -157,8 +163,8 @@ class Conversations:
             raise RequestRefused(str(error)) from error
 
     def _read(self, messages: Messages, tools: Schemas) -> Read:
-        """Find the recorded reply that a conversation continues, and render the messages behind it;
-        or render all of it."""
+        """Find the recorded reply that a conversation continues, and render the messages after it.
+        Without such a reply, render the whole conversation."""
         new = next((i for i, m in enumerate(reversed(messages)) if m["role"] == "assistant"), 0)
         before = messages[: len(messages) - new] if new else []
         strict, bare = self.trees
@@ -166,7 +172,7 @@ class Conversations:
         fresh = (call for call in reversed(found) if call.number not in self.continued)
         parent = next(fresh, found[-1] if found else None)
         behind = messages[len(before) :] if parent else messages
-        own = copy_value(list(behind))  # the program may go on with its own
+        own = copy_value(list(behind))  # because the program may change its own messages later
         renderer = self.policy.renderer
         dropped = parent is None and bool(before) and bool(bare.replies(tools, before))
         if parent is None:
@@ -182,7 +188,7 @@ class Conversations:
     async def _sampled(
         self, read: Read, context: int, limit: int | None, stop: Sequence[str]
     ) -> Step:
-        """Sample the reply to a context. The step's content still holds the stop text."""
+        """Sample the reply to a context. The content of the step still contains the stop text."""
         depth = read.parent.depth + 1 if read.parent else 0
         ids = (*read.parent.ids, *read.ids) if read.parent else read.ids
         twin = self.drawn[context]
@@ -206,8 +212,9 @@ class Conversations:
             raise
         finally:
             self.sampling.discard(key)
-            # An engine that decodes by rounds waits for the last answered key. So the episode keeps
-            # one for its next request, and none while others are still in progress.
+            # An engine that decodes by rounds waits for the next request with the key that it has
+            # answered last. So the episode keeps one key for its next request. While other replies
+            # are in progress, it keeps none.
             if self.sampling or self.resting is not None:
                 self.engine.release(key)
             else:
@@ -231,7 +238,8 @@ class Conversations:
         after: int | None,
         context: int,
     ) -> None:
-        """Record a reply. Its content ends before a stop text, as for the program."""
+        """Record a reply. Its recorded content ends before the stop text, as in the reply to the
+        program."""
         content, stopped = cut_at(step.content, stop)
         whole = content + stopped == step.content
         step = step._replace(content=content)
@@ -248,14 +256,14 @@ class Conversations:
         places = strict, bare
         call = Call(number, read.parent, after, step, read.dropped, depth, context, places)
         self.calls.append(call)
-        # If the last token goes on behind the stop text, the program never saw the rest of it, and
-        # no later reply continues the row.
+        # If the last token has text after the stop text, the program never sees this text. So no
+        # later reply can continue the row.
         if whole:
             for tree, place in zip(self.trees, places, strict=True):
                 tree.ends[place].append(call)
 
     def _named(self, messages: Messages, parent: Call) -> list[Message]:
-        """Add the names of their calls to results of tools, as rlkit's environments do."""
+        """Add to each tool result the name of its call, as rlkit's environments do."""
         names = {call.id: call.name for call in parent.step.tool_calls}
         return [
             (
@@ -272,22 +280,23 @@ class Conversations:
         ]
 
     def release(self) -> None:
-        """Make the engine forget the episode."""
+        """Release all keys of the episode at the engine."""
         for key in [*self.sampling, *(() if self.resting is None else (self.resting,))]:
             self.engine.release(key)
         self.resting = None
 
     def rollout(self) -> Rollout:
-        """Join the replies to one rollout, path after path, so that a reply follows its predecessor
-        wherever possible.
+        """Join all replies to one rollout. The paths of the forest follow one after another, so
+        most replies directly follow their predecessor.
 
-        The newest reply stands last. `metadata["rows"]` describes the start of each row: its step,
-        its origin, and the reason. It forks off (`fork`: the common context is not trained twice),
-        or it begins with a context of its own. The client changed this context (`new`), or left out
-        the thinking of a reply (`thinking`); then `from` is the reply before it in time.
+        The newest reply is the last step. `metadata["rows"]` describes each further training row:
+        `step` is its first step, `from` is its origin, and `why` is the reason. With `fork`, the
+        row branches off at the reply `from`, and the common context is not trained on twice. With
+        `new`, the client sent a new or changed context. With `thinking`, the client left out the
+        thinking of a reply. In the last two cases, `from` is the last reply before the request.
         """
         children: dict[int | None, list[Call]] = {}
-        last: dict[int, int] = {}  # the newest reply of a subtree
+        last: dict[int, int] = {}  # number of the newest reply of each subtree
         for call in reversed(self.calls):
             last[call.number] = max(last.get(call.number, 0), call.number)
             if call.parent is not None:
@@ -323,7 +332,8 @@ class Conversations:
         return Rollout(self.task, tuple(steps), metadata=metadata, metrics=metrics)
 
     def _metrics(self, rows: int) -> dict[str, float]:
-        """Rows and prompt tokens of the episode, and of the rows begun by dropped thinking."""
+        """Count the rows and the prompt tokens of the episode, and those of rows that begin because
+        thinking was dropped."""
         dropped = [len(call.step.prompt_ids) for call in self.calls if call.dropped]
         prompts = sum(len(call.step.prompt_ids) for call in self.calls)
         return {
@@ -335,8 +345,8 @@ class Conversations:
 
 
 def _add_results(call: Call, children: list[Call]) -> Step:
-    """Add the results of the step's calls, from the request after it. A result that begins with
-    `Error` is a failure."""
+    """Add the results of the step's tool calls, read from the next request. A result that begins
+    with `Error` counts as a failure."""
     ids = {c.id: c.name for c in call.step.tool_calls}
     said = [
         m
@@ -356,8 +366,8 @@ def _add_results(call: Call, children: list[Call]) -> Step:
 
 
 def read_whole(parse: ToolParser, content: str) -> tuple[str, list[ToolCall]]:
-    """Read the calls of a reply. If one is broken, the content stays whole and is no call for the
-    client, as with vLLM's parsers; the broken calls are recorded."""
+    """Read the calls of a reply. If one call is broken, the client gets the whole content and no
+    calls, as with vLLM's parsers. The broken calls are recorded."""
     text, calls = parse(content)
     broken = [call for call in calls if call.error]
     return (content, broken) if broken else (text, calls)
@@ -369,13 +379,15 @@ Program = Callable[[Task, Ask], Awaitable[Ended]]
 def asking(
     program: Program, *, strict_thinking: bool = True, slots: AtMost | None = None
 ) -> Callable[[Playing], Awaitable[Rollout]]:
-    """Make `Environment.play` of an async function (task, ask) → Ended. It asks for its replies
-    itself.
+    """Make the function `Environment.play` from an async function (task, ask) → Ended, which asks
+    for the policy's replies itself.
 
     Args:
-      program: asks with whole conversations, several at a time if it likes.
-      strict_thinking: a reply that comes back without its thinking makes another conversation.
-      slots: each episode holds one while it is played; None: all play at the same time.
+      program: the async function. It sends whole conversations, and may send several at the same
+        time.
+      strict_thinking: whether a conversation is a different one if a reply comes back without its
+        thinking.
+      slots: slots that limit the number of episodes played at the same time; None: no limit.
     """
     return partial(_play, program, strict_thinking, slots)
 
@@ -401,9 +413,10 @@ async def _play(
 async def play_program(program: Program, conversations: Conversations) -> Rollout:
     """Run the program of an episode to its end.
 
-    Returns: the unscored rollout. `truncation` is the program's (deadline, error). Otherwise it is
-      "length" if its last reply was cut, and "steps" or "context" if its last request was refused
-      for this. A crash after an unreadable call is the policy's fault and truncates nothing.
+    Returns: the unscored rollout. `truncation` is the one of `Ended` (deadline, error), if it is
+      set. Otherwise it is "steps" or "context" if this limit refused the last request, and "length"
+      if the last reply was cut. If the program crashes after an unreadable call, the policy is to
+      blame, and the crash does not count as a truncation.
     Raises: every error of the engine.
     """
     ask = Ask(conversations.ask, conversations.count)
@@ -414,7 +427,7 @@ async def play_program(program: Program, conversations: Conversations) -> Rollou
         if conversations.failure.done():
             raise conversations.failure.result()
         ended = get_result(work)
-    except Hung as error:  # an async function that swallows its cancellation
+    except Hung as error:  # an async function has swallowed its cancellation
         ended = Ended("error", error=str(error))
     finally:
         work.cancel()

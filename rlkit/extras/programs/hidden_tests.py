@@ -1,4 +1,4 @@
-"""Run a task's own hidden tests on the folder that a program left: `tests/test.sh` of Harbor's
+"""Run a task's own hidden tests on the folder that a program leaves: `tests/test.sh` in Harbor's
 format."""
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.plain_files import read_plain_file
 from rlkit.types import Task
 
-LONGEST_REPORT = 1 << 16  # bytes of reward.json
+LONGEST_REPORT = 1 << 16  # largest size of reward.json, in bytes
 
 
 class HiddenTests(NamedTuple):
-    """A task's own tests, and its limits (`rlkit.extras.programs.harbor`)."""
+    """Describe a task's own tests and its limits (`rlkit.extras.programs.harbor`)."""
 
-    folder: str  # of the task
+    folder: str  # folder of the task
     time_limit: float | None  # seconds for the program
     tests_time_limit: float  # seconds for tests/test.sh
     memory_mb: int | None
 
 
 def find_hidden_tests(task: Task) -> HiddenTests | None:
-    """The tests of a task; None if it has none."""
+    """Return the hidden tests of a task; None if it has none."""
     own = task.metadata.get("harbor")
     return None if own is None else HiddenTests(**own)
 
 
 def take_least(limit: Any, other: Any) -> Any:
-    """The smaller of two limits; None is no limit."""
+    """Return the smaller of two limits. None means no limit."""
     return min((value for value in (limit, other) if value is not None), default=None)
 
 
 def check_hidden(task: Task, readable: Sequence[str] | None, judged: bool) -> str:
-    """Say why a task's hidden tests cannot run, or would not stay hidden; "" if they can.
+    """Say why a task's hidden tests cannot run, or why they would not stay hidden; "" if all is
+    well.
 
     Args:
-      readable: paths for the program to read; None if it is not confined.
-      judged: whether the config names a judge of its own.
+      readable: paths that the program may read; None if it is not confined.
+      judged: whether the config itself sets a judge.
     """
     tests = find_hidden_tests(task)
     if tests is None:
@@ -85,7 +86,7 @@ def check_hidden(task: Task, readable: Sequence[str] | None, judged: bool) -> st
 
 @functools.cache
 def explain_no_tree() -> str:
-    """Say why this machine gives no command a file tree of its own; "" if it does."""
+    """Say why this machine cannot give a command a separate file tree; "" if it can."""
     with make_folder() as where:
         limits = Limits(0, None, SYSTEM, root=Root(where, {}, {}))
         command = [sys.executable, "-I", "-S", "-B", str(GUARD)]
@@ -93,20 +94,21 @@ def explain_no_tree() -> str:
         with subprocess.Popen(command, cwd="/", env={}, stdin=pipe, stderr=pipe) as guard:
             assert guard.stdin is not None and guard.stderr is not None
             guard.stdin.write(make_job(["true"], "", limits))
-            guard.stdin.flush()  # closed, it would end the command
+            guard.stdin.flush()  # flushed and not closed, because closing it would end the command
             said = guard.stderr.read().decode(errors="replace")
     first, _, status = said.strip().rpartition("exit ")
     return "" if status == "0" else first.strip() or said.strip()
 
 
 async def run_tests(verifier: Verifier, tests: HiddenTests, left_in: str) -> float | str:
-    """Compute the reward of an episode by its task's tests; else say why there is none.
+    """Compute the reward of an episode with its task's tests. If there is no reward, return a
+    sentence that says why.
 
-    Every process of the episode must be dead. `bash /tests/test.sh` starts in the program's folder,
-    reduced to plain files, confined and without a network. /tests is the task's, /logs is empty.
-    The number is read when all processes of the tests are dead: "reward" in
-    /logs/verifier/reward.json, else the text of reward.txt. Python imports from /tests and not from
-    the program's folder.
+    Every process of the episode must be dead. `bash /tests/test.sh` runs in the program's folder,
+    which is first reduced to plain files. The command is confined and has no network. /tests is the
+    task's folder tests/, and /logs is empty at the start. When all processes of the tests are dead,
+    the reward is read: "reward" in /logs/verifier/reward.json, or else the text of reward.txt.
+    Python imports from /tests and not from the program's folder.
     """
     try:
         keep_plain_files(left_in)

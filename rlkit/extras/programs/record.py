@@ -1,4 +1,4 @@
-"""The record of an episode's replies: their rows, and their conversations as a tree."""
+"""Record an episode's replies: their training rows, and their conversations as a tree."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Schemas = Sequence[Mapping[str, Any]]
 
 
 class Call(NamedTuple):
-    """A recorded reply."""
+    """Hold a recorded reply."""
 
-    number: int  # in the order of recording
-    parent: Call | None  # the reply before it in its row
-    after: int | None  # number of the last reply before its request
-    step: Step  # its prompt_ids are the part of its context behind the parent's reply
-    dropped: bool  # its row begins because the client dropped the thinking of a reply
-    depth: int  # replies before it in its row
-    context: int  # hash of the ids of its context
-    places: tuple[int, int]  # its conversation, in the trees with and without thinking
+    number: int  # position in the order of recording
+    parent: Call | None  # the previous reply in its row
+    after: int | None  # number of the last reply recorded before its request
+    step: Step  # its prompt_ids are the part of the context after the parent's reply
+    dropped: bool  # whether its row begins because the client dropped the thinking of a reply
+    depth: int  # number of replies before it in its row
+    context: int  # hash of its context's token ids
+    places: tuple[int, int]  # place of its conversation in the trees with and without thinking
 
     @property
     def path(self) -> list[Call]:
-        """The replies from the root to this one."""
+        """Return the replies from the root to this reply."""
         calls = [self]
         while calls[-1].parent is not None:
             calls.append(calls[-1].parent)
@@ -34,12 +34,12 @@ class Call(NamedTuple):
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The whole context of the reply."""
+        """Return the token ids of the whole context of the reply."""
         return self.ids[: self.step.prompt_length]
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Its whole context and the reply itself."""
+        """Return the token ids of the whole context and of the reply itself."""
         ids: list[int] = []
         for call in self.path:
             ids += call.step.prompt_ids
@@ -48,27 +48,29 @@ class Call(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of `ids`."""
+        """Return the number of `ids`."""
         return self.step.prompt_length + len(self.step.response_ids)
 
 
 class Tree:
-    """Recorded conversations: a place after each message, and the replies that end there.
+    """Hold recorded conversations as a tree. There is a place after each message, and a place lists
+    the replies that end at it.
 
-    White space in a call's arguments and the order of its keys make no difference. Looking up a
-    conversation costs one step a message.
+    White space in a call's arguments and the order of their keys make no difference. Looking up a
+    conversation takes one step per message.
 
     Args:
-      thinking: whether conversations differ by the thinking of a reply.
+      thinking: whether two conversations are different if only the thinking of a reply differs.
     """
 
     def __init__(self, *, thinking: bool):
         self.thinking = thinking
-        self.next: dict[tuple[int, Hashable], int] = {}  # a place and what follows it → a place
+        # (place, next message or tools) → next place
+        self.next: dict[tuple[int, Hashable], int] = {}
         self.ends: defaultdict[int, list[Call]] = defaultdict(list)
 
     def replies(self, tools: Schemas, messages: Messages) -> Sequence[Call]:
-        """The recorded replies at the end of a conversation."""
+        """Return the recorded replies that end this conversation."""
         place = self.next.get((0, _written(tools)))
         for message in messages:
             if place is None:
@@ -77,11 +79,11 @@ class Tree:
         return () if place is None else self.ends.get(place, ())
 
     def begin(self, tools: Schemas) -> int:
-        """The place of these tools, before the first message."""
+        """Return the place after these tools, before the first message."""
         return self._follow(0, _written(tools))
 
     def extend(self, place: int, messages: Iterable[Message]) -> int:
-        """The place behind these messages."""
+        """Return the place after these messages."""
         for message in messages:
             place = self._follow(place, self._said(message))
         return place

@@ -1,9 +1,9 @@
-"""The endpoint on loopback: requests of programs come in, the policy's replies go out. There is one
-server an event loop, and one token an episode.
+"""Serve the endpoint on loopback: receive requests of programs and send the policy's replies. There
+is one server per event loop, and one token per episode.
 
-A token opens the conversation of its own episode and no other. A client's mistake is answered with
-a status and a sentence; for a wrong token, before the body is read. A reply is recorded before its
-first byte is written.
+A token gives access only to its own episode. A client's mistake is answered with a status and a
+sentence. A wrong token is answered before the body is read. A reply is recorded before its first
+byte is written.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ from rlkit.system.deadline import run_in_worker
 from rlkit.system.loops import wind_up
 from rlkit.types import Step
 
-MAX_BODY = 4 << 20  # bytes of a request
-BODY_SECONDS = 30.0  # until a request must be there, counted from its head
-IDLE_SECONDS = 75.0  # until a connection has sent the next request's head
-ANSWER_SECONDS = 60.0  # until an answer is in the kernel's buffers; they hold at least 100 kB
-FINAL = {"x-should-retry": "false"}  # otherwise clients ask again after 409 and 5xx
-MOST_CONNECTIONS = 4096  # of all episodes; fewer if the process may open few files
-ACCEPTED = 64  # connections taken in at once, before their number is looked at
-# aiohttp would print a traceback for each request that is no HTTP; its client reads 400
+MAX_BODY = 4 << 20  # largest size of a request, in bytes
+BODY_SECONDS = 30.0  # time for a whole request to arrive, counted from its head
+IDLE_SECONDS = 75.0  # time for a connection to send the head of the next request
+# time to write an answer into the kernel's buffers, which hold at least 100 kB
+ANSWER_SECONDS = 60.0
+# without this header, clients repeat a request after 409 and 5xx
+FINAL = {"x-should-retry": "false"}
+MOST_CONNECTIONS = 4096  # connections of all episodes; fewer if the process may open only few files
+ACCEPTED = 64  # connections accepted at once, before their number is checked
+# Otherwise aiohttp would print a traceback for each request that is not HTTP. Its client gets
+# status 400.
 QUIET = logging.Logger("rlkit.programs", logging.CRITICAL)
 COUNT = f"{MESSAGES}/count_tokens"
-# the fields of both protocols
+# has the fields of both protocols
 MODEL = {
     "id": "policy",
     "object": "model",
@@ -60,7 +63,7 @@ MODELS = {
 
 
 class Refused(Exception):
-    """A request without a reply, by a fault of its client."""
+    """Say why a request gets no reply because of a mistake of its client."""
 
     def __init__(self, status: int, sentence: str):
         super().__init__(sentence)
@@ -68,11 +71,12 @@ class Refused(Exception):
 
 
 class Door:
-    """An episode's place at the server.
+    """Hold an episode's state at the server.
 
     Args:
-      ask: gives the reply to a conversation.
-      ignore: unsupported settings of requests have no effect (`refuse_settings`).
+      ask: function that returns the reply to a conversation.
+      ignore: whether unsupported settings of requests have no effect (`refuse_settings`). If False,
+        the requests are refused.
     """
 
     def __init__(self, ask: Ask, *, ignore: bool = False):
@@ -80,19 +84,19 @@ class Door:
         self.ignore = ignore
         self.token = f"rlkit-{secrets.token_hex(16)}"
         self.open = True
-        # digest of a request → the last reply to it
+        # digest of a request → the last reply to this request
         self.replies: dict[bytes, asyncio.Task[Step]] = {}
         self.numbers: dict[asyncio.Task[Step], int] = {}
         self.retries = 0
-        self.refusals: list[str] = []  # a sentence for each wrong request of the client
+        self.refusals: list[str] = []  # one sentence for each refused request
         self.created = int(time.time())
 
     def reply(self, request: ChatRequest, digest: bytes, *, retry: bool) -> asyncio.Task[Step]:
-        """Start the reply. A retried request gets the recorded reply, or the one on its way; a
-        client that leaves ends none.
+        """Start the reply to a request. A retried request gets the recorded reply, or the reply in
+        progress. A reply goes on even if its client leaves.
 
-        A request without the mark of a retry is sampled again even if its body is known: a program
-        may want several replies.
+        A request without the header of a retry is sampled again, even if its body is known, because
+        a program may want several replies.
         """
         known = self.replies.get(digest)
         if (
@@ -106,14 +110,15 @@ class Door:
             request.messages, request.tools, request.limit, stop=request.stop, size=request.size
         )
         task = asyncio.ensure_future(asked)
-        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # its reader may be gone
+        # mark an error as read, because the client may be gone
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())
         self.numbers[task] = len(self.numbers)
         self.replies[digest] = task
         return task
 
     def counts(self) -> dict[str, Any]:
-        """The client's retries and mistakes, for the episode's metadata; empty if there were
-        none."""
+        """Return the number of retries, the number of refused requests and the first refusal, for
+        the episode's metadata. Entries of 0 or "" are left out."""
         refused = {"refused": len(self.refusals), "refusal": next(iter(self.refusals), "")}
         return {key: value for key, value in {"retries": self.retries, **refused}.items() if value}
 
@@ -129,7 +134,7 @@ class Door:
 
 
 class Endpoint:
-    """The endpoint of an event loop."""
+    """Run the endpoint of one event loop."""
 
     def __init__(self) -> None:
         self.doors: dict[str, Door] = {}
@@ -162,13 +167,14 @@ class Endpoint:
             loop = asyncio.get_running_loop()
             loop.set_exception_handler(_pass_over_full)
             self.listener = await loop.create_server(accept, sock=line, backlog=ACCEPTED)
-            line.listen(1024)  # many programs begin together, and the kernel lets them wait
+            # many programs begin together, and the kernel holds their connections until then
+            line.listen(1024)
             self.runner = runner
             self.port = line.getsockname()[1]
 
     def _accept(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
-        """Take in a connection. If there are too many, the oldest one without a request in progress
-        is closed for it; if all have one, the new one is."""
+        """Accept a connection. If there are too many, close the oldest connection without a request
+        in progress. If every connection has a request in progress, close the new connection."""
         server = runner.server
         assert server is not None
         open_ones = {line: line.transport for line in server.connections if line.transport}
@@ -181,7 +187,7 @@ class Endpoint:
         return server()
 
     async def stop(self) -> None:
-        """Close the socket and all connections, including ones with an unread answer."""
+        """Close the socket and all connections, even connections with an unread answer."""
         if self.runner is not None:
             runner = self.runner
             self.runner = None
@@ -192,11 +198,11 @@ class Endpoint:
             for line in lines:
                 if line is not None:
                     line.abort()
-            await asyncio.sleep(0)  # the loop closes them here
+            await asyncio.sleep(0)  # the loop closes the connections during this wait
 
     async def handle(self, request: web.Request) -> web.Response:
-        """Answer any request. A client that does not read its answer in time loses the
-        connection."""
+        """Answer any request. If the client does not read its answer in time, its connection is
+        closed."""
         self.busy.add(request.protocol)
         try:
             return await self._handled(request)
@@ -207,7 +213,8 @@ class Endpoint:
         response = await self._response(request)
         line = request.transport
         if line is not None:
-            line.set_write_buffer_limits(0)  # a write ends when the kernel has all of it
+            # so a write ends only when the kernel has all its bytes
+            line.set_write_buffer_limits(0)
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await response.prepare(request)
@@ -265,9 +272,11 @@ class Endpoint:
     async def _read(
         self, request: web.Request, route: str, door: Door
     ) -> tuple[ChatRequest, bytes]:
-        """Read a request and the digest of its body, a large one in a thread. Raises: Refused."""
+        """Read a request and the digest of its body. A large request is read in a thread. Raises:
+        Refused."""
         try:
-            # not read at all; a body without a length is counted as it comes
+            # a body with a too large length is not read at all; a body without a length is counted
+            # as it arrives
             if (request.content_length or 0) > MAX_BODY:
                 raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
             async with asyncio.timeout(BODY_SECONDS):
@@ -291,8 +300,8 @@ class Endpoint:
     async def _answered(
         self, request: web.Request, wire: Wire, door: Door, asked: ChatRequest, digest: bytes
     ) -> web.Response:
-        """Answer a request to sample. Raises: RequestRefused."""
-        if not door.open:  # while the request was read
+        """Answer a request for a reply. Raises: RequestRefused."""
+        if not door.open:  # it was closed while the request was read
             return refuse_request(wire, 409, "the episode is over")
         retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
         task = door.reply(asked, digest, retry=retry)
@@ -316,13 +325,14 @@ class Endpoint:
 
 
 def _pass_over_full(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Print nothing if no file is left for a connection: asyncio takes it in later."""
+    """Print nothing if the process has no file descriptor left for a connection, because asyncio
+    accepts the connection later."""
     if "out of system resource" not in context.get("message", ""):
         loop.default_exception_handler(context)
 
 
 class Closing(asyncio.Protocol):
-    """Closes its connection at once."""
+    """Close a connection as soon as it is made."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -330,8 +340,8 @@ class Closing(asyncio.Protocol):
 
 
 def stream_reply(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
-    """Send the reply as server-sent events, chunked. So a cut reply is an error and not a shorter
-    reply."""
+    """Return the reply as server-sent events in chunks. If the connection is cut, the client then
+    sees an error instead of a shorter reply."""
     text = ""
     for name, data in wire.events(reply, asked):
         text += f"event: {name}\n" if name else ""
@@ -345,7 +355,7 @@ def stream_reply(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
 
 
 def refuse_request(wire: Wire, status: int, sentence: str) -> web.Response:
-    """Answer with a status and a sentence."""
+    """Return a refusal with a status and a sentence."""
     headers = FINAL if status == 409 or status >= 500 else None
     response = web.json_response(
         wire.error(status, sentence[:2000]), status=status, headers=headers
@@ -362,11 +372,11 @@ SERVERS: WeakKeyDictionary[Any, Endpoint] = WeakKeyDictionary()  # event loop �
 async def open_door(
     ask: Ask, *, port: int = 0, counts: dict[str, Any] | None = None, ignore: bool = False
 ) -> AsyncIterator[tuple[Door, str]]:
-    """Give an episode a place at the server of this event loop, and the server's address,
-    `http://127.0.0.1:PORT`.
+    """Open a Door for an episode at the server of this event loop. Yield the Door and the server's
+    address, `http://127.0.0.1:PORT`.
 
-    The server starts with its first episode and stops with its last one. `counts` receives
-    `Door.counts` at the end. `ignore`: see `Door`.
+    The server starts with the first episode and stops after the last. At the end, `counts` receives
+    the values of `Door.counts`. `ignore`: see `Door`.
     """
     server = SERVERS.setdefault(asyncio.get_running_loop(), Endpoint())
     door = Door(ask, ignore=ignore)
@@ -386,10 +396,10 @@ async def open_door(
 
 
 def list_addresses(door: Door, address: str) -> dict[str, str]:
-    """The variables that clients read for their endpoint and their key."""
+    """Return the environment variables from which clients read their endpoint and their key."""
     return {
         "OPENAI_BASE_URL": f"{address}/v1",
-        "OPENAI_API_BASE": f"{address}/v1",  # aider's
+        "OPENAI_API_BASE": f"{address}/v1",  # read by aider
         "OPENAI_API_KEY": door.token,
         "ANTHROPIC_BASE_URL": address,
         "ANTHROPIC_API_KEY": door.token,

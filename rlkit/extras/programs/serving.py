@@ -1,4 +1,4 @@
-"""The endpoint of environment=program on one policy, for any client."""
+"""Serve one policy to any client, through the endpoint of environment=program."""
 
 from __future__ import annotations
 
@@ -22,28 +22,31 @@ from rlkit.types import (
     safe,
 )
 
-REMEMBERED = 256  # replies that a later conversation may continue by token ids
+# number of replies that are remembered, so a later conversation can continue by token ids
+REMEMBERED = 256
 
 
 @safe("model")
 @ranges(port=(0, 65535))
 class ServeRun(NamedTuple):
-    """An endpoint: its policy, and its port on loopback."""
+    """Describe an endpoint: its policy, and its port on loopback."""
 
     model: ModelSpec
     generation: Sampling
     parse_calls: ToolParser
     trainer: TrainerSettings
-    port: int = 8000  # 0: any free one
+    port: int = 8000  # 0: any free port
     seed: int = 0
 
 
 @asynccontextmanager
 async def serve_endpoint(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
-    """Run the endpoint while the block runs; yield the variables that clients read for it.
+    """Run the endpoint during the block. Yield the environment variables from which clients read
+    its address and key.
 
-    Conversations that extend a recorded one continue it by token ids, as in training. Settings that
-    `environment.unsupported` decides have no effect. Raises: ConfigError if the port is taken.
+    A conversation that extends a recorded conversation continues by token ids, as in training.
+    Unsupported settings of requests have no effect, as with `environment.unsupported=ignore`.
+    Raises: ConfigError if the port is taken.
     """
     from rlkit.extras.programs.server import list_addresses, open_door
 
@@ -56,7 +59,7 @@ async def serve_endpoint(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str,
     environment = Environment(parse_calls=x.parse_calls, max_steps=REMEMBERED)
 
     async def ready() -> None:
-        """Sample every request as it comes."""
+        """Return at once, so every request is sampled as it comes."""
 
     def fresh() -> Conversations:
         return Conversations(
@@ -74,7 +77,7 @@ async def serve_endpoint(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str,
 
     async def reply(*asked: Any, **settings: Any) -> Step:
         nonlocal known
-        if known.asked >= REMEMBERED:  # requests in progress end in the old one
+        if known.asked >= REMEMBERED:  # requests in progress still end in the old conversations
             known = fresh()
         return await known.ask(*asked, **settings)
 

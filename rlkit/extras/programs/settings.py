@@ -1,6 +1,6 @@
-"""The settings of requests, and the fate of each: the table of docs/programs.md.
+"""List the settings of requests, and how each is treated. This is the table of docs/programs.md.
 
-A setting in no row changes nothing of a reply (`user`, `metadata`, `store`, …) and has no effect.
+A setting without a row here has no effect on a reply (`user`, `metadata`, `store`, …).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEANINGS: dict[Treatment, str] = {
 
 
 def is_given(value: Any) -> bool:
-    """Whether a setting asks for anything."""
+    """Return whether the value of a setting asks for anything."""
     return value not in (None, False, "", [], {})
 
 
@@ -30,7 +30,7 @@ def _asks_for_json(shape: Any) -> bool:
 
 
 def _chooses(choice: Any) -> bool:
-    """Whether a tool_choice is more than a permission to call tools in any number."""
+    """Return whether a tool_choice does more than permit any number of tool calls."""
     if isinstance(choice, Mapping):
         return choice.get("type") != "auto" or bool(choice.get("disable_parallel_tool_use"))
     return choice != "auto"
@@ -48,15 +48,15 @@ def _ends_in_a_reply(messages: Any) -> bool:
 
 
 class Setting(NamedTuple):
-    """A setting of some routes, and its fate."""
+    """Describe a setting of some routes, and how it is treated."""
 
-    name: str  # with dots for a part of an object
+    name: str  # name of the setting; dots name a part of an object
     paths: tuple[str, ...]
     treatment: Treatment
-    example: Any  # a value that this row is about
-    why: str = ""  # it is not honoured, and what to do
-    asks: Callable[[Any], bool] = is_given  # whether a value asks for it
-    shown: str = ""  # in the table, in place of the name
+    example: Any  # a value for which this row holds
+    why: str = ""  # why it is not honoured, and what to do instead
+    asks: Callable[[Any], bool] = is_given  # returns whether a value asks for the setting
+    shown: str = ""  # text for the table, instead of the name
 
 
 NO_GRAMMAR = "the policy is sampled without a grammar"
@@ -190,7 +190,7 @@ SETTINGS = (
 
 
 def read_value(body: Mapping[str, Any], name: str) -> Any:
-    """The value of a setting in a request; None if it is not there."""
+    """Return the value of a setting in a request; None if it is missing."""
     value: Any = body
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -198,8 +198,8 @@ def read_value(body: Mapping[str, Any], name: str) -> Any:
 
 
 def refuse_settings(body: Mapping[str, Any], path: str, *, ignore: bool) -> None:
-    """Raise ValueError for the first refused setting. `ignore`: unsupported ones have no
-    effect."""
+    """Raise ValueError for the first setting that is refused. With `ignore`, unsupported settings
+    are not refused and have no effect."""
     for row in SETTINGS:
         passes = ("honoured", "of the run", "unsupported" if ignore else "")
         if row.treatment in passes or path not in row.paths:
@@ -213,8 +213,8 @@ def refuse_settings(body: Mapping[str, Any], path: str, *, ignore: bool) -> None
 
 
 def write_table() -> str:
-    """The table of docs/programs.md: the settings of the same routes with the same treatment in one
-    row."""
+    """Write the table of docs/programs.md. Settings of the same routes with the same treatment
+    share a row."""
     rows: dict[tuple[Treatment, tuple[str, ...]], list[str]] = {}
     for setting in SETTINGS:
         name = setting.shown or f"`{setting.name}`"

@@ -1,4 +1,4 @@
-"""Slots limit simultaneous work, across event loops."""
+"""Limit the amount of simultaneous work with slots, across event loops."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 
 class AtMost:
-    """At most `n` blocks run at the same time, in any event loops and threads. Waiting blocks are
-    served in their order."""
+    """Let at most `n` blocks run at the same time, in any event loops and threads. Waiting blocks
+    get a slot in the order of their calls."""
 
     def __init__(self, n: int):
         self.free = n
@@ -21,7 +21,7 @@ class AtMost:
 
     @asynccontextmanager
     async def held(self, late: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-        """Hold a slot during the block. If there is none free, `late` is called before the wait."""
+        """Hold a slot during the block. If no slot is free, `late` is called before the wait."""
         turn: Future[None] = Future()
         self.queue.append(turn)
         self._give(0)
@@ -30,7 +30,7 @@ class AtMost:
         try:
             await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
-            if not turn.cancel():  # it was given at the same moment
+            if not turn.cancel():  # the slot was given at the same moment
                 self._give(1)
             raise
         try:

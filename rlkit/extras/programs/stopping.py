@@ -1,4 +1,5 @@
-"""Stop texts of a request: the reply ends with the last token of one."""
+"""End replies at the stop texts of a request. A reply ends with the last token of its first stop
+text."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from rlkit.types import Generation, Policy
 def end_at(
     policy: Policy, context: Sequence[int], reply: Generation, stops: Sequence[str]
 ) -> Generation:
-    """Cut a reply behind the last token of the first stop text in its content. Thinking is not
-    looked at.
+    """Cut a reply after the last token of the first stop text in its content. Stop texts in the
+    thinking do not count.
 
-    The decision to stop at a token depends on no later one. So the rest has the distribution and
-    the log-probs of an engine with this stop text.
+    The decision to stop at a token does not depend on later tokens. So the cut reply has the same
+    distribution and the same log-probs as a reply of an engine that stops at this text.
 
     Args:
-      context: the ids before the reply.
+      context: token ids before the reply.
     """
     tags = policy.renderer.thinking
     opened = tags.opened(context)
@@ -42,7 +43,8 @@ def end_at(
 
 
 def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """The text up to the first of the stop texts, and this stop text; "" if there is none."""
+    """Return the text before the first stop text, and this stop text. Without a stop text, return
+    the whole text and ""."""
     found = [(text.find(stop), stop) for stop in stops if stop in text]
     if not found:
         return text, ""

@@ -1,10 +1,10 @@
-"""Tool servers of the Model Context Protocol: one connection an episode, or one for all episodes.
-Each has a task of its own.
+"""Connect to tool servers of the Model Context Protocol. There is one connection per episode, or
+one for all episodes. Each connection has its own asyncio task.
 
 All connections live in the event loop of one background thread, because the loops of episodes come
-and go. A dying server makes the HTTP client cancel the task that entered it, and leave with an
-exception group. This reaches the task of the connection, and only the episodes that wait for an
-answer of this server.
+and go. If a server dies, the HTTP client cancels the task that entered it and raises an exception
+group. So each connection has its own task: only this task is cancelled, and only the episodes that
+wait for this server get an error.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ from rlkit.extras.programs._processes import GUARD
 from rlkit.sandbox.process import make_folder
 
 T = TypeVar("T")
-# codes of the package's own errors
+# error codes of the package mcp
 CALL_TIMED_OUT = -32001
 CLOSED = -32000
-GRACE = 2.0  # seconds more than the client's own limit until a call is given up here
-ENDING = 10.0  # seconds for a connection to end, and once more after its cancellation
+GRACE = 2.0  # seconds after the client's own time limit until a call is given up
+ENDING = 10.0  # seconds for a connection to end, and again after its cancellation
 THREAD = "tool servers"
 KEYS = {"command", "url", "env", "cwd", "shared", "tools"}
-EPISODE = "episode"  # as `cwd`: the folder of the process
-OWN = "{folder}"  # the same, in a command or its env
-SAMPLE = "{sample}"  # there: the number of the episode's sample
+EPISODE = "episode"  # as `cwd`: a new folder for each process
+OWN = "{folder}"  # path of this folder, in a command or its env
+SAMPLE = "{sample}"  # number of the episode's sample, in a command or its env
 
 
 class ServerFailed(RLKitError, RuntimeError):
-    """A server could not be started, or has died. The message names it."""
+    """Say that a server could not be started, or has died. The message names the server."""
 
 
 class ToolServer(NamedTuple):
-    """A server in a config: a command with standard input and output, or an address over HTTP."""
+    """Describe a server in a config: a command that talks over standard input and output, or an
+    address over HTTP."""
 
     name: str
     command: tuple[str, ...] = ()
     url: str = ""
     env: Mapping[str, str] = {}
-    cwd: str | None = None  # `episode`: the folder of the process
-    shared: bool = False  # one connection for all episodes; else a process for each
-    tools: tuple[str, ...] | None = None  # the tools to use; None: all
+    cwd: str | None = None  # working folder; `episode`: a new folder for each process
+    # whether all episodes share one connection; if False, each episode has its own process
+    shared: bool = False
+    tools: tuple[str, ...] | None = None  # names of the tools to use; None: all
 
 
 class ListedTool(NamedTuple):
-    """A tool in its server's description."""
+    """Hold a tool as its server describes it."""
 
     name: str
     description: str
@@ -68,7 +70,8 @@ class ListedTool(NamedTuple):
 
 
 def read_server(name: str, given: Any) -> ToolServer:
-    """Read a server from its config: a command as a list, a URL, or a mapping with one of them.
+    """Read a server from its config. The config is a command as a list, a URL, or a mapping with
+    one of the two.
 
     Raises: ConfigError naming the mistake.
     """
@@ -120,12 +123,12 @@ def read_server(name: str, given: Any) -> ToolServer:
 
 
 def join_words(server: ToolServer) -> str:
-    """The words of a server that may name its folder and its sample."""
+    """Return the words of a server's config that may contain {folder} or {sample}."""
     return "\n".join([*server.command, *server.env.values()])
 
 
 def needs_folder(server: ToolServer) -> bool:
-    """Whether each process of a server has a folder of its own."""
+    """Return whether each process of a server has its own folder."""
     return server.cwd == EPISODE or OWN in join_words(server)
 
 
@@ -139,8 +142,8 @@ def require_package() -> None:
 
 
 class Connection:
-    """One client of one server. A task of its own enters it, waits, and leaves it; calls are tasks
-    beside it."""
+    """Hold the client of one server. One task enters the client, waits, and leaves it. Each call is
+    a separate task."""
 
     def __init__(
         self, server: ToolServer, start_timeout: float, env: Mapping[str, str], sample: int = 0
@@ -180,7 +183,8 @@ class Connection:
             self.client.set_exception(
                 ServerFailed(self.failure or f"the server {self.server.name!r} was closed")
             )
-            self.client.exception()  # looked at, because asyncio complains if no one waits
+            # mark the error as read; otherwise asyncio complains if nobody waits
+            self.client.exception()
         self.log.close()
 
     def _fail(self, reason: str) -> None:
@@ -188,10 +192,10 @@ class Connection:
             self.failure = f"the server {self.server.name!r} failed: {reason}{self._last_words()}"
 
     async def ready(self) -> Any:
-        """Return the client, once it is connected. Raises: ServerFailed if the server cannot be
-        started."""
+        """Wait until the client is connected, and return it. Raises: ServerFailed if the server
+        cannot be started."""
         await asyncio.wait({self.client}, timeout=self.start_timeout + GRACE)
-        if not self.client.done():  # the package does not heed its own limit
+        if not self.client.done():  # the package has not kept its own time limit
             self._fail(f"it did not answer within {self.start_timeout:g} s")
             raise ServerFailed(self.failure)
         return self.client.result()
@@ -200,7 +204,7 @@ class Connection:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        # silence the package's loggers; a server's problems are reported by its users here
+        # silence the package's loggers, because this file reports the problems of servers
         for name in ("mcp", "client"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if self.server.url:
@@ -226,8 +230,8 @@ class Connection:
     async def answer(self, request: Coroutine[Any, Any, T], seconds: float | None) -> T:
         """Return the client's answer to a request.
 
-        Raises: ServerFailed if the server dies meanwhile; TimeoutError; ValueError with the
-        server's objection to the request.
+        Raises: ServerFailed if the server dies meanwhile. TimeoutError if it does not answer in
+        time. ValueError with the server's message if it refuses the request.
         """
         from mcp import MCPError
 
@@ -258,8 +262,8 @@ class Connection:
             task.cancel()
 
     async def close(self) -> None:
-        """End the server's process, if it belongs to this connection, and wait for it. A process
-        that does not end is left to the kernel, which kills it with this process."""
+        """Close the connection, end the server's process if this connection started it, and wait
+        for its end. A process that does not end is killed by the kernel when this process ends."""
         self.over.set()
         if self.client.done():
             await asyncio.wait({self.owner}, timeout=ENDING)
@@ -269,12 +273,12 @@ class Connection:
 
 
 def fill_words(text: str, *, where: str, sample: int) -> str:
-    """Put the folder of a process and the number of its sample into a word of its command."""
+    """Replace {folder} and {sample} in a word of a command."""
     return text.replace(OWN, where).replace(SAMPLE, str(sample))
 
 
 def _describe_innermost(error: BaseException) -> str:
-    """Describe the error inside exception groups."""
+    """Describe the first error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = " ".join(str(error).split())
@@ -285,11 +289,11 @@ def _describe_innermost(error: BaseException) -> str:
 
 
 class Pool:
-    """The servers of an environment. Its coroutines run in the background loop;
-    `await_in_background` awaits them from any other.
+    """Hold the servers of an environment. Its coroutines run in the background loop.
+    `await_in_background` awaits them from any other loop.
 
-    The first call that needs a connection opens it. A shared one is opened again after its server
-    has died, an episode's own one only once.
+    The first call that needs a connection opens it. If a shared server has died, its connection is
+    opened again. The connection of a single episode is opened only once.
     """
 
     def __init__(self, servers: Mapping[str, ToolServer], start_timeout: float):
@@ -298,12 +302,12 @@ class Pool:
         self.connections: dict[tuple[str, int | None], Connection] = {}
         self.listed: dict[str, list[ListedTool]] = {}
         self.listing = asyncio.Lock()
-        # with the environment, or before the interpreter ends
+        # ends all connections when the environment is deleted, or before the interpreter ends
         weakref.finalize(self, _end_connections, self.connections)
 
     async def tools(self) -> dict[str, list[ListedTool]]:
-        """Return the tools of every server; each is asked once. Raises: ConfigError if a server
-        cannot be asked."""
+        """Return the tools of every server. Each server is asked once. Raises: ConfigError if a
+        server's tools cannot be listed."""
         async with self.listing:
             for name, server in self.servers.items():
                 if name not in self.listed:
@@ -350,8 +354,8 @@ class Pool:
         given: Mapping[str, Any],
         seconds: float | None,
     ) -> str:
-        """Return the result of a call as text. Raises: ValueError if the tool reports a failure;
-        see `Connection.answer` for the rest."""
+        """Return the result of a call as text. Raises: ValueError if the tool reports a failure,
+        and the errors of `Connection.answer`."""
         server = self.servers[name]
         connection = (
             self._connection(server, None, {})
@@ -382,12 +386,12 @@ class Pool:
             await connection.close()
 
     async def leave(self, episode: int) -> None:
-        """End the processes of an episode."""
+        """Close the connections of an episode and end its processes."""
         await asyncio.gather(*(self._close(server, episode) for server in self.servers.values()))
 
 
 def _end_connections(connections: dict[tuple[str, int | None], Connection]) -> None:
-    """End every process and connection of a pool after its deletion."""
+    """End every process and connection of a deleted pool."""
 
     async def end() -> None:
         await asyncio.gather(*(connection.close() for connection in connections.values()))
@@ -400,7 +404,8 @@ def _end_connections(connections: dict[tuple[str, int | None], Connection]) -> N
 
 
 def _text(result: Any) -> str:
-    """Write the blocks of a result for the policy: text as it is, anything else by its kind."""
+    """Write the blocks of a result as text for the policy. A text block is written as it is, and
+    any other block as the name of its type."""
     parts = []
     for block in result.content:
         resource = getattr(block, "resource", None)
@@ -415,13 +420,14 @@ def _text(result: Any) -> str:
 
 @functools.cache
 def get_background_loop() -> asyncio.AbstractEventLoop:
-    """The loop of the thread with all connections. It is a daemon thread: its processes end with
-    this process."""
+    """Return the event loop of the thread with all connections. It is a daemon thread, and the
+    processes of its servers end with this process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=THREAD, daemon=True).start()
     return loop
 
 
 async def await_in_background(work: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine of the background loop. A cancellation here cancels it there."""
+    """Await a coroutine in the background loop. If this call is cancelled, the coroutine is
+    cancelled too."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, get_background_loop()))

@@ -1,8 +1,9 @@
-"""Three protocols of chat endpoints, read into one request and written from one reply. Nothing here
-waits or samples.
+"""Read and write three protocols of chat endpoints. Each protocol is read into the same request
+type, and written from the same reply type. Nothing in this file waits or samples.
 
-Every client parses leniently: a missing field becomes None and its program fails far away from the
-cause. So every field of the protocol is written. `settings` says which settings of a request hold.
+Clients parse leniently: they read a missing field as None, and the program then fails far away from
+the cause. So every field of a protocol is written. The file settings.py lists which settings of a
+request are honoured.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ Event = tuple[str, Any]  # (name of the event, its data); an empty name is not w
 
 
 class ChatRequest(NamedTuple):
-    """A program's request: a whole conversation, and the tools for its prompt."""
+    """Hold a program's request: a whole conversation, and the tools for its prompt."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]]  # schemas in the form of chat templates
-    limit: int | None = None  # tokens of the reply
+    tools: list[dict[str, Any]]  # schemas, in the form for chat templates
+    limit: int | None = None  # largest number of tokens of the reply
     stop: tuple[str, ...] = ()
     stream: bool = False
-    usage: bool = False  # a stream ends with a count of tokens
-    size: int = 0  # bytes of its body
+    usage: bool = False  # whether a stream ends with the token counts
+    size: int = 0  # size of its body in bytes
 
 
 class Reply(NamedTuple):
-    """The reply to write: the step as recorded, and its names."""
+    """Hold a reply to write: the recorded step, its number and its time."""
 
     number: int
     created: int  # seconds since 1970
     step: Step
-    content: str  # of the step, up to the first stop text
-    stopped: str = ""  # this stop text
+    content: str  # content of the step, up to the first stop text
+    stopped: str = ""  # this stop text; "" if there is none
 
     @property
     def calls(self) -> list[tuple[str, str, str]]:
-        """(id, name, arguments as a JSON text) of each tool call. An unreadable call is part of the
-        content."""
+        """Return (id, name, arguments as JSON text) of each tool call. An unreadable call is not
+        listed, because it is part of the content."""
         return [
             (c.id, c.name, json.dumps(dict(c.arguments)))
             for c in self.step.tool_calls
@@ -51,9 +52,9 @@ class Reply(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """A protocol."""
+    """Hold the functions of one protocol."""
 
-    read: Callable[[Body], ChatRequest]  # raises ValueError with a sentence that names the field
+    read: Callable[[Body], ChatRequest]  # raises ValueError with a sentence naming the field
     write: Callable[[Reply], dict[str, Any]]
     events: Callable[[Reply, ChatRequest], Iterator[Event]]
     error: Callable[[int, str], dict[str, Any]]  # (status, sentence) → body
@@ -63,7 +64,7 @@ class Wire(NamedTuple):
 
 
 def _text(content: Any, where: str) -> str:
-    """The text of a content: a string, null, or a list of parts with a text each."""
+    """Return the text of a content: a string, null, or a list of parts with one text each."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -91,13 +92,14 @@ def _tool(name: Any, function: Body, parameters: str, where: str) -> dict[str, A
         "description": function.get("description") or "",
         "parameters": function.get(parameters) or {},
     }
-    # of /v1/responses
+    # only tools of /v1/responses have an output schema
     result = {"return": function["output_schema"]} if function.get("output_schema") else {}
     return {"type": "function", "function": schema | result}
 
 
 def _arguments(text: Any) -> Any:
-    """Read the arguments of a call from the client: an object, or the text if it is no object."""
+    """Read the arguments of a call sent by the client. Return an object, or the text itself if it
+    is no object."""
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
@@ -133,7 +135,7 @@ def _stops(value: Any, where: str) -> tuple[str, ...]:
 
 
 def read_chat(body: Body) -> ChatRequest:
-    """/v1/chat/completions. Raises: ValueError."""
+    """Read a request to /v1/chat/completions. Raises: ValueError."""
     messages: list[Message] = []
     for i, given in enumerate(_items(body.get("messages"), "messages")):
         role = {"developer": "system"}.get(given.get("role", ""), given.get("role"))
@@ -184,8 +186,8 @@ def read_chat(body: Body) -> ChatRequest:
 
 
 def read_responses(body: Body) -> ChatRequest:
-    """Read /v1/responses. Consecutive reasoning, text and calls are one reply. Raises:
-    ValueError."""
+    """Read a request to /v1/responses. Consecutive items of reasoning, text and calls become one
+    reply. Raises: ValueError."""
     given = body.get("input")
     items = (
         [{"role": "user", "content": given}] if isinstance(given, str) else _items(given, "input")
@@ -237,8 +239,8 @@ def read_responses(body: Body) -> ChatRequest:
 
 
 def read_messages(body: Body) -> ChatRequest:
-    """Read /v1/messages. Results of tools in a user's message become messages of their own. Raises:
-    ValueError."""
+    """Read a request to /v1/messages. Tool results in a user's message become separate messages.
+    Raises: ValueError."""
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"], "system")})
@@ -290,7 +292,8 @@ def read_messages(body: Body) -> ChatRequest:
 
 def read_request(path: str, raw: bytes, *, ignore: bool = False) -> ChatRequest:
     """Read the body of a request to a route. `ignore`: see `refuse_settings`. Raises: ValueError
-    with a sentence; for JSON of a strange shape also RecursionError, TypeError, AttributeError."""
+    with a sentence. For JSON of an unexpected shape, it may also raise RecursionError, TypeError or
+    AttributeError."""
     body = json.loads(raw)
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
@@ -299,7 +302,7 @@ def read_request(path: str, raw: bytes, *, ignore: bool = False) -> ChatRequest:
 
 
 def _check_request(request: ChatRequest) -> ChatRequest:
-    """Raise ValueError for a conversation that the policy cannot answer."""
+    """Return the request. Raises: ValueError if the policy cannot answer the conversation."""
     if not request.messages:
         raise ValueError("there are no messages")
     try:
@@ -341,7 +344,7 @@ def _named(reply: Reply, kind: str) -> dict[str, Any]:
 
 
 def write_chat(reply: Reply) -> dict[str, Any]:
-    """A chat.completion."""
+    """Write a reply as a chat.completion."""
     message: dict[str, Any] = {
         "role": "assistant",
         "content": reply.content or (None if reply.calls else ""),
@@ -359,8 +362,8 @@ def write_chat(reply: Reply) -> dict[str, Any]:
 
 
 def write_chat_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
-    """Chunks of a chat.completion: one for the role, one for each part of the reply, and the
-    end."""
+    """Yield the chunks of a chat.completion: one for the role, chunks for each part of the reply,
+    and the end."""
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
@@ -395,7 +398,7 @@ def write_chat_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
 
 
 def write_responses(reply: Reply) -> dict[str, Any]:
-    """A response with its output items."""
+    """Write a reply as a response with its output items."""
     output: list[dict[str, Any]] = []
     if reply.step.thinking:
         parts: list[dict[str, Any]] = [{"type": "reasoning_text", "text": reply.step.thinking}]
@@ -438,7 +441,7 @@ def write_responses(reply: Reply) -> dict[str, Any]:
 
 
 def write_responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
-    """The events of a response, each with its number."""
+    """Yield the events of a response, each with its number."""
     whole = write_responses(reply)
     begun: dict[str, Any] = {**whole, "status": "in_progress", "output": []}
     events: list[tuple[str, dict[str, Any]]] = [("response.created", {"response": begun})]
@@ -475,7 +478,7 @@ def write_responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event
 
 
 def write_messages(reply: Reply) -> dict[str, Any]:
-    """A message of Anthropic's protocol."""
+    """Write a reply as a message of Anthropic's protocol."""
     blocks: list[dict[str, Any]] = []
     if reply.step.thinking:
         blocks.append({"type": "thinking", "thinking": reply.step.thinking, "signature": ""})
@@ -499,7 +502,8 @@ def write_messages(reply: Reply) -> dict[str, Any]:
 
 
 def write_messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
-    """The events of a message: its head, each block opened, filled and closed, and the end."""
+    """Yield the events of a message: its head, then each block (opened, filled and closed), and the
+    end."""
     whole = write_messages(reply)
     begun: dict[str, Any] = {**whole, "content": [], "stop_reason": None}
     events: list[tuple[str, dict[str, Any]]] = [("message_start", {"message": begun})]
@@ -524,13 +528,13 @@ def write_messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]
 
 
 def write_openai_error(status: int, sentence: str) -> dict[str, Any]:
-    """The body of a refusal for OpenAI's clients."""
+    """Return the body of a refusal for OpenAI's clients."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": sentence, "type": kind, "param": None, "code": None}}
 
 
 def write_anthropic_error(status: int, sentence: str) -> dict[str, Any]:
-    """The body of a refusal for Anthropic's clients."""
+    """Return the body of a refusal for Anthropic's clients."""
     names = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
     kind = names.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": sentence}}
@@ -544,7 +548,7 @@ WIRES = {
 
 
 def reply_message(step: Step, content: str) -> Message:
-    """The reply in the form of a client that sends it back unchanged."""
+    """Return a reply as the message that a client sends back if it does not change the reply."""
     message: Message = {"role": "assistant", "content": content}
     if step.thinking:
         message["reasoning_content"] = step.thinking

@@ -1,1 +1,1 @@
-"""Commands that this extra brings: one file a command."""
+"""Add commands to `rlkit`. Each file is one command."""

@@ -17,7 +17,7 @@ def command(arguments: Arguments) -> int:
     """Serve a model as it is, or the newest checkpoint of a run, until it is interrupted.
 
     run=FOLDER  the policy of this run
-    port=N      where it listens
+    port=N      the port to listen on
     KEY=VALUE   any other setting; GROUP=OPTION an option
 
         rlkit serve
