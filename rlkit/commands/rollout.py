@@ -152,7 +152,7 @@ def tabulate_episodes(rollouts: Sequence[Rollout]) -> str:
     """Write the episodes in columns: counts, steps, rewards, endings, tool calls."""
     row = summarize(rollouts)
     steps = [len(r.steps) for r in rollouts]
-    rewards = [r.reward for r in rollouts if r.reward is not None]
+    rewards = [r.total_reward for r in rollouts if r.total_reward is not None]
     low, high = (f"{min(rewards):.3f}", f"{max(rewards):.3f}") if rewards else ("-", "-")
     counts = step_counts(rollouts).items()
     replies = (f"{row[f'finish_reason/{why}']:.0%}" for why in ("stop", "tool", "budget", "length"))

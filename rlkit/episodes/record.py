@@ -406,7 +406,7 @@ def write_transcript(rollout: Rollout) -> str:
     lines = [
         (
             f"### {show_controls(rollout.task.id)} · sample {rollout.sample} · reward"
-            f" {rollout.reward} · {ending}"
+            f" {rollout.total_reward} · {ending}"
         ),
         "",
     ]

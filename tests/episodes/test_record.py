@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rlkit.commands.rollout import tabulate_episodes
 from rlkit.episodes import (
     append_rollouts,
     load_rollouts,
@@ -25,6 +26,7 @@ from rlkit.episodes.record import COLUMNS, FAILED, FORMATS, keep_failed_rollout,
 from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import RewardError
 from rlkit.tasks import arithmetic
+from rlkit.training.callbacks.conversations import select_best_and_worst
 from rlkit.types import Message, Rollout, Step, Task, ToolCall, ToolResult
 
 TASK = Task("row/0", (), answer="7")
@@ -526,3 +528,15 @@ def test_control_characters_of_the_row_are_shown_too():
     )
     assert unprintable(text) == []
     assert "\n# heading" not in text
+
+
+def test_the_shown_reward_is_the_one_of_training():
+    """A reward of the environment stands in the steps. `reward` alone is 0 there."""
+    worse, best = (rollout(text, 0.0) for text in ("worse", "best"))
+    best = best._replace(steps=(*best.steps[:-1], best.steps[-1]._replace(reward=1.0)))
+    middle = rollout("middle", 0.5)
+    played = [worse, middle, best, middle]
+    assert [r.total_reward for r in played] == [0.0, 0.5, 1.0, 0.5]
+    assert "reward 1.0 ·" in write_transcript(best).splitlines()[0]
+    assert select_best_and_worst(played, 2) == [best, worse]
+    assert "0.000, 1.000" in tabulate_episodes(played)

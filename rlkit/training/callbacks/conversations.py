@@ -157,6 +157,6 @@ def mean_advantages(batch: Weighted, trained: Sequence[Rollout]) -> dict[tuple[i
 
 def select_best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     """Select up to `count` rollouts: the best one, the worst one, then the others in order."""
-    ranked = sorted(rollouts, key=lambda r: float("-inf") if r.reward is None else r.reward)
+    ranked = sorted(rollouts, key=lambda r: (r.total_reward is not None, r.total_reward or 0.0))
     picked = [ranked[-1], ranked[0]]
     return (picked + [r for r in rollouts if r is not ranked[0] and r is not ranked[-1]])[:count]
