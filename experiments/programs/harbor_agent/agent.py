@@ -1,0 +1,32 @@
+"""A CodeAgent of smolagents, unmodified: it answers with a line of Python, and its answer goes into
+answer.txt.
+
+Its memory begins with two tasks that were solved, because a model of this size does not follow
+smolagents' own instructions of 2,000 tokens.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from smolagents import ActionStep, CodeAgent, OpenAIServerModel, TaskStep, Timing
+from smolagents.agents import EMPTY_PROMPT_TEMPLATES
+
+SOLVED = (("58 or 731", "731"), ("904 or 26", "904"))
+
+# the second paragraph says where the answer belongs: that is this program's part
+task = json.loads(os.environ["RLKIT_TASK"])["messages"][-1]["content"].split("\n\n")[0]
+agent = CodeAgent(
+    tools=[],
+    model=OpenAIServerModel("policy"),
+    prompt_templates={**EMPTY_PROMPT_TEMPLATES, "system_prompt": "Answer with code."},
+    max_steps=1,
+    verbosity_level=0,
+)
+for numbers, answer in SOLVED:
+    code = f"<code>final_answer({answer})</code>"
+    agent.memory.steps += [
+        TaskStep(f"Which number is larger, {numbers}?"),
+        ActionStep(1, Timing(0.0, 0.0), model_output=code),
+    ]
+Path("answer.txt").write_text(str(agent.run(task, reset=False)))
