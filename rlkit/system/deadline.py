@@ -187,12 +187,12 @@ async def run_in_worker(call: Callable[[], T], seconds: float | None, what: str)
 
 
 class Countdown:
-    """Seconds for awaiting, shared by several blocks; None: no limit. `spent` is the wall-clock
-    time of the blocks.
+    """A limit on the seconds of awaiting, shared by several blocks. None means no limit. `spent` is
+    the total wall-clock time of the blocks.
 
-    The event loop counts the seconds in small ticks. While it is busy with something else, for
-    example decoding, nothing it awaits can go on. So a busy stretch of any length counts as one
-    tick.
+    The event loop counts the seconds in small ticks. While the loop is busy with other work, for
+    example decoding, nothing that it awaits can go on. So a busy stretch of any length counts as
+    only one tick.
     """
 
     def __init__(self, seconds: float | None):
