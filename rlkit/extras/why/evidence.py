@@ -167,16 +167,16 @@ def read_played(folder: Path) -> dict[int, Sequence[Rollout]]:
 
 
 def share_of_copies(groups: Sequence[Sequence[Rollout]]) -> float:
-    """The share of rollouts equal to an earlier one of their group word for word; nan without
-    groups."""
+    """Compute the share of rollouts that equal an earlier rollout of their group word for word; nan
+    without groups."""
     total = sum(len(own) - 1 for own in groups)
     different = sum(len({tuple(map(str, r.conversation)) for r in own}) - 1 for own in groups)
     return 1 - different / total if total else math.nan
 
 
 def spread_within(groups: Sequence[Sequence[Rollout]]) -> float:
-    """Standard deviation of the rewards within a group: √ of the mean of s² over the groups; nan
-    without a group of two scored rollouts."""
+    """Compute the standard deviation of the rewards within groups: √ of the mean of s² over the
+    groups; nan without a group of at least two scored rollouts."""
     squares = []
     for own in groups:
         scored = [r.total_reward for r in own if r.total_reward is not None]
