@@ -1,5 +1,5 @@
-"""Means, accuracies and their intervals: Student's t, Wilson's interval, and means of bounded
-figures."""
+"""Means, accuracies and their intervals: Student's t, Wilson's interval, and intervals of bounded
+means."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import math
 from collections.abc import Sequence
 
 Z95 = 1.959963984540054  # the 97.5 % quantile of the normal distribution
-LEVEL = 0.95  # of every interval without a level of its own
-# runs for an interval: Student's t of one degree of freedom is 12.7, and its interval says nothing
+LEVEL = 0.95  # default level of an interval
+# fewest runs for an interval: with two, Student's t is 12.7, and the interval says nothing
 FEWEST = 3
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:
-    """95 % interval of a proportion.
+    """Compute Wilson's 95 % interval of a proportion.
 
     (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n), p = successes / n
 
     Args:
-      successes: 0 … n. n: independent trials, ≥ 1. Rows that repeat others count as fewer trials
-        than rows (`count_independent`), so neither has to be whole.
+      successes: number of successes, 0 … n.
+      n: number of independent trials, ≥ 1. Repeated rows count as fewer trials than rows
+        (`count_independent`), so neither number has to be whole.
     Returns: lower and upper bound, within 0 … 1.
     Raises: ValueError if the counts are impossible.
     Source: Wilson 1927, J. Am. Stat. Assoc. 22.
@@ -40,12 +41,12 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
 
 
 def share_interval(successes: float, n: float) -> tuple[float, float]:
-    """95 % interval of a proportion, valid near 0 and 1 too: `wilson`, widened if at most three are
-    on one side.
+    """Compute a 95 % interval of a proportion that is valid near 0 and 1 too. It is `wilson`,
+    widened if there are at most three successes or at most three failures.
 
-    With few failures Wilson's interval is too short towards 1 (it holds 0.995 in 0.84 to 0.91 of
-    the draws of 35). There the bound is Poisson's exact one: λ/n with P(Poisson(λ) ≥ failures) =
-    2.5 %.
+    With few failures, Wilson's interval is too short towards 1: for a true share of 0.995 and
+    samples of 35, it covers the truth in only 0.84 to 0.91 of cases. Then the bound is the exact
+    Poisson bound, λ/n with P(Poisson(λ) ≥ failures) = 2.5 %.
     Source: Brown, Cai and DasGupta 2001, Statistical Science 16, section 4.1.1.
 
     >>> (
@@ -65,8 +66,8 @@ def share_interval(successes: float, n: float) -> tuple[float, float]:
 
 
 def _fewest_expected(count: float) -> float:
-    """The λ with P(Poisson(λ) ≥ count) = 2.5 %, for a count > 0, perhaps not whole: the incomplete
-    gamma function by its series."""
+    """Find the λ with P(Poisson(λ) ≥ count) = 2.5 %, for a count > 0 that need not be whole. The
+    probability is the incomplete gamma function, computed by its series."""
     low = 0.0
     high = count
     for _ in range(60):
@@ -83,12 +84,14 @@ def _fewest_expected(count: float) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples is right.
+    """Estimate without bias the chance that at least one of k samples is right.
 
     1 - C(n - c, k) / C(n, k)
 
     Args:
-      n: samples drawn, >= k. c: number of right ones, 0 … n. k: >= 1.
+      n: number of samples drawn, >= k.
+      c: number of right samples, 0 … n.
+      k: samples per attempt, >= 1.
     Raises: ValueError if the counts are impossible.
     Source: Chen et al. 2021, arXiv:2107.03374, section 2.1.
 
@@ -101,10 +104,10 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def count_independent(weights: Sequence[float]) -> float:
-    """Effective number of weighted values: as many equally weighted ones have as uncertain a mean.
-    (Σw)² / Σw².
+    """Compute the effective number of weighted values, (Σw)² / Σw². The mean of this many equally
+    weighted values would be just as uncertain.
 
-    300 rows of 42 distinct problems, each as often as the others, are 42.
+    For example, 294 rows of 42 distinct problems, each problem in 7 rows, count as 42.
     Source: Kish 1965, Survey Sampling, 11.7.
 
     >>> count_independent([7] * 42), count_independent([41, 1])
@@ -116,17 +119,17 @@ def count_independent(weights: Sequence[float]) -> float:
 def mean_interval(
     values: Sequence[float], weights: Sequence[float] | None = None
 ) -> tuple[float, float, float]:
-    """Mean over distinct problems and its 95 % interval, within the bounds of the values and of 0 …
-    1.
+    """Compute the mean over distinct problems and its 95 % interval. The interval stays within 0 …
+    1, or within the range of the values if this is wider.
 
-    `bounded_interval` with the range [min(0, lowest), max(1, highest)]. A problem may fall anywhere
-    in it, so chance gives the binomial variance. For zeros and ones this is Wilson's interval with
-    Student's t.
+    This is `bounded_interval` with the range [min(0, lowest), max(1, highest)]. A single problem
+    may have any value in the range, so chance alone can give the binomial variance. For zeros and
+    ones the result is Wilson's interval with Student's t.
 
     Args:
-      values: one a problem; samples of one problem are averaged before.
-      weights: rows of each problem; None: one each.
-    Returns: for a single problem, the whole range as the interval.
+      values: one value for each problem; average the samples of a problem first.
+      weights: number of rows of each problem; None means one row each.
+    Returns: (mean, low, high). For a single problem the interval is the whole range.
     Raises: ValueError without values.
 
     >>> tuple(round(v, 3) for v in mean_interval([0.0, 1.0, 1.0, 0.0]))
@@ -152,23 +155,24 @@ def mean_interval(
 def bounded_interval(
     mean: float, variance: float, factor: float, *, chance: float, bounds: tuple[float, float]
 ) -> tuple[float, float]:
-    """Interval of a mean of values between two bounds: all μ with (mean - μ)² ≤ factor · V(μ).
+    """Compute an interval of a mean of values between two bounds: all μ with (mean - μ)² ≤ factor ·
+    V(μ).
 
-    Near a bound the variance depends on the mean, so V goes with it. With μ as a share of the
+    Near a bound the variance depends on the mean, so V is a function of μ. With μ as a share of the
     range and r(μ) = μ(1 - μ) / (mean (1 - mean)):
 
       V(μ) = c · r(μ) + e · max(r(μ), r(μ)²)
 
-    c is the part of the variance that counting gives, at most chance · mean (1 - mean), and e
-    is the rest. With e = 0 this is Wilson's interval. r² is the law of figures whose distance
-    from the bound varies by a factor.
+    c is the part of the variance due to counting, at most chance · mean (1 - mean), and e is the
+    rest. With e = 0 this is Wilson's interval. r² describes figures whose distance from the bound
+    varies by a factor.
 
     Args:
-      mean, variance: of the values, within the bounds.
+      mean, variance: mean and variance of the values, which are within the bounds.
       factor: t² / n for n values, t the quantile of Student's t.
-      chance: the variance of one value at a mean μ is at most chance · μ(1 - μ) by counting
-        alone, as a share of the range: 1 / problems for an accuracy, 1 for a single reply.
-    Returns: lower and upper bound. They enclose the mean.
+      chance: counting alone gives a value with mean μ, as a share of the range, a variance of at
+        most chance · μ(1 - μ). It is 1 / problems for an accuracy, and 1 for a single reply.
+    Returns: lower and upper bound, with the mean between them.
     """
     bottom, top = bounds
     span = top - bottom
@@ -201,7 +205,7 @@ def bounded_interval(
 
 
 def student_cdf(t: float, freedom: int) -> float:
-    """P(T ≤ t) of Student's t with a whole number of degrees of freedom ≥ 1, exact.
+    """Compute P(T ≤ t) of Student's t exactly, for a whole number of degrees of freedom ≥ 1.
 
     With θ = atan(t / √ν), P(|T| ≤ t) is, for even ν, sin θ (1 + 1/2 cos²θ + 1·3/(2·4) cos⁴θ + … up
     to cos^(ν-2)), and for odd ν 2/π (θ + sin θ (cos θ + 2/3 cos³θ + … up to cos^(ν-2))). Source:
@@ -225,7 +229,7 @@ def student_cdf(t: float, freedom: int) -> float:
 
 @functools.lru_cache(4096)
 def student_quantile(p: float, freedom: int) -> float:
-    """The t with P(T ≤ t) = p, 0 < p < 1, by bisection of `student_cdf`.
+    """Find the t with P(T ≤ t) = p, 0 < p < 1, by bisection of `student_cdf`.
 
     >>> round(student_quantile(0.975, 2), 3)
     4.303

@@ -1,6 +1,6 @@
-"""A conversation with tools and without training: `rlkit agent` and `run_agent`.
+"""Hold a conversation with tools, without training: `rlkit agent` and `run_agent`.
 
-The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use, so episodes are
+It uses rlkit.episodes.collect and the environment rlkit.environments.tool_use, so episodes are
 sampled as in training.
 
     hook            signature
@@ -60,16 +60,15 @@ Tool = Callable[..., Any] | Mapping[str, Any]
 
 
 class AgentResult(NamedTuple):
-    """A finished conversation, in the notebooks' shape and as a rollout."""
+    """A finished conversation, as messages for notebooks and as a rollout."""
 
-    # the given and all later messages; thinking is separate, and results have the ids of their
-    # calls
+    # all messages; thinking is a separate entry, and a result has the id of its call
     messages: list[Message]
     # content of the last reply; '' if a limit or stop_condition cut the episode off before an
     # answer
     final_response: str
-    tool_calls: list[dict[str, Any]]  # in the form of OpenAI's API, ids unique in the conversation
-    turns: int  # replies
+    tool_calls: list[dict[str, Any]]  # as in OpenAI's API, with unique ids
+    turns: int  # number of replies
     rollout: Rollout  # its `status` and `truncation` say how it ended
 
 
@@ -95,23 +94,27 @@ def run_agent(
     seed: int = 0,
     **settings: Any,
 ) -> AgentResult:
-    """Let the policy answer, with as many tool calls as it needs.
+    """Let the policy answer, with tool calls as it needs them.
 
     Args:
       messages: the conversation so far, or one question.
-      tools: typed functions with docstrings, or schemas of OpenAI's API. Without tools there is one
-      reply. tool_implementations: name → function, for tools given as schemas.
+      tools: typed functions with docstrings, or schemas of OpenAI's API. Without tools the policy
+        gives one reply.
+      tool_implementations: name → function, for tools given as schemas.
       policy: the model to talk to; or `model` and `tokenizer`, a causal LM and its tokenizer with a
         chat template.
-      engine: samples the replies; None: a new `rlkit.engines.Cached`.
+      engine: the engine that samples the replies; None makes a new `rlkit.engines.Cached`.
       tool_parser, tool_executor, stop_condition: see the head of this file.
-      system_prompt: put in front; None adds none.
-      max_turns: most replies, at least 1. max_calls: most calls answered in one reply.
-      max_chars: longest result of a tool; the rest is cut. timeout: seconds of a call; None: no
-      limit. max_new_tokens: of one reply. temperature: 0 is greedy. seed: the only source of
-      randomness. settings: further settings of the sampling, for example max_thinking_tokens or
-      top_p.
-    Returns: an AgentResult. If a limit ends the episode, there is no final response, and the
+      system_prompt: system message put first; None adds no message.
+      max_turns: most replies, at least 1.
+      max_calls: most calls answered in one reply.
+      max_chars: most characters of a tool's result; the rest is cut off.
+      timeout: seconds for a call; None is no limit.
+      max_new_tokens: most tokens of one reply.
+      temperature: sampling temperature; 0 is greedy.
+      seed: the only source of randomness.
+      settings: further settings of the sampling, for example max_thinking_tokens or top_p.
+    Returns: an AgentResult. If a limit ends the episode, the final response is empty, and the
       rollout names the limit.
     Raises: ConfigError, TemplateError if the tools, the limits or the model do not fit; a tool
       never raises.
@@ -154,7 +157,7 @@ def run_agent(
 
 
 def _read_result(rollout: Rollout, conversation: Messages) -> AgentResult:
-    """Read the result of an episode with this conversation at its start."""
+    """Make the AgentResult of an episode that began with this conversation."""
     answered = rollout.status == "terminated" and not rollout.steps[-1].tool_calls
     return AgentResult(
         messages=rollout.conversation if rollout.steps else list(conversation),
@@ -171,10 +174,10 @@ def name_tools(
     *,
     executed: bool = False,
 ) -> dict[str, Callable[..., Any]]:
-    """Name → function, for typed functions and for schemas with their implementations.
+    """Return name → function, for typed functions and for schemas with their implementations.
 
     Args:
-      executed: whether an executor runs the calls, so that schemas need no implementation.
+      executed: True if an executor runs the calls, so that schemas need no implementation.
     Raises: ConfigError for a schema without implementation, an implementation without schema, or
       two tools of one name.
     """
@@ -208,8 +211,8 @@ def _stand_in_for_tool(**arguments: Any) -> None:
 
 
 def make_core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
-    """Turn a tool_parser into a parser of the core. A list of calls does not tell where they are in
-    the text, so the content of a reply with calls is left out."""
+    """Turn a tool_parser into a parser of the core. A list of calls does not tell where the calls
+    are in the text, so a reply with calls gets no content."""
 
     @wraps(tool_parser)
     def parse(content: str, **given: Any) -> tuple[str, list[ToolCall]]:
@@ -251,7 +254,8 @@ def _with_hooks(
 
 
 def convert_to_dict(call: ToolCall) -> dict[str, Any]:
-    """{id, type, function {name, arguments}}, and `error` if the text is no call."""
+    """Convert a call to {id, type, function {name, arguments}}, plus `error` if the text is not a
+    call."""
     plain: dict[str, Any] = {
         "id": call.id,
         "type": "function",
@@ -261,7 +265,7 @@ def convert_to_dict(call: ToolCall) -> dict[str, Any]:
 
 
 def read_call(call: Any, id: str = "call_0") -> ToolCall:
-    """Read a call in any of its shapes. Anything else becomes a call with an `error`."""
+    """Read a call in any of the accepted forms. Anything else becomes a call with an `error`."""
     if isinstance(call, ToolCall):
         return call
     if not isinstance(call, Mapping):

@@ -1,4 +1,4 @@
-"""The input and output of a command: its command line in parts, questions to its overrides, and an
+"""The input and output of commands: parse a command line, look up and change overrides, and hold an
 answer."""
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ WITH_VALUE = ("--config-dir", "--config", "-cn", "--config-name", "-c", "--cfg")
 
 
 class Arguments(NamedTuple):
-    """A command line, taken apart."""
+    """A parsed command line."""
 
     overrides: list[str]
     multirun: bool = False
     config_dir: str | None = None
     shown: str = ""  # part of the config to print instead of a run: job, hydra, all, info
-    resolved: bool = False  # with `shown`: values in place of references to them
-    words: tuple[str, ...] = ()  # all words as given
-    texts: tuple[str, ...] = ()  # words other than overrides, if the command takes them
+    resolved: bool = False  # with `shown`: print values instead of references
+    words: tuple[str, ...] = ()  # all words, unchanged
+    texts: tuple[str, ...] = ()  # words that are not overrides, if the command takes them
     sources: Mapping[str, str] = {}  # key of an override → its file of --config
     trusted: bool = False  # trust=true, a word of every command and not an override
 
 
 class Answer(NamedTuple):
-    """The result of a command. Its text is written from the same data."""
+    """The result of a command, as data and as text. The text is written from the data."""
 
     data: Mapping[str, Any]  # docs/commands.md has the keys; a NamedTuple counts as a mapping
     text: str
@@ -41,8 +41,8 @@ class Answer(NamedTuple):
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
-    """Parse flags and overrides; with `texts` also other words, and names of existing files.
-    Raises: ConfigError for an unknown flag."""
+    """Parse flags and overrides. With `texts`, other words and names of existing files are accepted
+    too. Raises: ConfigError for an unknown flag."""
     arguments = Arguments([], words=tuple(words))
     files = list[str]()
     name = ""
@@ -95,12 +95,13 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
 
 
 def read_key(override: str) -> str:
-    """The key or group set by an override."""
+    """Return the key or group that an override sets."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def _find_named(name: str, folder: str | None) -> Path:
-    """The file of --config-name: NAME.yaml in the folder of --config-dir, or here."""
+    """Find the file of --config-name: NAME.yaml in the folder of --config-dir, or in the current
+    folder."""
     place = Path(folder or ".") / f"{name.removesuffix('.yaml')}.yaml"
     if not place.is_file():
         raise ConfigError(
@@ -112,7 +113,7 @@ def _find_named(name: str, folder: str | None) -> Path:
 
 
 def _suggest_flag(word: str, value: str) -> str:
-    """The right spelling of an unknown flag."""
+    """Suggest the right spelling of an unknown flag."""
     flag, given, behind = word.lstrip("-").partition("=")
     key = flag.replace("-", "_")
     if given:
@@ -126,24 +127,24 @@ def _suggest_flag(word: str, value: str) -> str:
 
 
 def find_option(overrides: Sequence[str], key: str) -> str | None:
-    """A key's value on the command line, or None."""
+    """Return a key's value on the command line, or None."""
     values = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == key]
     return unquote(values[-1]) if values else None
 
 
 def append_overrides(saved: list[str], overrides: list[str]) -> list[str]:
-    """Append overrides to a run's. An override that is repeated word for word is kept once, because
+    """Append overrides to a run's overrides. A word-for-word repetition is dropped, because
     `+group=option` may occur only once."""
     return [text for text in saved if text not in overrides] + overrides
 
 
 def drop(overrides: Sequence[str], *keys: str) -> list[str]:
-    """The overrides of other keys."""
+    """Return the overrides without those of the given keys."""
     return [o for o in overrides if o.partition("=")[0].lstrip("+") not in keys]
 
 
 def take_settings(arguments: Arguments, names: Sequence[str], command: str) -> dict[str, str]:
-    """The settings of a command among its arguments. Raises: ConfigError for any other override."""
+    """Read a command's settings from its arguments. Raises: ConfigError for any other override."""
     unknown = drop(arguments.overrides, *names)
     if unknown:
         raise ConfigError(

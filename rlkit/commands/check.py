@@ -1,9 +1,9 @@
-"""`rlkit check`: one small step of a run, through every part of it, and the time and memory of the
-run. Nothing is kept.
+"""`rlkit check`: take one small step of a run through all of its parts, and show the time and
+memory of the run. Nothing is kept.
 
-The config is composed and dry-run before, as for `rlkit train`. Here the rows are tried with the
-verifier, the model is loaded, trainer and sampler are compared, one prompt's group is played and
-scored, and the policy (and the critic, if there is one) takes one step.
+First the config is composed and dry-run, as for `rlkit train`. Then the verifier is tried on the
+rows, the model is loaded, and trainer and sampler are compared. One prompt's group is played and
+scored, and the policy, and a critic if the run has one, take one step.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ GROUP = 4  # rollouts if a group is one sample
 
 
 class Memory(NamedTuple):
-    """Bytes held by the run from its first step to its last, and the peak of the small step."""
+    """Bytes held throughout the run, and the peak during the small step."""
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
-    peak: int  # of the device on a GPU, else of the process, the framework included
+    peak: int  # on a GPU of the device, otherwise of the process with its frameworks
 
 
 def measure_memory(learner: Any, device: Any) -> Memory:
-    """Memory of a learner after its one small step."""
+    """Measure the memory of a learner after its one small step."""
     from rlkit.training.metrics import peak_memory
 
     held = [list(learner.nets.parameters()), list(learner.nets.buffers())]
@@ -57,14 +57,14 @@ def measure_memory(learner: Any, device: Any) -> Memory:
 
 
 class Report(NamedTuple):
-    """Result of `run`."""
+    """The result of `run`."""
 
     warnings: list[str]
     rollouts: list[Rollout]  # the played rollouts, with their own rewards
     metrics: Mapping[str, Any]
     memory: Memory
     seconds: Mapping[str, float]
-    learner: Learner  # after its step
+    learner: Learner  # the learner after its step
 
 
 def shrink_experiment(x: Experiment) -> Experiment:
@@ -95,11 +95,11 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     """Take one step of the experiment, and print the first lines of a run.
 
     Args:
-      x: the whole run at its first step, without open schedules
+      x: the experiment at the first step of the run, without open schedules
         (rlkit.config.problems.schedules.build_first_steps).
       tasks: at least one training task; the other splits are only counted.
-      host: of the learner.
-    Raises: the refusals of a run.
+      host: the learner's host.
+    Raises: the same refusals as a run.
     """
     from rlkit.episodes.stream import StreamState
     from rlkit.system.device import autocast
@@ -168,7 +168,7 @@ def count_bytes(node: Any) -> int:
 
 
 def describe_report(report: Report, phases: Sequence[str], doubts: Sequence[str]) -> dict[str, Any]:
-    """The report in plain data; `doubts` are warnings of the config and the rows."""
+    """Write the report as plain data. `doubts` are warnings about the config and the rows."""
     return {
         "phases": phases,
         "warnings": [*doubts, *report.warnings],
@@ -182,7 +182,8 @@ def describe_report(report: Report, phases: Sequence[str], doubts: Sequence[str]
 def show_report(
     report: Report, *, phases: Sequence[str] = (), costs: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """Write the report in lines: the stages with their numbers, then memory or the rows `costs`."""
+    """Write the report as lines of text: the stages with their numbers, then the memory or the rows
+    `costs`."""
     rows = _list_rows(report, phases)
     rows += costs or [
         (f"memory: {name}", say_size(size))
@@ -201,7 +202,7 @@ def show_report(
 
 
 def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
-    """(name of a stage, its numbers) of each stage."""
+    """List (name, numbers) of each stage."""
     m = report.metrics
     clock = report.seconds
     own = [r.total_reward for r in report.rollouts]
@@ -257,8 +258,8 @@ def say_size(count: float) -> str:
 
 
 def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str], list[str]]:
-    """The experiment of the first step, its tasks, the names of all phases, and the doubts about
-    them. Print the doubts."""
+    """Return the experiment of the first step, its tasks, the names of all phases, and the doubts
+    about them. The doubts are printed."""
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import list_warnings
     from rlkit.config.problems.rows import load_tasks

@@ -1,5 +1,5 @@
-"""The command line: each command is a file of this folder. Refusals are one sentence and exit
-status 2, without a traceback."""
+"""The command line. Each command is a file of this folder. A refusal prints one sentence, without a
+traceback, and has exit status 2."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 0 done, 1 failed, 2 refused, 130 interrupted.
 
-    Without `argv` the words are those of the process, and the process ends with the command
-    (`rlkit.system.leaving`).
+    Without `argv`, the words are the arguments of the process, and the process ends with the
+    command (`rlkit.system.leaving`).
     """
     if argv is not None:
         return run_command(argv)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(name: str, words: Sequence[str]) -> int:
-    """Run the command of this name with its words; return its exit status."""
+    """Find the command by its name, run it with its words, and return its exit status."""
     if name not in list_commands():
         known = ", ".join(list_commands())
         raise ConfigError(
@@ -95,7 +95,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
 
 
 def _run_named(name: str, words: Sequence[str], as_json: bool) -> int | Answer:
-    """Run the command with its words; return its exit status, or its Answer."""
+    """Run a command with its words; return its exit status or its Answer."""
     run = find_command(name)
     module = sys.modules[run.__module__]
     arguments = parse(words, texts=getattr(module, "TAKES_TEXTS", False))
@@ -143,7 +143,7 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def _answer(words: Sequence[str]) -> int:
-    """Run the command, and print the error that ends it; return the exit status."""
+    """Run a command, print the error if it fails, and return its exit status."""
     try:
         for word in words:
             if re.search("[\ud800-\udfff]", word):
@@ -165,18 +165,18 @@ def _answer(words: Sequence[str]) -> int:
 
 
 def list_commands() -> tuple[str, ...]:
-    """Commands of the core, of the present extras, and of other packages."""
+    """List the commands of the core, of the present extras, and of other packages."""
     return tuple(
         dict.fromkeys([*COMMANDS, *extras.find_commands(), *extras.find_outside_commands()])
     )
 
 
 def find_command(name: str) -> Callable[[Arguments], int | Answer]:
-    """Return the function of a command. A name of the core stays the core's, even if an extra or a
-    package uses it too.
+    """Return the function of a command. If a command of the core and of an extra or a package have
+    the same name, the core's is returned.
 
-    Its module may set TAKES_TEXTS, if words without a key are allowed, and GIVES_JSON, if the
-    function returns an Answer in place of the exit status.
+    A command's module sets TAKES_TEXTS if words without a key are allowed. It sets GIVES_JSON if
+    the function returns an Answer instead of an exit status.
     """
     if name in COMMANDS:
         return importlib.import_module(f"rlkit.commands.{name}").command

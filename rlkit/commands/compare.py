@@ -95,7 +95,7 @@ def read_lines(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, 
 
 
 def read_effect(given: dict[str, str], usual: float) -> float:
-    """The difference to see, > 0."""
+    """Read the difference that matters to the user, > 0."""
     try:
         effect = float(given.get("effect", usual))
     except ValueError:

@@ -1,5 +1,5 @@
-"""`--config FILE`: overrides as YAML, and the flat config of the GSM8K/MBPP trainer from which
-rlkit grew."""
+"""`--config FILE`: read overrides from YAML, or from a flat config of the GSM8K/MBPP trainer that
+preceded rlkit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 
 from rlkit.errors import ConfigError, describe_yaml_error, show_controls, suggest_name
 
-# Its keys → rlkit's.
+# keys of the flat config → keys of rlkit
 FLAT = {
     "model.name": "model.path",
     "model.lora_r": "model.lora.rank",
@@ -27,18 +27,18 @@ FLAT = {
     "training.kl_coef": "kl.coef",
     "training.num_iterations": "trainer.steps",
 }
-BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, used if the file has none
+BASE = "experiment=gsm8k_tools"  # the old trainer's defaults, for keys missing in the file
 # rlkit's own configs; a user's defaults list may build on them
 ENTRIES = ("train", "evaluate", "rollout")
 DATASETS = ("gsm8k", "mbpp")
 
 
 def read_overrides(file: str) -> list[str]:
-    """Read the overrides of a YAML file. For a flat config they are printed.
+    """Read the overrides in a YAML file. The overrides made from a flat config are printed.
 
     Args:
-      file: a mapping, nested or with dots, of config keys and groups to values; a list of
-        overrides; or a flat config.
+      file: a YAML file with a mapping of config keys and groups to values, nested or with dots;
+        with a list of overrides; or with a flat config.
     Raises: ConfigError for any other file, and for an unknown key in a flat config.
     """
     try:
@@ -122,7 +122,7 @@ def _translate(file: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _format_value(value: Any) -> str:
-    """A value in Hydra's override grammar."""
+    """Write a value in Hydra's override grammar."""
     if isinstance(value, str):
         return (
             value if re.fullmatch(r"[\w./@:+-]+", value) else "'" + value.replace("'", "\\'") + "'"

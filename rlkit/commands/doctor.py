@@ -1,4 +1,4 @@
-"""`rlkit doctor`: the resources of this machine for a run, one line each. Nothing is downloaded,
+"""`rlkit doctor`: show this machine's resources for a run, one line each. Nothing is downloaded,
 and no file is left behind."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LOW_DISK_GB = 10.0
 
 
 class Finding(NamedTuple):
-    """One line. `bad`: nothing can be trained here. `warn`: something may go wrong, or is slower
-    than necessary."""
+    """One line of the output. `bad` means that nothing can be trained on this machine. `warn` means
+    that something may go wrong, or is slower than necessary."""
 
     what: str
     text: str
@@ -33,8 +33,8 @@ class Finding(NamedTuple):
 
 
 def _examine() -> list[Finding]:
-    """Examine everything, in the order in which a run would miss it. A failing part is a
-    finding, never an error."""
+    """Examine everything, in the order in which a run needs it. A failing part is a finding, never
+    an error."""
     parts: tuple[Callable[[], list[Finding]], ...] = (
         check_python,
         check_packages,
@@ -56,7 +56,7 @@ def _check_safely(part: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def _show(findings: list[Finding]) -> str:
-    """Write the lines, and a last one: whether a run can start."""
+    """Write the findings as lines, and a last line on whether a run can start."""
     marks = {"ok": "ok  ", "warn": "warn", "bad": "BAD ", "off": "-   "}
     lines = [f"{marks[f.state]}  {f.what:<16} {f.text}" for f in findings]
     bad = [f.what for f in findings if f.state == "bad"]
@@ -64,14 +64,15 @@ def _show(findings: list[Finding]) -> str:
 
 
 def check_python() -> list[Finding]:
-    """The interpreter and the system."""
+    """Report the interpreter and the operating system."""
     return [
         Finding("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}")
     ]
 
 
 def list_requirements(own: Distribution, extra: str = "") -> list[tuple[Requirement, str]]:
-    """(requirement, the installed version or "") of rlkit or of an extra."""
+    """List (requirement, installed version) for rlkit or an extra; the version is "" if the package
+    is missing."""
     from packaging.requirements import Requirement
 
     out = []
@@ -87,7 +88,7 @@ def list_requirements(own: Distribution, extra: str = "") -> list[tuple[Requirem
 
 
 def _fits(needed: Requirement, installed: str) -> bool:
-    """Whether an installed version meets the requirement."""
+    """Return whether an installed version meets the requirement."""
     return bool(installed) and needed.specifier.contains(installed, prereleases=True)
 
 
@@ -132,7 +133,7 @@ def check_processors() -> list[Finding]:
 
 
 def check_devices() -> list[Finding]:
-    """Report every GPU, with one product computed on it."""
+    """Report every GPU, after computing one matrix product on it."""
     import torch
 
     if not torch.cuda.is_available():
@@ -162,7 +163,7 @@ def check_devices() -> list[Finding]:
 
 
 def check_sandbox() -> list[Finding]:
-    """Report the level of the sandbox, by its self-test: it runs hostile programs."""
+    """Report the level of the sandbox, found by its self-test with hostile programs."""
     from rlkit.sandbox import SandboxError, find_level
 
     try:
@@ -183,7 +184,7 @@ def check_sandbox() -> list[Finding]:
 
 
 def check_disk() -> list[Finding]:
-    """Report the room for runs, and whether this folder can be written."""
+    """Report the disk space for runs, and whether this folder is writable."""
     from rlkit.runs.folder import OUTPUTS
 
     place = next(p for p in (OUTPUTS.resolve(), *OUTPUTS.resolve().parents) if p.exists())

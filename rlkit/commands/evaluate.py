@@ -1,4 +1,4 @@
-"""Evaluation of a run's newest checkpoint, or of a model as it is, on the problems of a split."""
+"""Evaluate a run's newest checkpoint, or a model as it is, on the problems of a split."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ def evaluate_run(
     parent: Path,
     started: float,
 ) -> tuple[dict[str, Any], Path]:
-    """Measure greedy accuracy, avg@k, pass@k and mean rewards of tasks with the verifiers of
-    training, and write them as JSON next to the rollouts.
+    """Measure greedy accuracy, avg@k, pass@k and mean rewards on tasks, with the same verifiers as
+    in training. The figures are written as JSON next to the rollouts.
 
     Args:
       x: the experiment; its evaluation settings decide the sampling.
       tasks: rows of the split, at least one.
-      split: its name, for the result.
-      checkpoint: a file, or a folder (its newest checkpoint is taken); None evaluates the model as
+      split: name of the split, for the result.
+      checkpoint: a file, or a folder whose newest checkpoint is taken. None evaluates the model as
         loaded.
-      parent: of a new folder for the results.
+      parent: folder in which a new folder for the results is made.
       started: time.perf_counter() of the command's start.
-    Raises: RewardError if a reward fails. Its note names the rollout's file in the new folder.
+    Raises: RewardError if a reward fails. The error's note names the rollout's file in the new
+      folder.
     """
     from rlkit.sandbox import get_known_level
     from rlkit.system.device import autocast, load_on_device, versions
@@ -123,8 +124,8 @@ def _evaluate_samples(
 
 
 def restore_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
-    """Load a checkpoint's policy; return the checkpoint's file and RL step. The engine keeps the
-    kernels of the run, or reports the difference.
+    """Load a checkpoint's policy; return the checkpoint's file and RL step. The engine uses the
+    kernels of the run; if it cannot, the difference is reported.
 
     Raises: DataError if no checkpoint can be read, or if its weights belong to another model.
     """
@@ -157,8 +158,8 @@ def restore_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tupl
 def list_held_out_rows(
     label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = ""
 ) -> list[tuple[str, float, Any]]:
-    """(name, value, interval) of the figures of a result, or of a part of it. The reward is left
-    out if it equals the accuracy."""
+    """List (name, value, interval) of the figures in a result, or in one of its parts. The reward
+    is left out if it equals the accuracy."""
     shaped = greedy["reward"] != greedy["accuracy"]
     rows = [(f"{label} accuracy", greedy["accuracy"], greedy["interval"])]
     rows += [(f"{label} reward", greedy["reward"], greedy["reward_interval"])] if shaped else []
@@ -169,7 +170,7 @@ def list_held_out_rows(
 
 
 def format_accuracy(result: Mapping[str, Any], out: Path) -> str:
-    """The result in columns."""
+    """Write the result in columns."""
     greedy = result["greedy"]
     sampled = result["sampled"]
     rows = list_held_out_rows("greedy", greedy, sampled)

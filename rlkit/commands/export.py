@@ -1,5 +1,5 @@
-"""`rlkit export run=…`: a run's policy as a Hugging Face folder, with tokenizer, chat template and
-model card."""
+"""`rlkit export run=…`: write a run's policy as a Hugging Face folder, with tokenizer, chat
+template and model card."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def export(
     """Write the policy of a checkpoint as a folder for `from_pretrained(out)`, with the same
     logits. Return the checkpoint's file and RL step.
 
-    Adapters are written as they are, with the name of their base model, or with `merge` added to
-    its weights. All weights are written in float32, the precision of their training. The folder
-    appears completely or not at all.
+    Adapters are written as they are, with the name of their base model; with `merge` they are added
+    to the base model's weights. All weights are written in float32, the precision of their
+    training. The folder appears completely or not at all.
 
     Args:
-      model: the config of the run's model, rlkit.models.load_policy.
-      checkpoint: a file, or a folder (its newest checkpoint is taken).
+      model: the config of the run's model, arguments of rlkit.models.load_policy.
+      checkpoint: a file, or a folder whose newest checkpoint is taken.
       out: a new folder.
-      run: the run's folder; with it README.md is a model card.
+      run: the run's folder; if given, README.md is a model card.
     Raises: ConfigError if `out` exists, or if other programs cannot find the adapters' base model.
       DataError if there is no checkpoint.
     """

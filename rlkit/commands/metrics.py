@@ -1,4 +1,4 @@
-"""`rlkit metrics`: what the numbers of a run mean, and what to do about them."""
+"""`rlkit metrics`: explain the numbers of a run, and give advice on bad values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlkit plan`: how many seeds a comparison needs, and how long they take, from the spread of a
+"""`rlkit plan`: say how many seeds a comparison needs and how long they take, from the spread of a
 pilot."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ EFFECT = 0.02  # two points of accuracy
 
 
 class Need(NamedTuple):
-    """The needs of a comparison of two lines. The seeds are enough even if a small pilot
-    underestimates the spread."""
+    """The seeds and time a comparison of two lines needs. The seeds are enough even if a small
+    pilot underestimates the spread."""
 
     first: str
     second: str
@@ -83,7 +83,7 @@ def plan_seeds(
     """Plan the seeds of a comparison.
 
     Args:
-      each: seconds of one run of each line together.
+      each: seconds for one run of each line, added up.
       seeds: the user's number of seeds, at least TO_CLAIM.
     """
     spread = verdict.found.spread
@@ -127,7 +127,7 @@ def phrase_need(need: Need) -> str:
 
 
 def add_up_seconds(groups: list[Group]) -> float:
-    """Wall seconds of one run of each line together, from the pilot's summaries."""
+    """Add up the wall seconds of one run of each line, from the pilot's summaries."""
     known = [
         [float(run.summary.get("wall_seconds") or 0.0) for run in group.runs] for group in groups
     ]

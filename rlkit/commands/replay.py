@@ -1,5 +1,5 @@
-"""`rlkit replay`: the update of a debug bundle once more, one micro-batch at a time, and the
-numbers that are not finite."""
+"""`rlkit replay`: repeat the update of a debug bundle, one micro-batch at a time, and show the
+numbers that are nan or infinite."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlkit.system.redaction import learn
 
 
 def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
-    """Run forward and backward over the minibatch of a bundle, with the weights before the failed
-    update; no optimiser takes a step.
+    """Run the forward and backward pass over the minibatch of a bundle, with the weights before the
+    failed update. The optimiser takes no step.
 
     Args:
-      trusted: whether the config may call code outside rlkit; see docs/security.md.
-    Returns: a table and sentences; whether everything was finite this time.
+      trusted: if True, the config may call code outside rlkit; see docs/security.md.
+    Returns: a table with sentences, and whether everything was finite this time.
     Raises: ConfigError if the folder is not a bundle, if its config no longer fits the code, or if
       it calls untrusted code. DataError if one of its files is damaged or cannot be read.
     """
@@ -61,8 +61,8 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
 
 
 def examine(learner: Any, batch: Any) -> tuple[str, bool]:
-    """Write a line for each micro-batch; for a micro-batch with nan or infinity, a line for each of
-    its rows."""
+    """Write a line for each micro-batch. For a micro-batch with nan or infinity, also write a line
+    for each of its rows."""
     import torch
 
     from rlkit.training.update.split import split_into_micro_batches
@@ -100,7 +100,8 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
 
 
 def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[str]]:
-    """Loss and gradient norm of some rows, and sentences on gradients with nan or infinity."""
+    """Compute the loss and gradient norm of some rows. Return them with sentences on gradients with
+    nan or infinity."""
     from rlkit.models import pack
     from rlkit.training.update.loss import surrogate, value_surrogate
     from rlkit.training.update.minibatch import compute_trained_logprobs
@@ -128,7 +129,7 @@ def find_nonfinite(tensors: Mapping[str, Any], what: str) -> list[str]:
 
 
 def _line(rows: Any, mask: Any, loss: float, norm: float) -> str:
-    """One row of the table."""
+    """Write one row of the table."""
     names = ", ".join(map(str, rows.tolist()))
     names = names if len(names) < 23 else f"{names[:20]}…"
     return f"{names:<24}{int(mask[rows].sum()):>8}{loss:>14.6g}{norm:>14.6g}"

@@ -1,5 +1,5 @@
-"""`rlkit rollout`: episodes without training, recorded, scored, summed up and saved. The loop is
-the same as in training."""
+"""`rlkit rollout`: play episodes without training, and record, score, sum up and save them.
+Episodes are played as in training."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     """Play the episodes, score and write them, with summary.json and transcripts. Return the
     rollouts and their folder.
 
-    Each episode is written at its end to unscored.jsonl.gz. The file is removed once all episodes
-    are scored, so after an early end the played episodes are still there.
+    Each episode is written to unscored.jsonl.gz when it ends. The file is removed once all episodes
+    are scored, so the played episodes are not lost if the command ends early.
     Raises: ConfigError if the settings are out of range or there are no tasks. DataError naming a
       row with an unreadable truth. RewardError if a reward fails.
     """
@@ -108,8 +108,9 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
 @contextmanager
 def keep_unscored(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
-    """Yield a function to call with each episode at its end: it writes the episode to the file, and
-    moves a bar on a terminal. The file is removed if the block ends well."""
+    """Yield a function to call with each finished episode. The function writes the episode to the
+    file, and on a terminal advances a progress bar. The file is removed if the block ends without
+    an error."""
     from rich.progress import Progress
 
     done = 0
@@ -137,14 +138,14 @@ def keep_unscored(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
 def limit_environment(
     environment: Environment | Callable[[Task], Environment], max_steps: int | None
 ) -> Environment | Callable[[Task], Environment]:
-    """Give the environment another limit of replies; None leaves its own."""
+    """Give the environment another limit of replies; None keeps its own limit."""
     if max_steps is None:
         return environment
     return lambda task: find_environment(environment, task)._replace(max_steps=max_steps)
 
 
 def step_counts(rollouts: Sequence[Rollout]) -> dict[int, int]:
-    """Replies of an episode → number of episodes."""
+    """Count the episodes by their number of replies."""
     return dict(sorted(Counter(len(r.steps) for r in rollouts).items()))
 
 

@@ -1,4 +1,5 @@
-"""`rlkit runs`: all runs, newest first, filtered by settings; and the differences of two runs."""
+"""`rlkit runs`: list the runs, newest first and filtered by settings, or show the differences of
+two runs."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Listed(NamedTuple):
     ended: str
     steps: int | None
     test_accuracy: dict[str, float]  # before, after
-    overrides: list[str]  # of its start
+    overrides: list[str]  # overrides of the run's start
 
 
 def command(arguments: Arguments) -> Answer:
@@ -95,7 +96,7 @@ def _name_nearest(wanted: Sequence[str], folders: Sequence[Path]) -> str:
 
 
 def find_folders(places: Sequence[Path], wanted: Sequence[str]) -> list[Path]:
-    """The folders of runs with these settings, newest first."""
+    """Find the folders of runs with these settings, newest first."""
     folders = {
         path.parent
         for place in places
@@ -147,8 +148,8 @@ def _overrides(folder: Path) -> list[str]:
 
 
 def _passes(folder: Path, wanted: Sequence[str]) -> bool:
-    """Whether a run has all of these settings: a value of its config, or an override of its
-    start."""
+    """Return whether a run has all of these settings, each as a value in its config or as one of
+    its overrides."""
     if not wanted:
         return True
     try:
@@ -165,7 +166,8 @@ def _passes(folder: Path, wanted: Sequence[str]) -> bool:
 
 
 def _is_same(value: str, *found: str | None) -> bool:
-    """Whether one of the texts is the value. Numbers are compared as numbers: 3e-4 is 0.0003."""
+    """Return whether one of the texts stands for the value. Numbers are compared as numbers: 3e-4
+    equals 0.0003."""
     for text in found:
         if text is None:
             continue
@@ -178,7 +180,8 @@ def _is_same(value: str, *found: str | None) -> bool:
 
 
 def compare_runs(a: Path, b: Path) -> dict[str, Any]:
-    """Differing settings, and results: key → its values in A and B."""
+    """Return the settings that differ, and the results, of two runs: key → its values in A and
+    B."""
     sides = [_results(runs.read_summary(folder) or {}) for folder in (a, b)]
     return {
         "settings": find_differences(runs.read_config(a), runs.read_config(b)),

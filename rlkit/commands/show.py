@@ -1,4 +1,4 @@
-"""`rlkit show`: the options and keys of a run on one screen, with their origins
+"""`rlkit show`: show the options and keys of a run on one screen, with their origins
 (rlkit.config.origins)."""
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def command(arguments: Arguments) -> Answer:
 
 
 def with_decision(values: Sequence[Value], start: Mapping[str, Any]) -> list[Value]:
-    """Replace an auto model.gradient_checkpointing by the run's decision. `start`: the last entry
-    of run.json."""
+    """Replace model.gradient_checkpointing=auto by the run's decision. `start` is the last entry of
+    run.json."""
     key = "gradient_checkpointing"
     decided = start.get(key)
     return [
@@ -109,7 +109,8 @@ def with_decision(values: Sequence[Value], start: Mapping[str, Any]) -> list[Val
 
 
 def _find_named_folder(overrides: Sequence[str]) -> str:
-    """run=FOLDER or resume=FOLDER, if the command line has one; otherwise empty."""
+    """Return the folder of run=FOLDER or resume=FOLDER on the command line; empty without
+    either."""
     run = find_option(overrides, "run")
     resume = find_option(overrides, "resume")
     if run:
@@ -144,8 +145,8 @@ def screen(explained: Explained, words: Sequence[str] = ()) -> list[str]:
 
 
 def _is_shown(value: Value, options: Mapping[str, Option]) -> bool:
-    """Whether a key gets a line: it differs or matters, and does not just repeat its option's
-    name."""
+    """Return whether a key gets a line: it differs or matters, and does not merely repeat its
+    option's name."""
     above, _, name = value.key.rpartition(".")
     named = options.get(above)
     repeats = name == "name" and named is not None and named.name == value.value
@@ -154,7 +155,7 @@ def _is_shown(value: Value, options: Mapping[str, Option]) -> bool:
 
 
 def _with_shelf(chosen: Option) -> str:
-    """The option's name, with a note if it is from the catalogue."""
+    """Return the option's name, with a note if the option is from the catalogue."""
     shelf = find_shelf(chosen.place.replace(".", "/"), chosen.name)
     return f"{chosen.name} (catalogue)" if shelf == "catalogue" else chosen.name
 
@@ -199,8 +200,8 @@ def _format_value(value: Any) -> str:
 
 
 def _format_nested(options: Sequence[Option], above: str) -> Iterator[str]:
-    """The options within an option: a line for each one that was chosen, and the others in one
-    line."""
+    """Write the options within an option: a line for each chosen option, and one line for all
+    others."""
     own = [inner for inner in options if _is_below(inner.place, above)]
     own = [inner for inner in own if not _is_below(inner.place, "schedule.phases")]
     quiet = [inner for inner in own if not inner.origin]

@@ -1,5 +1,5 @@
-"""`rlkit train`: a run composed and checked, then trained in its folder under Hydra's state, and
-its end printed."""
+"""`rlkit train`: compose and check a run, train it in its folder as a Hydra job, and print its
+results."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def command(arguments: Arguments) -> int:
 
 
 def _find_given_folder(overrides: Sequence[str]) -> Path | None:
-    """The run folder of the command line. Raises: ConfigError for an impossible name."""
+    """Find the run folder named on the command line. Raises: ConfigError for an impossible name."""
     place = find_option(overrides, "hydra.run.dir")
     if not place:
         return None
@@ -124,7 +124,7 @@ def _find_given_folder(overrides: Sequence[str]) -> Path | None:
 def _train_owned(
     x: Experiment, composed: Composed, folder: Path | None, resume: Path | None, outputs: Path
 ) -> int:
-    """Take the run's folder (None: a new one in `outputs`), and train inside Hydra's main; return
+    """Own the run's folder, or a new folder in `outputs` for None, and train as a Hydra job. Return
     the exit status."""
     from rlkit.config.problems.doubts import list_warnings
     from rlkit.config.problems.rows import load_tasks
@@ -187,11 +187,11 @@ def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
 
 
 def note_start(folder: Path, composed: Composed, identity: str) -> None:
-    """Add this process to run.json and print the changes, before Hydra writes the overrides for
-    run.json.
+    """Add this process to run.json, before Hydra writes its files, and print the changes since the
+    previous process.
 
     Args:
-      identity: of the continued run; empty for a new one.
+      identity: identity of the continued run; empty for a new run.
     Raises: ConfigError.
     """
     config = composed.config
@@ -256,8 +256,8 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
 
 
 def read_own_summary(folder: Path) -> dict[str, Any]:
-    """summary.json of the continued run. A damaged file, or another run's, goes to aside/, and a
-    printed line says so."""
+    """Read summary.json of the continued run. A damaged file, or the file of another run, is moved
+    to aside/, and a line about it is printed."""
     summary = runs.read_summary(folder)
     if summary is None and (folder / "summary.json").exists():
         print(
@@ -269,8 +269,8 @@ def read_own_summary(folder: Path) -> dict[str, Any]:
 
 
 def run_in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
-    """Run a job as Hydra's main does, with the config composed before: .hydra/ in its folder,
-    Hydra's state, its callbacks."""
+    """Run a job as Hydra's main does, with the composed config: with .hydra/ in its folder, with
+    Hydra's state, and with its callbacks."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import run_job
     from hydra.types import RunMode
@@ -313,8 +313,8 @@ def run_in_folder(
     started: float,
     resume: Path | None,
 ) -> int:
-    """Run in a folder and print the end; return the exit status. A refused run removes everything
-    it has added."""
+    """Run a job in a folder, print its results, and return the exit status. If the run is refused,
+    remove everything it has added."""
     from rlkit.config.compose import make_builder
 
     fresh = resume is None
@@ -346,8 +346,8 @@ def run_in_folder(
 
 
 def _exit_status(x: Experiment, summary: Mapping[str, Any], folder: Path) -> int:
-    """The exit status of a finished run. If SLURM interrupted it and the trainer asks for it, the
-    run is queued again."""
+    """Return the exit status of a finished run. If SLURM interrupted the run and the trainer's
+    settings ask for it, queue the job again."""
     if summary["ended"] == "interrupted":
         if (
             ranks.rank() == 0
@@ -364,8 +364,8 @@ def _exit_status(x: Experiment, summary: Mapping[str, Any], folder: Path) -> int
 
 
 def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Write the table of the test problems, before and after training; the first line says whether
-    they got worse by more than chance."""
+    """Write the table of test results before and after training. The first line says if they got
+    worse by more than chance."""
     from rlkit.runs.tables import estimate, newcombe
     from rlkit.training.callbacks.terminal import describe_sampling
 
@@ -399,7 +399,8 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 
 
 def format_closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
-    """Write the before/after table of the test problems, the folder and the next commands."""
+    """Write the last lines of a run: the table of test results, the folder, and commands to try
+    next."""
     where = shlex.quote(runs.shorten_path(folder))
     lines = [""]
     before = summary.get("before")
@@ -449,8 +450,8 @@ def format_closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def draw_page(folders: Sequence[Path], file: Path) -> None:
-    """Print why a sweep's runs may not learn, and let the command `report` write one page about
-    them and print its path."""
+    """Print why a sweep's runs may not learn. Let the command `report` write a page about the runs,
+    and print its path."""
     for line in list_suspicions(folders):
         print(line)
     print("report           ", end="", flush=True)
@@ -465,8 +466,8 @@ def draw_page(folders: Sequence[Path], file: Path) -> None:
 
 
 def list_doubts(folder: Path) -> list[str]:
-    """List harmful drifts over the whole run, and the number of steps of each warning
-    printed only once."""
+    """List harmful drifts over the whole run, and for each warning printed only once the number of
+    its steps."""
     from rlkit.runs.reading import read_run
     from rlkit.runs.tables import find_symptoms
 

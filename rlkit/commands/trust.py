@@ -1,4 +1,4 @@
-"""How a command treats the config of a folder that is not known as the user's own."""
+"""Guard a command against the config of a folder not known as the user's own."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ def make_asker(
     entry: str,
     own_model: bool = False,
 ) -> Callable[[dict[str, Any]], None] | None:
-    """Refuse a folder's config, unless it is declared safe or the user gave trust=true; None if the
-    folder is the user's own.
+    """Make a function that refuses a folder's config unless the config is declared safe or the user
+    gave trust=true. None if the folder is the user's own.
 
     Args:
-      where: the folder in the user's words. mine: the user's overrides.
-      entry: of the composed config.
-      own_model: whether the folder may hold the model itself.
-    Returns: a function of the composed config, with values of the environment as ${oc.env:NAME}.
+      where: the folder as the user named it.
+      mine: the user's overrides.
+      entry: the entry config to compose.
+      own_model: True if the folder may hold the model itself.
+    Returns: a function of the composed config, in which values of the environment are written as
+      ${oc.env:NAME}.
     Raises: ConfigError if composing alone would import something.
     """
     if is_noted(folder):
@@ -86,8 +88,8 @@ def read_model(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
 
 
 def with_limits(x: Any, arguments: Arguments) -> Any:
-    """The settings of run=FOLDER. If the folder is a stranger's and not trusted, its model's chat
-    template gets limits."""
+    """Return the settings of run=FOLDER. If the folder is a stranger's and not trusted, its model's
+    chat template gets limits."""
     from rlkit.models.confined import confine_template
     from rlkit.models.load import EMBEDDED
 

@@ -1,4 +1,4 @@
-"""Compare two configs, and decide with which changes a run can continue."""
+"""Compare two configs, and decide whether a run can continue with the differences."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlkit.errors import ConfigError
 from rlkit.system.redaction import redact_config
 from rlkit.training.schedules.paths import flatten_numbers
 
-ONCE = ("resume", "takeover")  # keys of one process only; they do not describe the run
+ONCE = ("resume", "takeover")  # keys for one process only; they do not describe the run
 
 
 # two configs of the same run may differ in these keys
 LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)
 
 
-# they may also differ in these, because the result does not depend on the ranks
+# these keys may differ too, because the result does not depend on the ranks
 PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")
 
 
@@ -31,12 +31,12 @@ APART = ("logger", "callbacks")
 
 
 def identify(config: Mapping[str, Any]) -> str:
-    """Digest the config of a new folder into the run's identity: 16 hexadecimal digits of its
+    """Compute a run's identity from the config of its new folder: 16 hexadecimal digits of a
     SHA-256.
 
-    Secrets are covered first. Sections APART, keys of one process (ONCE), suggestions and shelves
-    are left out. A folder keeps its identity when it is moved, and when its run continues with
-    other settings (`rlkit.system.identity`).
+    Secrets are replaced first. The sections APART, keys for one process (ONCE), suggestions and
+    shelves are left out. A folder keeps its identity when it is moved, and when its run continues
+    with other settings (`rlkit.system.identity`).
     """
     settings = {
         key: value
@@ -49,7 +49,7 @@ def identify(config: Mapping[str, Any]) -> str:
 
 
 def _flatten_compared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key → value, without secrets, advice and shelves."""
+    """Flatten a config to dotted key → value, without secrets, suggestions and shelves."""
     return {
         key: value
         for key, value in flatten_numbers(redact_config(config)).items()
@@ -60,8 +60,8 @@ def _flatten_compared(config: Mapping[str, Any]) -> dict[str, Any]:
 def find_differences(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (old, new) for every value that differs, without the run's length, the keys
-    `beside` it, and suggestions."""
+    """Find the values that differ between two configs. Returns: dotted key → (old, new). The run's
+    length, the keys in `beside`, and suggestions are not compared."""
     before = _flatten_compared(old)
     after = _flatten_compared(new)
     return {
@@ -74,14 +74,14 @@ def find_differences(
 def find_departures(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Find the differences of a config from a run's config: `find_differences` without the logger,
-    the callbacks and the number of ranks."""
+    """Find the differences of a config from a run's config, as `find_differences` does. The logger,
+    the callbacks and the number of ranks are not compared either."""
     changed = find_differences(old, new, beside=PLACE + beside)
     return {key: values for key, values in changed.items() if key.split(".")[0] not in APART}
 
 
 def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise ConfigError for changes impossible in a continued run."""
+    """Raise ConfigError if a continued run cannot take these changes."""
     fixed = [key for key in changed if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
     if fixed:
         was, wanted = changed[fixed[0]]

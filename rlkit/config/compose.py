@@ -1,5 +1,5 @@
-"""From a config to an Experiment: Hydra composes the config, it is checked before anything heavy is
-loaded, and the Experiment is built from plain functions.
+"""Make an Experiment from overrides: Hydra composes the config, the config is checked before
+anything heavy is loaded, and the Experiment is built from plain functions.
 
 Order: overrides → composed config → every key checked (rlkit.config.schema) → functions built →
 validated, dry-run on fake data (rlkit.config.problems). Each stage reports all of its problems
@@ -53,8 +53,8 @@ BY_TASK = (
 
 
 class Composed(NamedTuple):
-    """A composed config in plain containers, the overrides behind it, and Hydra's own object with
-    its settings."""
+    """A composed config: as plain containers, the accepted overrides, and Hydra's full object with
+    Hydra's own settings."""
 
     config: dict[str, Any]
     overrides: list[str]
@@ -68,14 +68,15 @@ def compose(
     config_dir: str | Path | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
 ) -> Composed:
-    """Compose an entry config. If it cannot be built, refuse it with all problems in one message.
+    """Compose an entry config. If it has problems, refuse it with all of them in one message.
 
     Args:
-      overrides: as on the command line. A key in a part's signature needs no `+`.
+      overrides: as on the command line. A key needs no `+` if it is in a part's signature.
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
-      before_import: a function to inspect the config before any of its modules is imported; it may
-        refuse the config. It sees values of the environment as ${oc.env:NAME}.
+      before_import: a function called with the config before any module of the config is imported;
+        it may refuse the config. In this config, values of the environment are written as
+        ${oc.env:NAME}.
     Raises: ConfigError.
     """
     import logging
@@ -104,12 +105,11 @@ def compose(
 def compose_without_values(
     theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None
 ) -> dict[str, Any]:
-    """Compose the folder's choice of options with everything the user sets, in the form of
-    `with_variables`.
+    """Compose a config from the folder's choice of options and everything the user sets, in the
+    form of `with_variables`.
 
-    The folder's own values are left out.
-
-    The folder's `sandbox` choice is left out too: it decides how strictly code is confined.
+    The folder's own values are left out. The folder's choice of `sandbox` is left out too, because
+    it decides how strictly code is confined.
     """
     with initialize_hydra(config_dir) as search:
         chosen = [
@@ -117,7 +117,7 @@ def compose_without_values(
             for text in theirs
             if is_group(text, search) and not re.match(r"[+~]*(hydra|sandbox)\b", text)
         ]
-        for own in ([*mine], []):  # the user's may fit only the folder's values
+        for own in ([*mine], []):  # the user's overrides may need the folder's values
             try:
                 full, _ = _load(entry, search, _check_overrides([*chosen, *own], search)[1])
                 elsewhere = any(
@@ -130,8 +130,8 @@ def compose_without_values(
 
 
 def with_variables(full: DictConfig) -> dict[str, Any]:
-    """The plain config with ${oc.env:NAME} in place of each value of the environment, even if a
-    reference leads to the value."""
+    """Return the plain config with ${oc.env:NAME} in place of each value of the environment, even
+    if the value comes through a reference."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -151,15 +151,16 @@ PRESETS = ("experiment", "debug")  # their options set keys of other groups
 class Layer(NamedTuple):
     """A file of conf/ as a layer of a config: later layers win."""
 
-    option: str  # GROUP=NAME; empty for the entry config, and for Hydra's own
-    config: dict[str, Any]  # its keys in their places, with references as written
+    option: str  # GROUP=NAME; empty for the entry config and for Hydra's own files
+    config: dict[str, Any]  # its keys at their final paths, with references as written
     overrides: dict[str, str]  # the preset's choices in other groups: group → NAME
 
 
 def list_layers(
     composed: Composed, *, entry: str = "train", config_dir: str | None = None
 ) -> tuple[Layer, ...]:
-    """List the files of a composed config, in Hydra's order, without values of the command line."""
+    """List the files behind a composed config, in Hydra's order. Values of the command line are
+    left out."""
     with initialize_hydra(config_dir) as search:
         groups = [text for text in composed.overrides if is_group(text, search)]
         return _list_layers(entry, (*search, *groups), _stamp(search))
@@ -167,7 +168,8 @@ def list_layers(
 
 @functools.lru_cache(maxsize=64)
 def _list_layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple[Layer, ...]:
-    """The layers of a composition of options; `stamp` changes with the files."""
+    """List the layers of a composition of options. `stamp` invalidates the cache when a file
+    changes."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
     from omegaconf import OmegaConf
@@ -194,8 +196,8 @@ def _list_layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple
 
 @contextmanager
 def initialize_hydra(config_dir: str | Path | None) -> Iterator[list[str]]:
-    """Within the block, let Hydra read conf/ with rlkit's resolvers. Yield the overrides that make
-    it search the user's folder too."""
+    """Initialise Hydra for this block, with conf/ and rlkit's resolvers. Yield the overrides that
+    make Hydra search the user's folder too."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
@@ -210,7 +212,7 @@ def initialize_hydra(config_dir: str | Path | None) -> Iterator[list[str]]:
 
 @contextmanager
 def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
-    """Hydra's state around jobs with a composed config, with the callbacks named there
+    """Yield Hydra's context for jobs with a composed config, including the callbacks in the config
     (hydra.callbacks)."""
     from hydra import initialize_config_dir
     from hydra._internal.callbacks import Callbacks
@@ -224,8 +226,8 @@ def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
 
 
 def find_length_keys(composed: Composed) -> tuple[str, ...]:
-    """List the dotted keys whose values follow the run's length, as in ${trainer.steps}. They count
-    as length too."""
+    """List the dotted keys whose values depend on the run's length, as in ${trainer.steps}. When
+    configs are compared, they count as length too."""
     from omegaconf import OmegaConf
 
     longer = copy.deepcopy(composed.full)
@@ -242,16 +244,16 @@ def find_length_keys(composed: Composed) -> tuple[str, ...]:
 
 
 def searchpath(config_dir: str | Path | None) -> list[str]:
-    """The override for searching a user's folder for options too. Raises ConfigError if the folder
-    does not exist."""
+    """Return the override that makes Hydra search a user's folder for options too. Raises
+    ConfigError if the folder does not exist."""
     if config_dir and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
 
 
 def _find_clashes(config_dir: str | Path | None) -> list[str]:
-    """Options of a user's folder hidden by a shipped option of the same name. Hydra would not
-    report them."""
+    """Report options of a user's folder that a shipped option of the same name hides. Hydra itself
+    would not report them."""
     folder = Path(config_dir) if config_dir else None
     files = sorted(folder.rglob("*.yaml")) if folder else []
     hidden = [f for f in files if folder and (conf_dir() / f.relative_to(folder)).exists()]
@@ -290,11 +292,11 @@ def _is_importable(package: str) -> bool:
 def _load(
     entry: str, search: Sequence[str], overrides: Sequence[str]
 ) -> tuple[DictConfig, list[str]]:
-    """Compose Hydra's config, its own node included, and the overrides behind it. Every failure
-    becomes one ConfigError.
+    """Compose the config with Hydra's own node, and return it with the accepted overrides. Every
+    failure becomes a ConfigError.
 
-    Hydra composes the groups. Then the values are set, as Hydra does it. A key absent from the YAML
-    may still be in a signature. It is added, and the check decides about it.
+    Hydra composes the groups. Then this function sets the values as Hydra would. A key missing in
+    the YAML is added, because it may be in a signature; the later check decides.
     """
     import yaml
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -339,7 +341,7 @@ def _load(
 def _make_refusal(
     error: Exception, text: str, entry: str, search: Sequence[str], overrides: Sequence[str]
 ) -> ConfigError:
-    """Turn Hydra's error into one sentence about the user's override. `text`: the override applied
+    """Turn Hydra's error into a sentence about the user's override. `text` is the override applied
     last."""
     absent = re.match(r"(?:In '[^']*': )?Could not find '([\w/]+)/([^/']+)'", str(error))
     if absent:
@@ -357,7 +359,7 @@ def _make_refusal(
         return ConfigError(
             f"{path}: Hydra has no such setting.{suggest_name(path.split('.')[1], known)}"
         )
-    if path and "." not in path:  # a whole group: Hydra proposes to add it, and that would not help
+    if path and "." not in path:  # a whole group: Hydra's advice to add it would not help
         return ConfigError(f"{path}: rlkit {entry} has no such group")
     if str(error).startswith("Error merging override"):
         text = text.lstrip("+")
@@ -376,9 +378,10 @@ def _make_refusal(
 def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
     """Remove the shipped parts of each `by_task` unless a row of the task names them.
 
-    A task declares `rewards` and `environments`. A mixture declares the union of its parts. Without
-    declarations every part stays, except parts with a missing extra. A part set by an override
-    stays, and so does the user's own part. The declarations themselves leave the config.
+    A task declares `rewards` and `environments`. A mixture declares the union of its parts'
+    declarations. Without declarations every part stays, except a part whose extra is missing. A
+    part set by an override always stays, and so does a part of the user's own. The declarations
+    themselves are removed from the config.
     """
     from omegaconf import OmegaConf
 
@@ -397,7 +400,7 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
         )
         for path in _find_target_paths(raw, target):
             parts = OmegaConf.select(full, f"{path}.{kind}") or {}
-            for name in {*declared} - {*parts}:  # a near miss, for the refusal to name
+            for name in {*declared} - {*parts}:  # keep the nearest part, for the refusal
                 declared += difflib.get_close_matches(name, list(parts), 1, 0.5)
             for name in shipped & set(parts):
                 touched = any(f".{kind}.{name}." in key for key in keys)
@@ -407,7 +410,8 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
 
 
 def _find_paths(node: Any, key: str, path: str) -> Iterator[str]:
-    """The dotted keys of lists of this name in a task and the parts of a mixture."""
+    """Yield the dotted keys of the lists with this name in a task, and in the parts of a
+    mixture."""
     if isinstance(node, dict):
         if isinstance(node.get(key), list):
             yield f"{path}.{key}"
@@ -416,7 +420,7 @@ def _find_paths(node: Any, key: str, path: str) -> Iterator[str]:
 
 
 def _find_target_paths(node: Any, target: str, path: str = "") -> Iterator[str]:
-    """The dotted keys of the nodes with this `_target_`."""
+    """Yield the dotted keys of the nodes with this `_target_`."""
     if isinstance(node, dict):
         if node.get("_target_") == target:
             yield path
@@ -427,10 +431,11 @@ def _find_target_paths(node: Any, target: str, path: str = "") -> Iterator[str]:
 
 @functools.lru_cache(maxsize=64)
 def _compose_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> bytes:
-    """Hydra's composition of options, pickled. Configs with the same options but other values share
-    it.
+    """Return Hydra's composition of options, pickled. Configs with the same options but other
+    values share the cached result.
 
-    `stamp` changes with the files. Unpickling takes a seventh of the time of a deep copy.
+    `stamp` invalidates the cache when a file changes. Unpickling takes a seventh of the time of a
+    deep copy.
     """
     import hydra
 
@@ -454,8 +459,8 @@ def drop_shelves(node: Any) -> None:
 
 
 def _stamp(search: Sequence[str]) -> object:
-    """A value to compare. It changes whenever an option is written, even if a notebook edits the
-    user's own option."""
+    """Return a value that changes whenever a file of options changes, for example if a notebook
+    edits the user's own option."""
     folders = [
         conf_dir(),
         *(Path(folder) for text in search for folder in re.findall(r"file://([^],]+)", text)),
@@ -466,8 +471,8 @@ def _stamp(search: Sequence[str]) -> object:
 
 
 def _resolve_all(full: DictConfig) -> dict[str, Any]:
-    """The config without Hydra's own node in plain containers, every reference to another value
-    resolved."""
+    """Return the config as plain containers, without Hydra's own node and with every reference to
+    another value resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -495,7 +500,7 @@ def _resolve_all(full: DictConfig) -> dict[str, Any]:
 
 
 def _require_text(node: Mapping[Any, Any], path: str = "") -> None:
-    """Raise ConfigError for a key YAML does not read as text, for example `on` or 1.5."""
+    """Raise ConfigError for a key that YAML does not read as text, for example `on` or 1.5."""
     for key, value in node.items():
         if not isinstance(key, str):
             raise ConfigError(f"{path}{key}: YAML reads this key as {key!r}; write it in quotes")
@@ -506,7 +511,7 @@ def _require_text(node: Mapping[Any, Any], path: str = "") -> None:
 def _find_unresolved(node: Any, path: str = "") -> tuple[str, str]:
     """Return the first key with an unresolvable reference, and the reference as written.
 
-    If all can be resolved, both are empty.
+    Both are empty if every reference can be resolved.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -539,8 +544,8 @@ def _take_misplaced(plain: dict[str, Any]) -> list[str]:
 
 
 def read_unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
-    """The config, or Hydra's own node of it, with references to other values and to the environment
-    as they were written."""
+    """Return the config, or with `of_hydra` only Hydra's own node. References to other values and
+    to the environment stay as written."""
     from omegaconf import OmegaConf
 
     plain: Any = OmegaConf.to_container(full, resolve=False)
@@ -548,7 +553,7 @@ def read_unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, An
 
 
 def list_choices(full: DictConfig) -> list[str]:
-    """GROUP=OPTION of every group with a chosen option, sorted."""
+    """List GROUP=OPTION for every group with a chosen option, sorted."""
     chosen = full.hydra.runtime.choices.items()
     return sorted(
         f"{group}={option}"
@@ -558,8 +563,8 @@ def list_choices(full: DictConfig) -> list[str]:
 
 
 def is_group(override: str, search: Sequence[str]) -> bool:
-    """Whether an override chooses an option. Hydra's own settings count too, because they may
-    decide where options are found."""
+    """Return whether an override chooses an option. Hydra's own settings count too, because they
+    may decide where options are found."""
     key, _, value = override.lstrip("+~").partition("=")
     options = _group_options(key.partition("@")[0], search)
     return key.partition("/")[0].partition(".")[0] == "hydra" or (
@@ -568,8 +573,8 @@ def is_group(override: str, search: Sequence[str]) -> bool:
 
 
 def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
-    """The names of a group's options. It asks Hydra's repository directly, because the loader would
-    copy every option registered by a plugin."""
+    """List the names of a group's options. Without `search`, Hydra's repository is asked directly,
+    because the loader would copy every option registered by a plugin."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.object_type import ObjectType
 
@@ -582,7 +587,7 @@ def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
 
 
 def _name_options(group: str, search: Sequence[str] = ()) -> list[str]:
-    """Names for a message: a group's options, and the recipes among the presets."""
+    """List names for a message: a group's options, and for experiment also the recipes."""
     recipes = _group_options("experiment/recipe", search) if group == "experiment" else []
     return [*_group_options(group, search), *(f"recipe/{name}" for name in recipes)]
 
@@ -640,7 +645,7 @@ def _check_overrides(
 
 
 def explain_unknown_option(text: str, name: str, group: str, options: Iterable[str]) -> str:
-    """The sentence about an option that does not exist."""
+    """Write the sentence about an option that does not exist."""
     return (
         f"{text}: no such option.{suggest_name(name, options)} Options of {group}:"
         f" {', '.join(sorted(options))}"
@@ -648,8 +653,8 @@ def explain_unknown_option(text: str, name: str, group: str, options: Iterable[s
 
 
 def parse_override(parser: Any, text: str) -> tuple[Any, str]:
-    """Parse an override, and return its text in Hydra's grammar. A condition like `reward/mean >
-    0.8 for 3` gets back its quotes, because the shell takes them away."""
+    """Parse an override, and return it with its text in Hydra's grammar. A condition like
+    `reward/mean > 0.8 for 3` gets its quotes back, because the shell has removed them."""
     from hydra.errors import HydraException
 
     try:
@@ -672,14 +677,14 @@ def shorten_to_sentence(error: BaseException) -> str:
 
 
 def experiment(composed: Composed) -> Experiment:
-    """The Experiment of a composed config, checked and dry-run phase by phase. Raises ConfigError
-    with all problems at once."""
+    """Build the Experiment of a composed config, check it, and dry-run it phase by phase. Raises
+    ConfigError with all problems at once."""
     return check_experiment(build(composed.config))
 
 
 def make_builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
-    """A function for another process: it builds the experiment again for sampling, without loggers
-    and callbacks."""
+    """Return a function that another process can call to build the experiment again for sampling,
+    without loggers and callbacks."""
     return functools.partial(build, {**config, "logger": {}, "callbacks": {}})
 
 

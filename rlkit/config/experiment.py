@@ -1,5 +1,5 @@
-"""`rlkit.experiment`: an experiment from Python, with the options and checks of the command line.
-Any part may be a Python object."""
+"""`rlkit.experiment`: make an experiment from Python, with the options and checks of the command
+line. Any part may be a Python object."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLAIN = (str, int, float, bool, type(None), Path)
 
 
 class Configured(Experiment):
-    """An experiment with its config. `_replace` drops the config, because it would no longer
-    describe the experiment."""
+    """An experiment with its config. `_replace` returns an Experiment without the config, because
+    the config would no longer describe it."""
 
     config: Mapping[str, Any] = MappingProxyType({})
     # the overrides behind the config; empty if any part is a Python object
@@ -44,7 +44,7 @@ def experiment(
     Args:
       overrides: as on the command line.
       config_dir: a folder of your own options.
-      keywords: overrides as keywords, two underscores for a dot: trainer__steps=10 is
+      keywords: overrides as keywords, with two underscores for a dot: trainer__steps=10 is
         trainer.steps=10. A Python object replaces the part itself: reward=my_reward,
         algorithm__advantage=my_advantage, reference=rlkit.references.ema(decay=0.99). A reward may
         be a function, a Term, or several of them in a list or by name. A task may be a list of
@@ -68,7 +68,7 @@ def experiment(
     )
     refuse_problems(problems)
     config = built = composed.config
-    # these Python objects are passed to the function of an option; the others replace its result
+    # these objects are passed to the function of an option; all others replace its result
     early = [
         path
         for path in parts
@@ -96,21 +96,23 @@ def experiment(
 
 
 def is_part(path: str, value: Any) -> bool:
-    """Whether the value of a keyword is a Python object; the rows of a task count as one."""
+    """Return whether the value of a keyword is a Python object. The rows of a task count as a
+    Python object."""
     rows = isinstance(value, list | tuple) or (isinstance(value, Mapping) and "train" in value)
     return (path == "task" and rows) or not is_plain(value)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a config can hold the value: text, a number, a truth value, nothing, and lists and
-    mappings of them."""
+    """Return whether a config can hold a value: text, a number, a truth value, None, or lists and
+    mappings of such values."""
     if type(value) in (list, tuple):
         return bool(value) and all(map(is_plain, value))
     return all(map(is_plain, value.values())) if type(value) is dict else isinstance(value, PLAIN)
 
 
 def override(path: str, value: Any) -> str:
-    """Write a keyword as an override. A text chooses an option if a group has this name."""
+    """Write a keyword as an override. If the keyword is the name of a group, a text chooses an
+    option of the group."""
     is_group = (conf_dir() / path.replace(".", "/")).is_dir()
     chosen = [value] if isinstance(value, str) else value
     if (
@@ -124,7 +126,7 @@ def override(path: str, value: Any) -> str:
 
 
 def format_literal(value: Any) -> str:
-    """A plain value in Hydra's grammar."""
+    """Write a plain value in Hydra's grammar."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{format_literal(own)}" for key, own in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -139,8 +141,8 @@ def format_literal(value: Any) -> str:
 
 
 def describe_part(part: Any) -> Any:
-    """A part as a node of a config, for the run folder: its name and its plain values. The node may
-    not be buildable again."""
+    """Describe a part as a node of a config, for the run folder. The node has the part's name and
+    its plain values. It may not be possible to build the part from the node again."""
     if is_plain(part):
         return str(part) if isinstance(part, Path) else part
     if isinstance(part, Mapping):
@@ -164,7 +166,7 @@ def describe_part(part: Any) -> Any:
 
 
 def with_value(config: Any, path: str, value: Any) -> Any:
-    """A copy of a nested mapping with the value at a dotted path."""
+    """Copy a nested mapping, with a new value at a dotted path."""
     name, _, rest = path.partition(".")
     held = list_fields(config)
     return {**held, name: with_value(held.get(name), rest, value) if rest else value}

@@ -1,4 +1,4 @@
-"""Overrides with the names of functions in place of parts: `reward=my_module.my_function`."""
+"""Overrides that name a function in place of an option: `reward=my_module.my_function`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def read_functions(override: str) -> dict[str, Any]:
-    """Dotted key → value, for an override with one function or, in brackets, several. Empty for any
-    other override.
+    """Return dotted key → value for an override with one function, or with several functions in
+    brackets. Empty for any other override.
 
     >>> read_functions("environment.tools=my_tools.lend")
     {'environment.tools': {'lend': {'_target_': 'my_tools.lend', '_partial_': True}}}

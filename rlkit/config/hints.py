@@ -1,5 +1,5 @@
-"""Suggest a known key for a misspelt or foreign one: first the names of TRL and verl, then the
-leaves of the whole config."""
+"""Suggest a known key for a misspelt key or a key of another library. Names of TRL and verl are
+tried first, then the leaves of the whole config."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
 
 
 def list_leaves(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every settable dotted key of a plain config. A group or a list is one key. Hydra's own keys
-    are left out."""
+    """List every settable dotted key of a plain config. A group counts as a key, and so does a
+    whole list. Hydra's own keys are left out."""
     found = []
     for key, value in config.items():
         if key.startswith("_") or key == "suggests":

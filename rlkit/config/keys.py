@@ -1,5 +1,5 @@
-"""Keys: a value of the user is sent only to addresses named by the user's own command line,
-environment or --config-dir."""
+"""Protect the user's keys (secrets): a value of the user is sent only to addresses named by the
+user's own command line, environment or --config-dir."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlkit.config.trust import (
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import FROM_ENVIRONMENT, is_secret_key
 
-# Variables sent by a logger's package to the logger's address, without rlkit.
+# Environment variables that a logger's package itself sends to the logger's address.
 SENT = {
     "rlkit.training.loggers.mlflow": (
         "MLFLOW_TRACKING_TOKEN",
@@ -36,11 +36,11 @@ SENT = {
 
 
 class Leak(NamedTuple):
-    """A value of the user on its way to a place chosen by the folder."""
+    """A value of the user that would be sent to a place named only by the folder's config."""
 
     path: str
     what: str  # the value, in words
-    place: str  # its destination, as named by the folder: path=value
+    place: str  # the destination named by the folder, as path=value
 
     def __str__(self) -> str:
         return (
@@ -51,12 +51,12 @@ class Leak(NamedTuple):
 
 
 def find_leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
-    """Find values of the environment and secrets on their way to an address, a program or a
-    function that only the folder names.
+    """Find values of the environment and secrets that would reach an address, a program or a
+    function named only by the folder's config.
 
-    Even trust=true does not allow it. A key among the arguments with such an address is a leak. If
-    there is any such address, every value taken by the folder from the environment is a leak too,
-    even a value for a prompt.
+    Even trust=true does not allow a leak. A secret is a leak if it is an argument of the same
+    function as such an address. If there is any such address, every value taken by the folder from
+    the environment is a leak too, even a value for a prompt.
 
     Args: as for `outside`.
     """
@@ -75,7 +75,7 @@ def find_leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
 
 
 def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """(path, node, its base) of every function of a config."""
+    """Yield (path, node, its base) for every function of a config."""
     if isinstance(node, Mapping):
         if "_target_" in node:
             base = base if get_child(base, "_target_") == node["_target_"] else ABSENT
@@ -90,7 +90,8 @@ def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[s
 
 
 def _find_user_values(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterator[Leak]:
-    """The user's values among the arguments of a function with an address from the folder."""
+    """Yield the user's values among the arguments of a function that also gets an address from the
+    folder."""
     for where, text, own in _leaves(
         {key: value for key, value in node.items() if key != "suggests"}, base, path
     ):
@@ -105,8 +106,8 @@ def _find_user_values(node: Mapping[str, Any], base: Any, path: str, place: str)
 
 
 def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[str]:
-    """The addresses and programs named only by the folder, as path=value. An unknown function is
-    listed itself."""
+    """List the addresses and programs named only by the folder, as path=value. If the function
+    itself is unknown, list the function."""
     target = node["_target_"]
     if not is_known(target, by) and base is ABSENT:
         return [f"{path}._target_={target!s:.80}" if path else f"_target_={target!s:.80}"]
@@ -130,7 +131,8 @@ def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[s
 
 
 def _leaves(node: Any, base: Any, path: str) -> Iterator[tuple[str, str, bool]]:
-    """(path, text, whether it comes from rlkit or from the user) of every text."""
+    """Yield (path, text, whether the text comes from rlkit or the user) for every text of a
+    config."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from _leaves(value, get_child(base, key), f"{path}.{key}" if path else str(key))
@@ -142,13 +144,13 @@ def _leaves(node: Any, base: Any, path: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def refuse_leaks(found: Sequence[Leak], where: str) -> None:
-    """Raise ConfigError for the first value on its way to a place named only by the folder."""
+    """Raise ConfigError for the first leak, if there is any."""
     if found:
         raise ConfigError(f"{where}: {found[0]}")
 
 
 def drop_paths(node: Any, paths: frozenset[str], path: str = "") -> Any:
-    """A copy of a config with null at these paths."""
+    """Copy a config, with null at these paths."""
     if path in paths:
         return None
     if isinstance(node, Mapping):

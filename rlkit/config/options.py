@@ -1,8 +1,8 @@
-"""The files of conf/: where they are, and the shelf of each option.
+"""The files of conf/: find them, and read the shelf of each option.
 
 A line `shelf: everyday` or `shelf: catalogue` in an option's file says whether most users need to
-know it. The word sorts lists of options and changes nothing else: `rlkit.config.compose` removes it
-from every composed config, so no part gets it and no run folder holds it.
+know the option. The shelf sorts lists of options and changes nothing else. `rlkit.config.compose`
+removes it from every composed config, so no part receives it and no run folder holds it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ LINE = re.compile(rf"^shelf: ({'|'.join(SHELVES)})\b", re.M)
 
 
 def conf_dir() -> Path:
-    """The folder of the shipped options: inside the installed package, or beside the package in a
-    checkout."""
+    """Return the folder of the shipped options: inside the installed package, or beside the package
+    in a checkout."""
     package = Path(__file__).resolve().parent.parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def read_shelf(file: Path) -> str:
-    """Read the shelf from an option's file; "" if the file names none, as a user's own file may."""
+    """Read the shelf from an option's file. It is "" if the file has no shelf line; a user's own
+    file need not have the line."""
     found = LINE.search(file.read_text())
     return found[1] if found else ""
 
 
 def find_shelf(group: str, option: str, config_dir: str | Path | None = None) -> str:
-    """The shelf of an option: everyday, catalogue, or "" if its file names none or does not exist.
+    """Find the shelf of an option: everyday, catalogue, or "" if its file has no shelf line or does
+    not exist.
 
     Args:
       group: as on the command line, for example algorithm or algorithm/policy_loss.
@@ -43,8 +45,8 @@ def find_shelf(group: str, option: str, config_dir: str | Path | None = None) ->
 
 
 def group_options_by_shelf(group: str) -> dict[str, list[str]]:
-    """Shelf → the shipped options of a group, sorted; presets in a folder of experiment/ as
-    FOLDER/NAME."""
+    """Return shelf → the shipped options of a group, sorted. A preset in a folder below experiment/
+    is named FOLDER/NAME."""
     folder = conf_dir() / group
     files = sorted(folder.rglob("*.yaml") if group == "experiment" else folder.glob("*.yaml"))
     shelves: dict[str, list[str]] = {shelf: [] for shelf in SHELVES}

@@ -3,18 +3,19 @@
 Hydra merges the option files of a run in one order, later files over earlier ones, and then sets
 the values of the command line. So the origin of a key is, in this order:
 
-1. "command line", or the config file or run folder with the override, if an override sets the key
-   or a mapping around it. This is so even if the value stays the same.
-2. "phase NAME", if the key lies in schedule.phases.NAME.
-3. The source of a reference like `${trainer.steps}`: "suggested by GROUP=OPTION" for advice under
-   `suggests`, otherwise "follows KEY".
-4. "default", if `rlkit train` without overrides has the same key with the same value.
-5. The last of the option files to set the key, as GROUP=OPTION. Presets count as options.
+1. "command line", if an override sets the key or a mapping around it, even to the same value. If
+the override came from a config file or a run folder, the origin names this instead. 2. "phase
+NAME", if the key lies in schedule.phases.NAME. 3. The source of a reference like
+`${trainer.steps}`. It is "suggested by GROUP=OPTION" if the reference leads to a key under
+`suggests`, otherwise "follows KEY". 4. "default", if `rlkit train` without overrides has the same
+key with the same value. 5. The last option file that sets the key, as GROUP=OPTION. Presets count
+as options.
 
-A key is changed if it is of kind 1, or if its value differs from `rlkit train` without overrides. A
-key in a phase is changed if its value differs from the whole run's at the same place. Names of
-functions (`_target_`) and suggestions do not count as changes of their own: the option implies
-them. Keys inside a reference to a mapping, for example `sandbox: ${sandbox}`, are left out.
+A key counts as changed if its origin is of kind 1, or if its value differs from `rlkit train`
+without overrides. A key in a phase counts as changed if its value differs from the same key of the
+whole run. Names of functions (`_target_`) and suggestions never count as changed, because the
+choice of the option implies them. Keys inside a reference to a mapping, for example `sandbox:
+${sandbox}`, are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DEFAULT = "default"
 REMOVED = "removed"
 SILENT = {"_target_", "_partial_", "suggests", "shelf"}
 PHASE = re.compile(r"schedule\.phases\.(\w+)\.(.+)")
-PHASE_ONLY = re.compile(r"(until|numbers|reset)\b")  # keys only of phases
+PHASE_ONLY = re.compile(r"(until|numbers|reset)\b")  # keys that exist only in phases
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([A-Za-z_][\w.]*)(?=[,}])")
 ADVICE = re.compile(r"\$\{(rlkit_\w+):([^{}]*)\}")
 EXTRA = re.compile(r"rlkit\.extras\.(\w+)\.")
@@ -44,9 +45,9 @@ EXTRA = re.compile(r"rlkit\.extras\.(\w+)\.")
 class Option(NamedTuple):
     """A chosen option."""
 
-    place: str  # where its keys are: algorithm, algorithm.advantage
+    place: str  # path of its keys: algorithm, algorithm.advantage
     name: str
-    origin: str  # empty if a parent option chooses it
+    origin: str  # empty if another option chooses it
     changed: bool
 
 
@@ -74,10 +75,11 @@ def explain(
     config_dir: str | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
 ) -> Explained:
-    """Options, values and extras of `rlkit train` with these overrides, with their origins.
+    """Find the options and values of `rlkit train` with these overrides, with their origins, and
+    the extras they use.
 
     Args:
-      sources: key of an override → the file or folder it was read from.
+      sources: key of an override → the file or folder from which the override was read.
       config_dir, before_import: as for `compose`.
     Raises: ConfigError.
     """
@@ -105,14 +107,14 @@ def explain(
 
 
 def find_extras(config: Mapping[str, Any]) -> list[str]:
-    """The extras with functions named in a config, sorted."""
+    """List the extras whose functions a config names, sorted."""
     names = (EXTRA.match(target) for target in _targets(config))
     return sorted({found[1] for found in names if found})
 
 
 def _choices(composed: Composed) -> dict[str, str]:
-    """Group → option, in the order of the config. A group has @PLACE if its keys are at another
-    place."""
+    """Return group → option, in the order of the config. The group's name ends in @PLACE if its
+    keys are at another place."""
     chosen = reversed(list(composed.full.hydra.runtime.choices.items()))
     return {
         str(group): str(name)
@@ -127,7 +129,8 @@ def _options(
     files: Sequence[Layer],
     chosen: dict[str, tuple[str, str]],
 ) -> list[Option]:
-    """The chosen options with their origins; presets first, then in the order of the config."""
+    """List the chosen options with their origins: first the presets, then the others in the order
+    of the config."""
     preset: dict[str, tuple[str, str]] = {}
     for layer in files:
         if layer.option:
@@ -155,7 +158,7 @@ def _options(
 def _values(
     composed: Composed, standard: Composed, files: Sequence[Layer], is_set: Mapping[str, str]
 ) -> Iterator[Value]:
-    """Every key with a value of its own, in the order of the config."""
+    """Yield every key with a value of its own, in the order of the config."""
     now = flatten_numbers(composed.config)
     before = flatten_numbers(standard.config)
     shown = flatten_numbers(redact_config(composed.config))
@@ -165,7 +168,8 @@ def _values(
         owners |= dict.fromkeys(flatten_numbers(layer.config), layer.option)
 
     def setter(key: str) -> str:
-        """The origin of the override for a key or a mapping around it; empty without one."""
+        """Return the origin of the override that sets a key or a mapping around it; empty without
+        such an override."""
         parts = key.split(".")
         above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next((is_set[path] for path in above if path in is_set), "")
@@ -202,7 +206,7 @@ def _values(
 
 
 def follow_reference(key: str, written: Any, config: Mapping[str, Any]) -> str:
-    """Find the key behind a reference; empty if there is none.
+    """Find the key to which a reference leads; empty if the value is not a reference to a key.
 
     Args:
       written: the reference as written in a file or an override.
@@ -226,7 +230,7 @@ def follow_reference(key: str, written: Any, config: Mapping[str, Any]) -> str:
 
 
 class _Recorded(Mapping[str, Any]):
-    """A config with a record of every value read from it."""
+    """A config that records every value read from it."""
 
     def __init__(self, values: Mapping[str, Any], path: str, read: dict[str, Any]) -> None:
         self.values_by_key = values
@@ -251,7 +255,7 @@ class _Recorded(Mapping[str, Any]):
 
 
 def _targets(node: Any) -> Iterator[str]:
-    """The names of all functions of a config."""
+    """Yield the names of all functions in a config."""
     if isinstance(node, Mapping):
         if "_target_" in node:
             yield str(node["_target_"])

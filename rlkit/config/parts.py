@@ -1,5 +1,5 @@
-"""Put Python objects in the places of an experiment's parts, and check the arguments of
-the package's top-level functions. Type hints decide which object fits into which place."""
+"""Replace parts of an experiment by Python objects, and check the arguments of the package's
+top-level functions. Type hints decide whether an object fits into a place."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ hints_of = functools.cache(signature_hints)  # of records
 
 @functools.cache
 def wrap_with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap a top-level function of the package: it refuses arguments missing from its signature. A
-    bare function becomes a Reward or Term if the signature asks for one.
+    """Wrap a top-level function of the package so that it checks its arguments. Unknown arguments
+    are refused. A bare function becomes a Reward or a Term if the signature asks for this type.
 
     Raises: ConfigError in place of Python's TypeError, or of an AttributeError in the function.
     """
@@ -73,11 +73,12 @@ def wrap_with_checks(function: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def place_part(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
-    """Return the owner with a new part at a path inside it.
+    """Return a copy of the owner with a new part at a path inside it.
 
     Args:
-      path: of field names, keys and keyword arguments. hint: the owner's type. where: the whole
-        path, for messages.
+      path: dotted path of field names, keys and keyword arguments.
+      hint: the owner's type.
+      where: the whole path, for messages.
     Raises: ConfigError if the place does not exist or cannot take the part.
     """
     if not path:
@@ -105,7 +106,8 @@ def place_part(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
 
 
 def get_inside(owner: Any, name: str) -> Any:
-    """The field, entry or keyword argument of this name; None if there is none."""
+    """Return the field, entry or keyword argument with this name; None if the owner has no such
+    name."""
     return list_fields(owner).get(name)
 
 
@@ -136,7 +138,8 @@ def lift_part(part: Any, hint: Any, where: str) -> Any:
 
 
 def with_lifted(part: Any, hint: Any, where: str) -> Any:
-    """The part with its fields, values or items lifted; the same object if nothing changes."""
+    """Convert the fields, values or items of a part with `lift_part`. The same object is returned
+    if nothing changes."""
     within = typing.get_args(hint)
     if is_record(part) and isinstance(part, tuple):
         hints = hints_of(type(part))
@@ -158,7 +161,7 @@ def with_lifted(part: Any, hint: Any, where: str) -> Any:
 
 
 def stands(part: Any, hint: Any) -> bool:
-    """Whether a part has the type of its place, judged without calling it or looking inside."""
+    """Return whether a part has the type of its place, without calling it or looking inside it."""
     base = typing.get_origin(hint) or hint
     if is_open(base):
         return True
@@ -173,13 +176,13 @@ def stands(part: Any, hint: Any) -> bool:
 
 
 def is_function(base: Any) -> bool:
-    """Whether a type stands for functions."""
+    """Return whether a type stands for functions."""
     calls = is_protocol(base) and any("__call__" in vars(own) for own in base.__mro__)
     return base is Callable or calls
 
 
 def explain_misfit(part: Any, hint: Any, where: str) -> str:
-    """Why the part does not fit there, as a sentence."""
+    """Explain in a sentence why a part does not fit into its place."""
     wanted = [one for one in alternatives(hint) if one is not NoneType]
     hint = wanted[0] if len(wanted) == 1 else hint
     takes = ""
@@ -200,7 +203,8 @@ def explain_misfit(part: Any, hint: Any, where: str) -> str:
 
 
 def describe_type(hint: Any) -> str:
-    """A type for a message: a number; a function; a value of the type Reward."""
+    """Describe a type for a message, for example "a number", "a function" or "a value of the type
+    Reward"."""
     base = typing.get_origin(hint) or hint
     if is_function(base):
         return "a function"
@@ -209,7 +213,8 @@ def describe_type(hint: Any) -> str:
 
 
 def name_tools(part: Any) -> Mapping[str, Any]:
-    """One tool or several by the names of their functions, unless they have names already."""
+    """Return tools by name. One tool or several are named after their functions; a mapping keeps
+    its names."""
     if isinstance(part, Mapping):
         return part
     tools = part if isinstance(part, list | tuple) else [part]
@@ -217,7 +222,7 @@ def name_tools(part: Any) -> Mapping[str, Any]:
 
 
 def make_term(part: Any, where: str) -> Term:
-    """A function of a rollout as a term of weight 1."""
+    """Make a reward term of weight 1 from a function of a rollout. A Term is returned as it is."""
     if isinstance(part, Term):
         return part
     if not callable(part):
@@ -229,8 +234,8 @@ def make_term(part: Any, where: str) -> Term:
 
 
 def make_reward(part: Any, where: str) -> Reward:
-    """Functions and terms as a reward. In a mapping the keys are their names; otherwise they have
-    the names of the functions."""
+    """Make a reward from functions and terms. In a mapping the keys are the names of the terms;
+    otherwise the terms are named after their functions."""
     own = part if type(part) in (list, tuple) else [part]
     terms = (
         {name: make_term(one, f"{where}.terms.{name}") for name, one in part.items()}
@@ -245,8 +250,8 @@ def make_reward(part: Any, where: str) -> Reward:
 
 
 def make_task_function(part: Any) -> Callable[..., Sequence[Task]]:
-    """Tasks, or rows with a prompt and an answer, as a function from split to tasks. Without splits
-    all are for training."""
+    """Make a function from split to tasks, from tasks or from rows with a prompt and an answer.
+    Without splits, all tasks are for training."""
     if isinstance(part, Mapping):  # for example a DatasetDict
         part = Splits(**{split: part[split] for split in SPLITS if split in part})
     splits = part if isinstance(part, Splits) else Splits(part)

@@ -1,10 +1,9 @@
-"""A function's signature is the schema of its config node: one walk checks a config, and one builds
-it.
+"""Check a config and build its objects. A function's signature is the schema of its config node.
 
-Every mapping in a config has a `_target_`, or holds named parts where a signature asks for them.
-The target's signature lists the keys and their types. So one walk finds every unknown key, even one
-added with `+`, every wrong type and every missing value. A walk of the same shape builds the plain
-functions.
+Every mapping in a config has a `_target_`, or holds named parts if a signature asks for a mapping.
+The target's signature lists the keys and their types. So one walk through the config finds every
+unknown key, even if `+` added it, every wrong type and every missing value. A second walk of the
+same shape builds the functions.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.types import is_record
 
-# `suggests` holds an option's advice to other groups. They use it as their default by
-# interpolation, and the option's own function never gets it.
+# `suggests` holds an option's suggestions for other groups. Their defaults refer to it; the
+# option's own function never gets it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
 KINDS = {"_target_": str, "_partial_": bool, "_args_": list}
 WANTED = {
@@ -41,8 +40,7 @@ WANTED = {
     "_partial_": "true or false",
     "_args_": "a list of values",
 }
-# Possible suggestions of an option to other groups, with their types. Every number is greater than
-# 0.
+# Possible suggestions of an option to other groups, with their types. All numbers are > 0.
 SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float),
     "thinking": bool | None,
@@ -149,8 +147,8 @@ def _check_call(
 
 
 def _check_suggestions(given: Any, path: str) -> list[str]:
-    """Find suggestions of an option that nothing reads or that have the wrong type, even if a value
-    in the config hides them."""
+    """Find an option's suggestions that nothing reads or that have the wrong type, even if the
+    config overrides them."""
     if not isinstance(given, dict):
         return [f"{path}: {given!r} is not a mapping of suggestions"]
     problems = []
@@ -219,8 +217,8 @@ def find_mismatches(value: Any, hint: Any, where: str) -> list[str]:
 
 
 def _report_bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
-    """Report a bare function in place of a part that holds a function, for example a reward
-    function in place of a term."""
+    """Report a bare function given where a record with a function is needed, for example a reward
+    function instead of a term."""
     wanted = [option for option in alternatives(hint) if option is not type(None)]
     if not node.get("_partial_") or not wanted or not all(map(is_record, wanted)):
         return []
@@ -242,8 +240,8 @@ def _report_bare_function(node: Mapping[str, Any], hint: Any, where: str) -> lis
 
 
 def _public_name(part: type) -> str:
-    """The name of a class in a config: in its package if the package exports it, otherwise in its
-    module."""
+    """Return the name of a class for a config: with its package if the package exports the class,
+    otherwise with its module."""
     package = part.__module__.rpartition(".")[0]
     module = sys.modules.get(package)
     home = package if getattr(module, part.__name__, None) is part else part.__module__
@@ -251,7 +249,8 @@ def _public_name(part: type) -> str:
 
 
 def _holds(hint: Any, kind: type) -> bool:
-    """Whether a hint asks for several values: a sequence for a list, a mapping for a dict."""
+    """Return whether a hint accepts a container of this kind: a sequence hint accepts a list, a
+    mapping hint a dict."""
     base = typing.get_origin(hint) or hint
     if is_open(base):
         return True
@@ -261,17 +260,18 @@ def _holds(hint: Any, kind: type) -> bool:
 
 
 def is_open(hint: Any) -> bool:
-    """Whether a hint accepts every value."""
+    """Return whether a hint accepts every value."""
     return hint in (Any, object) or isinstance(hint, typing.TypeVar)
 
 
 def is_protocol(hint: Any) -> bool:
-    """Whether a class is a Protocol: its methods and attributes decide which values fit."""
+    """Return whether a class is a Protocol, so that methods and attributes decide whether a value
+    fits."""
     return isinstance(hint, type) and Protocol in hint.__bases__
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value fits a hint. Numbers are never guessed from words."""
+    """Return whether a plain value fits a hint. A text is never read as a number."""
     for option in alternatives(hint):
         if is_open(option) or (option is type(None) and value is None):
             return True
@@ -285,7 +285,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """A hint in words: 'a whole number or null', 'a list, [value, …]'."""
+    """Describe a hint in words, for example 'a whole number or null' or 'a list, [value, …]'."""
     names = {
         int: "a whole number",
         float: "a number",
@@ -314,14 +314,14 @@ def describe(hint: Any) -> str:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; a tuple with only the hint if it is not a union."""
+    """List the types of a union. For another hint the tuple has only this hint."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(a for h in typing.get_args(hint) for a in alternatives(h))
     return (hint,)
 
 
 def signature_hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Type hints by parameter. A hint counts as Any if it cannot be evaluated here."""
+    """Return the type hints by parameter. A hint that cannot be evaluated here counts as Any."""
     try:
         return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)
     except (NameError, TypeError, AttributeError):
@@ -374,7 +374,7 @@ def _join(path: str, key: Any) -> str:
 
 
 def build(node: Any, path: str = "") -> Any:
-    """Build the objects of a checked config. Partial parts are plain `functools.partial`s.
+    """Build the objects of a checked config. A node with `_partial_` becomes a `functools.partial`.
 
     Raises: ConfigError naming the config path of the part that refuses its values.
     """

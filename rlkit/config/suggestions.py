@@ -1,8 +1,8 @@
-"""Defaults computed from the suggestions of several options: `${rlkit_lr:…}`,
+"""Compute defaults from the suggestions of several options: `${rlkit_lr:…}`,
 `${rlkit_reply_length:…}`, `${rlkit_answer_room:…}`, `${rlkit_weights:}` in conf/.
 
-An option has its advice under `suggests`. The group of a key takes the advice as the key's default,
-by interpolation.
+An option gives suggestions for other groups' keys under `suggests`. A key in another group takes a
+suggestion as its default, by interpolation.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 ROOM = 256  # tokens for a reply to a row with a short answer
 PER_CHARACTER = 2  # further tokens for each character of the longest answer
 LOOKED_AT = 1 << 20  # characters of a file of rows
-TIMES = 10  # rate of adapters over that of all weights: Schulman et al. 2025, "LoRA Without Regret"
+TIMES = 10  # factor of the learning rate of adapters: Schulman et al. 2025, "LoRA Without Regret"
 
 
 def learning_rate(otherwise: float, *, _root_: Any) -> float:
-    """optimizer.lr: `model.suggests.lora_lr` with adapters, else `.lr`; `otherwise` (with adapters
-    × 10) if the model suggests none."""
+    """Compute the default of optimizer.lr. It is `model.suggests.lora_lr` with adapters, otherwise
+    `model.suggests.lr`. If the model suggests nothing, it is `otherwise`, times 10 with
+    adapters."""
     rank = _read(_root_, "model.lora.rank")
     adapters = isinstance(rank, int) and rank > 0
     suggested = _read(_root_, "model.suggests.lora_lr" if adapters else "model.suggests.lr")
@@ -30,12 +31,12 @@ def learning_rate(otherwise: float, *, _root_: Any) -> float:
 
 
 def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
-    """generation.max_new_tokens: the model's suggestion, if it has one for every task, otherwise
-    the task's; for a mixture the largest suggestion of its parts.
+    """Compute the default of generation.max_new_tokens. It is the model's suggestion, if the model
+    has one, otherwise the task's. For a mixture it is the largest suggestion of the parts.
 
-    A model thinks unless `model.enable_thinking` is false: an unknown template may think by
-    default, and a reply cut inside its thinking has no answer. `short` (without thinking) and
-    `thinking` are for tasks without suggestions.
+    A model counts as thinking unless `model.enable_thinking` is false, because an unknown template
+    may think by default, and a reply cut off while thinking has no answer. A task without a
+    suggestion gets `thinking`, or `short` without thinking.
     """
     own = _read(_root_, "model.suggests.max_new_tokens")
     if own is not None:
@@ -54,9 +55,10 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
 
 
 def answer_room(otherwise: int, *, _root_: Any) -> int:
-    """task.suggests.max_new_tokens of a .jsonl file: ROOM tokens and PER_CHARACTER for each
-    character of the longest answer in its first LOOKED_AT characters, at most `otherwise`;
-    `otherwise` if `task.path` is no .jsonl file or its rows have no answers."""
+    """Compute task.suggests.max_new_tokens for a .jsonl file. It is ROOM tokens, plus PER_CHARACTER
+    for each character of the longest answer in the file's first LOOKED_AT characters, and at most
+    `otherwise`. It is `otherwise` if `task.path` is not a .jsonl file, or if its rows have no
+    answers."""
     path = Path(str(_read(_root_, "task.path"))).expanduser()
     field = _read(_root_, "task.fields.answer")
     if path.suffix != ".jsonl" or not path.is_file():
@@ -68,8 +70,8 @@ def answer_room(otherwise: int, *, _root_: Any) -> int:
 
 
 def _answer_length(line: str, field: str) -> int:
-    """Characters of a row's answer; 0 without one, and 0 if the line is cut or damaged. The task
-    itself reports a damaged line."""
+    """Count the characters of a row's answer. The count is 0 without an answer, or if the line is
+    cut off or damaged. The task itself reports a damaged line."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -78,13 +80,14 @@ def _answer_length(line: str, field: str) -> int:
 
 
 def reward_weights(*, _root_: Any) -> dict[str, float]:
-    """algorithm.advantage.weights of gdpo: name → weight of the reward's terms."""
+    """Compute the default of gdpo's algorithm.advantage.weights: name of a reward term → its
+    weight."""
     return {
         name: _read(term, "weight") for name, term in (_read(_root_, "reward.terms") or {}).items()
     }
 
 
-# By their names in conf/.
+# the functions by their names in conf/
 RESOLVERS: dict[str, Callable] = {
     "rlkit_lr": learning_rate,
     "rlkit_reply_length": reply_length,
@@ -94,7 +97,7 @@ RESOLVERS: dict[str, Callable] = {
 
 
 def _read(node: Any, path: str) -> Any:
-    """The value at a dotted path, with interpolations resolved; None if there is no value."""
+    """Return the value at a dotted path, with interpolations resolved; None without a value."""
     for key in path.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
     return node

@@ -1,9 +1,9 @@
-"""Decide which values of a folder's config need the user's trust: all except the values declared
-safe by rlkit's own functions.
+"""Decide which values of a folder's config need the user's trust. All values do, except values
+declared safe by rlkit's own functions.
 
-Each value of the config is of one of four kinds: a shipped option's value, the user's own value, a
-value of a parameter safe by its type or declaration (`rlkit.types.safe`), or a value to be printed,
-and refused without trust=true.
+Each value of the config is of one of four kinds. It is a shipped option's value, the user's own
+value, a value of a parameter that is safe by its type or declaration (`rlkit.types.safe`), or an
+unsafe value. Unsafe values are printed, and refused without trust=true.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MODEL = ("rlkit.models.load_policy", "path")
 
 
 class _Plain(yaml.SafeLoader):
-    """YAML without aliases: a few lines with aliases can stand for more values than memory
-    holds."""
+    """A YAML loader that refuses aliases, because a few lines with aliases can expand to more
+    values than fit in memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -82,7 +82,7 @@ def read_yaml(path: Path) -> Any:
 
 @functools.cache
 def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
-    """Functions named in the shipped options → their parameters → the values given there.
+    """Collect the values in the shipped options: function → parameter → values given in options.
 
     Hydra's own groups are left out, because no part of a run calls their functions. Functions of
     missing extras are also left out.
@@ -96,7 +96,7 @@ def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
         for value in values:
             collect(value)
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
-            # a reference with a default also names a function
+            # a reference with a function as its default names this function too
             for name in NAME.findall(node["_target_"]):
                 if explain_missing(name):
                     continue
@@ -129,7 +129,7 @@ def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
 
 
 def _mark_references(value: Any) -> Any:
-    """Rewrite references to the environment in a run folder's form, without a default."""
+    """Rewrite references to the environment as a run folder writes them, without a default."""
     if isinstance(value, dict):
         return {key: _mark_references(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -138,17 +138,18 @@ def _mark_references(value: Any) -> Any:
 
 
 class Declared(NamedTuple):
-    """The reach of a parameter's value: a word of `REACHES`, "" for nothing, or UNDECLARED."""
+    """The verdict on a parameter: what its value can reach. `word` is a word of `REACHES`, "" for
+    nothing, or UNDECLARED."""
 
     word: str
-    default: Any = ABSENT  # the function's own
-    # a number, a truth value or a Literal; a value is not harmless just because an option ships it
+    default: Any = ABSENT  # the default in the function's signature
+    # the type cannot hold a text; if such a parameter reaches something, shipped values count too
     plain: bool = False
 
 
 @functools.cache
 def read_declarations(name: str) -> Mapping[str, Declared]:
-    """Import a function by its name in a config, and give parameter → verdict."""
+    """Import a function by its name in a config, and return parameter → verdict."""
     target = resolve(name)
     declared = getattr(
         inspect.unwrap(target, stop=lambda f: hasattr(f, "__verdicts__")), "__verdicts__", {}
@@ -164,8 +165,8 @@ def read_declarations(name: str) -> Mapping[str, Declared]:
 
 
 def is_safe_by_type(hint: Any) -> bool:
-    """Whether a parameter of this type cannot hold a text: numbers, truth values, Literals, and
-    parts, because a config names a part by its function."""
+    """Return whether a parameter of this type cannot hold a text. These are numbers, truth values,
+    Literals, and parts, because a config names a part by its function."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return all(map(is_safe_by_type, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal or hint in (int, float, bool, type(None)):
@@ -182,7 +183,7 @@ class Folder(NamedTuple):
     """The context for judging a folder's config."""
 
     conf: Path  # rlkit's own options
-    mine: frozenset[str] = frozenset()  # functions named by the user
+    mine: frozenset[str] = frozenset()  # names of functions from the user's own overrides
     place: Path | None = (
         # a model in this folder is the folder's own: its weights are data, its template has limits
         None
@@ -190,12 +191,13 @@ class Folder(NamedTuple):
 
 
 def find_unsafe_values(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterator[str]:
-    """Every value that is not declared safe, as "path=value can reach a program".
+    """Yield a sentence for every value not declared safe, for example "path=value can reach a
+    program".
 
     Args:
       node: the config, with ${oc.env:NAME} for values of the environment.
-      base: the same config without the folder's own values. A value equal in both is rlkit's or the
-        user's.
+      base: the same config without the folder's own values. A value equal in both configs comes
+        from rlkit or the user, and is safe.
     """
     yield from _find_unsafe_values(node, by, base, path, "")
 
@@ -271,8 +273,8 @@ def _find_unsafe_arguments(
 
 
 def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
-    """The verdict of a parameter, or of the function's further keywords. A part outside the
-    parameters has its own check."""
+    """Return the verdict of a parameter, or the verdict of the function's further keywords. A part
+    under another key is checked on its own."""
     if key in own:
         return own[key]
     if isinstance(value, Mapping) and "_target_" in value:
@@ -283,7 +285,7 @@ def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
 
 
 def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder) -> bool:
-    """Whether a value is the function's own default or comes from a shipped option."""
+    """Return whether a value is the function's own default or is in a shipped option."""
     if is_same(value, verdict.default) or value is None:
         return True
     if verdict.plain and verdict.word:
@@ -292,13 +294,13 @@ def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder)
 
 
 def _says(value: Any, verdict: Declared) -> bool:
-    """Whether a value needs a verdict: it holds a text, or it is a number or truth value declared
-    to reach something."""
+    """Return whether a value needs a verdict: it holds a text, or its parameter is a number or
+    truth value declared to reach something."""
     return verdict.plain or any(map(is_text, walk_plain_values(value)))
 
 
 def walk_plain_values(value: Any) -> Iterator[Any]:
-    """The leaves of a value, nested functions left out."""
+    """Yield the leaves of a value. Nested functions are left out."""
     if isinstance(value, Mapping):
         if "_target_" not in value:
             for item in value.values():
@@ -315,8 +317,8 @@ def is_text(value: Any) -> bool:
 
 
 def _is_own_model(target: Any, key: str, value: Any, by: Folder) -> bool:
-    """Whether a value is a model shipped with rlkit, fetched by this user, or stored in the folder
-    itself."""
+    """Return whether a value names a model shipped with rlkit, fetched by this user, or stored in
+    the folder itself."""
     from rlkit.models.load import EMBEDDED, FETCHED  # these imports load torch
 
     if (target, key) != MODEL or not isinstance(value, str):
@@ -348,8 +350,8 @@ REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")  # to another value of the config
 
 
 def find_strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
-    """Find overrides of a folder that are dangerous to compose: computed references, and Hydra's
-    own settings, because they import and read files."""
+    """Find overrides of a folder that are dangerous to compose. These are computed references and
+    Hydra's own settings, because they can import modules and read files."""
     for text in overrides:
         found = PLAIN_OVERRIDE.fullmatch(text)
         key = found[1] if found else ""
@@ -360,7 +362,7 @@ def find_strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
             or re.search(r"[@:]hydra\b", package)
         ):
             yield f"{shorten_value(text)} can reach an import"
-        elif "." not in key and ".." in text:  # an option outside the folder of options
+        elif "." not in key and ".." in text:  # a path to an option outside the folder of options
             yield f"{shorten_value(text)} can reach a path"
         elif "${" in REFERENCE.sub("", text):
             yield f"{shorten_value(text)} can reach an environment variable"
@@ -373,7 +375,7 @@ def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
     """Refuse a folder's config unless the user trusts it. If trusted, print every finding.
 
     Args:
-      found: sentences of `find_unsafe_values` and `find_strange_overrides`.
+      found: sentences from `find_unsafe_values` and `find_strange_overrides`.
       where: the folder of the config, as the user named it.
       trusted: whether the user has said trust=true.
     Raises: ConfigError with the findings.
@@ -392,13 +394,13 @@ def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
 
 
 def find_named_functions(text: str) -> frozenset[str]:
-    """The functions named in overrides or options."""
+    """Find the names of functions in overrides or options."""
     return frozenset(re.findall(r"_target_\s*[:=]\s*['\"]?([\w.]+)", text))
 
 
 def with_environment(node: Any, path: str = "") -> Any:
-    """The config with its environment variables replaced by their values. Raises ConfigError if one
-    is not set."""
+    """Replace the environment variables in a config by their values. Raises ConfigError if a
+    variable is not set."""
     if isinstance(node, Mapping):
         return {
             key: with_environment(value, f"{path}.{key}" if path else str(key))

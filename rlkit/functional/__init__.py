@@ -109,5 +109,5 @@ from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ra
 from rlkit.functional.sampling import cut_distribution, gumbel_choice, gumbel_noise, mix
 from rlkit.functional.value_losses import clipped_squared_error, squared_error
 
-# all that is imported above
+# every function imported above
 __all__ = [name for name, part in list(globals().items()) if callable(part)]

@@ -1,4 +1,4 @@
-"""One sentence for every hyperparameter that is out of range."""
+"""The error message for a hyperparameter out of its range."""
 
 from __future__ import annotations
 

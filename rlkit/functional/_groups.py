@@ -10,10 +10,13 @@ from rlkit.functional.filters import mixed_groups
 
 
 def centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Deviations from the group's mean [N], the number of scored rollouts of each group [groups],
-    and the index of each rollout's group [N].
+    """Compute each reward's deviation from the mean of its group.
 
-    In float64; exactly 0 for nan rewards and in groups without spread.
+    The arithmetic is in float64. A deviation is exactly 0 for a nan reward, and in a group whose
+    rewards are all equal.
+
+    Returns: the deviations [N], the number of scored rollouts of each group [groups], and the index
+      of each rollout's group [N].
     """
     require(rewards.is_floating_point(), "rewards.dtype", rewards.dtype, "floating-point numbers")
     shapes = tuple(rewards.shape), tuple(group_ids.shape)
@@ -29,8 +32,8 @@ def centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def spread(rewards: Tensor, group_ids: Tensor, std: str, eps: float) -> Tensor:
-    """Standard deviation of each rollout's group plus eps [N]; 1 for a group without spread, where
-    nothing needs to be divided."""
+    """Return the standard deviation of each rollout's group plus eps [N]. It is 1 for a group whose
+    rewards are all equal, because their deviations are 0 already."""
     deviation, count, group = centre_groups(rewards, group_ids)
     squares = torch.zeros_like(count).index_add(0, group, deviation.square())
     free = (count - 1 if std == "sample" else count).clamp_min(1)

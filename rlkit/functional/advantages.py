@@ -1,15 +1,14 @@
-"""Advantages of whole rollouts, [N] rewards → [N], and of tokens, → [B, T]; computed once without
-gradient over the whole update batch.
+"""Advantages: of whole rollouts, rewards [N] → [N], and of tokens, token rewards [B, T] → [B, T].
+They are computed once, over the whole update batch and without gradient.
 
-With a reward of nan the rollout cannot be scored. It takes no part in any baseline, and its
-advantage is 0. If the compared rewards are all equal, the advantage is exactly 0, so there
-is no rounding error for an epsilon to amplify. The arithmetic is in float64 and the result has the
-dtype of `rewards`.
+A rollout with the reward nan is unscored. It takes no part in any baseline, and its advantage is 0.
+If the compared rewards are all equal, the advantage is exactly 0, so there is no rounding error for
+an epsilon to amplify. The arithmetic is in float64 and the result has the dtype of `rewards`.
 
-Token-level estimators read `token_rewards` instead of rewards and return its dtype. In it, a
-rollout that cannot be scored has the rewards of a KL only. These estimators count sampled tokens
-only. They skip text of tools and users: it neither resets the estimate nor counts as a step of the
-discount.
+Token-level estimators read `token_rewards` instead of `rewards`, and the result has the dtype of
+`token_rewards`. For an unscored rollout, `token_rewards` holds the KL penalty only. These
+estimators count sampled tokens only. They skip the text of tools and users: this text neither
+resets the estimate nor counts as a step of the discount.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from rlkit.types import Estimate, assumes, safe
 
 
 def raw(rewards: Tensor) -> Tensor:
-    """The reward itself: REINFORCE without a baseline.
+    """Return each reward as its advantage: REINFORCE without a baseline.
 
     A_i = R_i
 
     Args:
-      rewards: [N], nan if it cannot be scored.
+      rewards: [N], nan for an unscored rollout.
     Returns: [N], in units of reward; 0 for nan.
     Source: Williams 1992, "Simple statistical gradient-following algorithms", section 4.
 
@@ -43,15 +42,16 @@ def raw(rewards: Tensor) -> Tensor:
 
 
 def batch_mean(rewards: Tensor) -> Tensor:
-    """The reward above the mean of the whole batch: REINFORCE with a baseline.
+    """Subtract the mean reward of the whole batch: REINFORCE with a baseline.
 
     A_i = R_i - mean(R)
 
     Args:
-      rewards: [N], nan if it cannot be scored.
-    Returns: [N], in units of reward; sums to 0 over the batch. All equal, or only one scored: 0.
-    Source: Williams 1992, section 4; the mean includes R_i itself, and that shrinks the expected
-      gradient by (N-1)/N.
+      rewards: [N], nan for an unscored rollout.
+    Returns: [N], in units of reward; sums to 0 over the batch. All are 0 if the rewards are equal
+      or only one rollout is scored.
+    Source: Williams 1992, section 4; the mean includes R_i itself, so the expected gradient shrinks
+      by (N-1)/N.
 
     >>> batch_mean(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.5000, -0.5000, -0.5000,  0.5000])
@@ -60,18 +60,19 @@ def batch_mean(rewards: Tensor) -> Tensor:
 
 
 def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The reward above the mean of its group, not divided by a standard deviation.
+    """Subtract the mean reward of the group, without dividing by a standard deviation.
 
     A_i = R_i - mean_g(R)
 
     The mean includes R_i itself. With n scored rollouts in the group, this shrinks the expected
-    gradient by (n-1)/n, and its direction stays. With a loss summed over tokens it is the policy
-    gradient up to this factor.
+    gradient by (n-1)/n and keeps its direction. With a loss summed over tokens, the expected
+    gradient is the policy gradient up to this factor.
 
     Args:
-      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers; members need not be
-        neighbours.
-    Returns: [N], in units of reward; sums to 0 over a group. All equal, or a group of one: 0.
+      rewards: [N], nan for an unscored rollout.
+      group_ids: [N] any integers; the rollouts of a group need not be neighbours.
+    Returns: [N], in units of reward; sums to 0 over a group. All are 0 in a group with equal
+      rewards, or with only one rollout.
     Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783.
 
     >>> group_mean(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0, 0, 1]))
@@ -82,14 +83,16 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The reward above the mean of the *other* rollouts of its group.
+    """Subtract the mean reward of the *other* rollouts of the group.
 
     A_i = R_i - Σ_{j≠i} R_j / (n-1) = n/(n-1) · (R_i - mean_g(R)), n scored rollouts in the group
 
     Args:
-      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
-    Returns: [N], in units of reward. All equal, or a group of one: 0 (verl's loop form gives a
-      group of one its reward; its vectorised form gives 0, as here).
+      rewards: [N], nan for an unscored rollout.
+      group_ids: [N] any integers.
+    Returns: [N], in units of reward. All are 0 in a group with equal rewards, or with only one
+      rollout. (For a group of one, verl's loop form returns the reward; verl's vectorised form
+      returns 0, as here.)
     Source: RLOO, Ahmadian et al. 2024, section 3.3, arXiv:2402.14740; Kool et al. 2019.
 
     >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]))
@@ -100,20 +103,22 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
-    """The reward above the mean of its group weighted by length: the baseline of least variance.
+    """Subtract the mean reward of the group, weighted by length: the baseline of least variance.
 
     A_i = R_i - Σ_j |y_j| R_j / Σ_j |y_j|, j over the scored rollouts of the group
 
     The squared norm of a rollout's score function is assumed to grow with its length. Under this
-    assumption the baseline is optimal for a loss summed over tokens. It includes the rollout
-    itself, weighted by its length. So if the policy decides the length, the expected update is
-    not along the policy gradient.
+    assumption the baseline is optimal for a loss summed over tokens. The baseline includes the
+    rollout itself, weighted by its length. If the policy decides the length, the expected update is
+    therefore not along the policy gradient.
 
     Args:
-      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
-      lengths: [N] sampled tokens, ≥ 0. In a group without any token all rollouts count the same.
-    Returns: [N], in units of reward; the sum weighted by length is 0 over a group. All equal, or a
-      group of one: 0.
+      rewards: [N], nan for an unscored rollout.
+      group_ids: [N] any integers.
+      lengths: [N] sampled tokens of each rollout, ≥ 0. If a group has no tokens at all, its
+        rollouts count equally.
+    Returns: [N], in units of reward; the sum weighted by length is 0 over a group. All are 0 in a
+      group with equal rewards, or with only one rollout.
     Source: OPO, Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585.
 
     >>> length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([30, 10]))
@@ -133,17 +138,18 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
 
 
 def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The reward above the mean of its group, scaled up for the groups without a signal.
+    """Subtract the mean reward of the group, then scale up to make up for groups without a signal.
 
-    A_i = α (R_i - mean_g(R)), α = B / (B - M), of B scored rollouts M in groups without spread
+    A_i = α (R_i - mean_g(R)), α = B / (B - M)
 
-    Rollouts without an advantage dilute a mean over all rollouts, and α corrects this. A group
-    filter corrects it too: use one of the two.
+    B is the number of scored rollouts. M of these are in groups whose rewards are all equal, so
+    their advantage is 0. They dilute a mean over all rollouts, and α corrects this. A group filter
+    corrects it too: use only one of the two.
 
     Args:
-      rewards: [N], nan if it cannot be scored: part of neither B nor M. group_ids: [N] any
-        integers.
-    Returns: [N], in units of reward; sums to 0 over a group; 0 if no group has spread.
+      rewards: [N], nan for an unscored rollout, which counts in neither B nor M.
+      group_ids: [N] any integers.
+    Returns: [N], in units of reward; sums to 0 over a group; 0 if no group has different rewards.
     Source: GPG, Chu et al. 2025, arXiv:2504.02546, F_norm = 1. verl divides by the number of
       rewards other than 0 instead of B - M.
 
@@ -163,19 +169,20 @@ def gdpo(
     weights: Mapping[str, float] | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Each component of the reward standardised within its group, their weighted sum standardised
-    over the batch.
+    """Standardise each component of the reward within its group, then standardise their weighted
+    sum over the batch.
 
     S_i = Σ_k weight_k (r_ki - mean_g(r_k)) / (std_g(r_k) + eps),  A_i = (S_i - mean(S)) / (std(S) +
     eps)
 
     Args:
-      components: name → [N], nan if it cannot be scored. group_ids: [N] any integers.
-      weights: name → factor; a name left out has 0. None: 1 for all, also for terms that are only
-        logged.
-      eps: ≥ 0, in units of a component. Deviations are of a sample (n - 1).
-    Returns: [N], dimensionless; 0 if a weighted component is nan, or nothing has spread.
-    Raises: ValueError naming `eps`, or `weights` where a name is no component.
+      components: name → [N], nan for an unscored rollout.
+      group_ids: [N] any integers.
+      weights: name of a component → its factor; a name left out has the factor 0. None gives every
+        component the factor 1, also the terms that are only logged.
+      eps: ≥ 0, in units of a component. Standard deviations are those of a sample (n - 1).
+    Returns: [N], dimensionless; 0 if a weighted component is nan, or if all values are equal.
+    Raises: ValueError naming `eps`, or `weights` if a name in it is not a component.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242; eps as in TRL.
 
     >>> gdpo(
@@ -207,23 +214,23 @@ def gdpo(
 
 @assumes("non_negative_rewards")
 def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The reward above the mean of its group, divided by this mean: hard prompts count more.
+    """Subtract the mean reward of the group and divide by this mean: hard prompts count more.
 
     A_i = (R_i - mean_g(R)) / mean_g(R); 0 if mean_g(R) ≤ 0
 
     For rewards 0 and 1, let p be the chance of 1, and n the number of scored rollouts. The expected
-    gradient is that of the first n - 1 terms of log p = -Σ_k (1 - p)^k / k. So it maximises the
-    likelihood of a correct answer; the mean reward is only the first term. For all n terms, groups
-    without a success would need a baseline too, but this estimator drops the whole update of such a
-    group.
+    gradient is the gradient of the first n - 1 terms of log p = -Σ_k (1 - p)^k / k. So the update
+    maximises the likelihood of a correct answer; the mean reward is only the first term. To reach
+    all n terms, a group without a success would need a baseline too, but this estimator makes no
+    update from such a group.
 
     Args:
-      rewards: [N], ≥ 0 in the paper (0 or 1), nan if it cannot be scored. group_ids: [N] any
-        integers.
-    Returns: [N], dimensionless; sums to 0 over a group. All equal, or a group of one: 0. As
-      prime-rl; SkyRL and TRL add 1e-6 to the mean.
+      rewards: [N], ≥ 0 in the paper (0 or 1), nan for an unscored rollout.
+      group_ids: [N] any integers.
+    Returns: [N], dimensionless; sums to 0 over a group. All are 0 in a group with equal rewards, or
+      with only one rollout. This is as in prime-rl; SkyRL and TRL add 1e-6 to the mean.
     Source: MaxRL, Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning",
-      arXiv:2602.02710, algorithm 1; its order n - 1: appendix D.
+      arXiv:2602.02710, algorithm 1; appendix D derives the order n - 1.
 
     >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0]))
     tensor([ 3., -1., -1., -1.])
@@ -239,23 +246,24 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def pass_at_k_advantage(
     rewards: Tensor, group_ids: Tensor, *, k: int = 4, correct_above: float = 0.5
 ) -> Tensor:
-    """Advantage for the best of k samples: the mean over all k-subsets of a group that hold the
-    rollout, in closed form.
+    """Compute the advantage for the best of k samples: the mean over all k-subsets of the group
+    with this rollout, in closed form.
 
-    ρ = 1 - C(n-c, k) / C(n, k), σ = √(ρ (1-ρ)), n scored and c correct rollouts in the group
+    ρ = 1 - C(n-c, k) / C(n, k), σ = √(ρ (1-ρ)), for n scored and c correct rollouts in the group
     A_i = (1 - ρ) / σ where correct, (1 - ρ - C(n-c-1, k-1) / C(n-1, k-1)) / σ elsewhere
 
     A subset has the reward 1 if any of its rollouts is correct. These rewards are standardised over
     all subsets.
 
     Args:
-      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
-      k: ≥ 1 samples in a subset; if fewer of a group are scored, the subset is all of them. k = 1
-        is group_mean of 0 and 1 under normalize_group with the population's deviation and no
-        epsilon.
-      correct_above: rewards above this are correct.
-    Returns: [N], dimensionless; sums to 0 over a group. 0 if every subset holds a correct
-      rollout, or none does.
+      rewards: [N], nan for an unscored rollout.
+      group_ids: [N] any integers.
+      k: samples in a subset, ≥ 1; if fewer rollouts of a group are scored, the only subset is all
+        of these. k = 1 gives the result of group_mean on rewards 0 and 1, then normalize_group with
+        std="population" and eps=0.
+      correct_above: a rollout with a reward above this number is correct.
+    Returns: [N], dimensionless; sums to 0 over a group. 0 if every subset has a correct rollout, or
+      if no subset has one.
     Raises: ValueError naming `k` or `correct_above`.
     Source: Chen et al. 2025, "Pass@k Training for Adaptively Balancing Exploration and Exploitation
       of Large Reasoning Models", section 2.4, arXiv:2508.10751.
@@ -284,15 +292,16 @@ def pass_at_k_advantage(
 
 
 def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Only the best rollout of a group counts, with its distance to the second: the leave-one-out
-    advantage for the best of all samples.
+    """Give the best rollout of a group its lead over the second best, and all others 0. This is the
+    leave-one-out advantage for the best of all samples.
 
     A_i = max_g(R) - max_{j≠i} R_j: R₁ - R₂ for the best and 0 for all others
 
     Args:
-      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
-    Returns: [N], in units of reward, never negative. 0 if two share the best reward, or in a group
-      of one. verl divides by std_g + 1e-6, as normalize_group with eps=1e-6.
+      rewards: [N], nan for an unscored rollout.
+      group_ids: [N] any integers.
+    Returns: [N], in units of reward, never negative. 0 if two rollouts share the best reward, or in
+      a group of one. verl also divides by std_g + 1e-6, as normalize_group with eps=1e-6 does.
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives using
       reinforcement learning", arXiv:2503.19595; in verl `grpo_passk`. For the closed form over all
       subsets see `pass_at_k_advantage`.
@@ -318,22 +327,21 @@ def reward_to_go(
     *,
     gamma: float = 1.0,
 ) -> Tensor:
-    """The discounted return of each sampled token, from the rewards of steps, of the whole episode,
-    and of a KL.
+    """Compute the discounted return of each sampled token. The rewards come from single steps, from
+    the whole episode and from a KL penalty.
 
     G_t = Σ_{s ≥ t} γ^(sampled tokens of the rollout from t to s) r_s
 
     Tool and user tokens are skipped: they neither end the return nor discount it. Some other
-    libraries set the return to zero at such tokens. Then all tokens sampled before a tool's answer
+    libraries set the return to zero at these tokens, so all tokens sampled before a tool's answer
     lose their credit.
 
     Args:
-      token_rewards: [B, T], 0 if a token earns nothing, anything under the mask.
-      rollout_ids: [B], rows of one rollout need not be neighbours.
-      step_ids: [B, T]; if a rollout fills several rows, they follow one another by the step of
-        their sampled tokens.
-      response_mask: [B, T] bool.
-      gamma: 0 ≤ gamma ≤ 1, per sampled token.
+      token_rewards: [B, T], 0 for a token without a reward; any value where the mask is False.
+      rollout_ids: [B], the rollout of each row; the rows of a rollout need not be neighbours.
+      step_ids: [B, T], the step of the episode at each token; it orders the rows of a rollout.
+      response_mask: [B, T] bool, True at sampled tokens.
+      gamma: discount per sampled token, 0 ≤ gamma ≤ 1.
     Returns: [B, T], in units of reward, of the dtype of `token_rewards`; 0 outside the mask.
     Raises: ValueError naming gamma.
     Source: Sutton and Barto 2018, "Reinforcement Learning", section 3.3.
@@ -357,17 +365,16 @@ def remax(
     step_ids: Tensor,
     response_mask: Tensor,
 ) -> Tensor:
-    """The return of each sampled token above the reward of the greedy rollout of the same prompt.
+    """Subtract the reward of the prompt's greedy rollout from the return of each sampled token.
 
     A_t = G_t - R_greedy, G_t as in `reward_to_go` with γ = 1
 
     Args:
-      token_rewards: [B, T]. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in
-        `reward_to_go`.
-      greedy_rewards: [N], of one more rollout of the prompt, never trained on; nan where
-        it cannot be scored.
-    Returns: [B, T], in units of reward; 0 outside the mask, and where the greedy rollout cannot be
-      scored.
+      token_rewards, rollout_ids, step_ids, response_mask: [B, T], [B], [B, T] and [B, T] bool; as
+      in `reward_to_go`.
+      greedy_rewards: [N], for each rollout the reward of one more, greedy rollout of its prompt.
+        The greedy rollout is never trained on; nan if it is unscored.
+    Returns: [B, T], in units of reward; 0 outside the mask, and if the greedy rollout is unscored.
     Source: ReMax, Li et al. 2023, arXiv:2310.10505; as in verl.
 
     >>> given = (torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
@@ -392,29 +399,31 @@ def gae(
     alpha: float | None = None,
     bootstrap_truncated: bool = False,
 ) -> Estimate:
-    """Generalised advantage estimation; one action is one sampled token.
+    """Estimate advantages and returns by generalised advantage estimation (GAE). One action is one
+    sampled token.
 
     δ_t = r_t + γ V_{t+1} - V_t,  Â_t = δ_t + γ λ Â_{t+1},  return_t = Â_t + V_t
-    alpha: λ_j = max(0, 1 - 1 / (alpha · l_j)) for rollout j of l_j sampled tokens, so that Σ_i
-    λ_j^i = alpha · l_j; returns have λ = 1
+    With alpha: λ_j = max(0, 1 - 1 / (alpha · l_j)) for rollout j of l_j sampled tokens, so that
+    Σ_i λ_j^i = alpha · l_j; the returns use λ = 1
 
     t + 1 is the next *sampled* token of the rollout, across tools, users and rows. Nothing resets,
     discounts or bootstraps in between. After the last token V and Â are 0. The result is not
-    whitened; that is a normalisation.
+    whitened; choose `whiten` as the normalisation for this.
 
     Args:
-      token_rewards: [B, T], 0 if a token earns nothing, anything under the mask.
-      values: [B, T], of the state before each sampled token, in units of reward; a constant,
-        anything under the mask.
-      truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in
-        `reward_to_go`.
-      gamma: 0 ≤ gamma ≤ 1, per sampled token.
-      lam: 0 ≤ lam ≤ 1; 1 is the return minus the value, 0 the one-step error. OpenRLHF and verl 1,
-        TRL 0.95.
-      alpha: > 0, in place of lam. At VAPO's 0.05 λ is 0 up to 20 tokens, 0.5 at 40 and 0.98 at
-        1,000. None: lam for all. A script derived from slime takes 1.5.
-      bootstrap_truncated: after the last token of a truncated rollout, V is the value of its last
-        state instead of 0. Truncation then does not count as failure.
+      token_rewards: [B, T], 0 for a token without a reward; any value where the mask is False.
+      values: [B, T], the value of the state before each sampled token, in units of reward. They are
+        constants, and may be anything where the mask is False.
+      truncated: [N] bool, True for a rollout cut off by a limit.
+      rollout_ids, step_ids, response_mask: [B], [B, T] and [B, T] bool; as in `reward_to_go`.
+      gamma: discount per sampled token, 0 ≤ gamma ≤ 1.
+      lam: 0 ≤ lam ≤ 1; 1 gives the return minus the value, 0 the one-step error. OpenRLHF and verl
+        use 1, TRL uses 0.95.
+      alpha: > 0, replaces lam by a λ for each length. With VAPO's 0.05, λ is 0 up to 20 tokens, 0.5
+        at 40 and 0.98 at 1,000. None uses lam for all rollouts. A script derived from slime takes
+        1.5.
+      bootstrap_truncated: if True, V after the last token of a truncated rollout is the value of
+        its last state instead of 0. Truncation then does not count as failure.
     Returns: advantages and returns, [B, T] each, in units of reward, of the dtype of
       `token_rewards`; 0 outside the mask.
     Raises: ValueError naming `gamma`, `lam` or `alpha`.
@@ -464,8 +473,8 @@ def turn_gae(
     lam: float = 0.95,
     bootstrap_truncated: bool = False,
 ) -> Estimate:
-    """Generalised advantage estimation; one action is one turn, everything the policy samples in
-    one step of the episode.
+    """Estimate advantages and returns by generalised advantage estimation (GAE). One action is one
+    turn: everything the policy samples in one step of the episode.
 
     δ_k = r_k + γ V_{k+1} - V_k,  Â_k = δ_k + γ λ Â_{k+1},  return_k = Â_k + V_k;
     r_k sums the turn's token rewards, V_k is the value at its first sampled token
@@ -474,12 +483,13 @@ def turn_gae(
     are long.
 
     Args:
-      token_rewards: [B, T]. values: [B, T]. truncated: [N] bool. rollout_ids: [B]. step_ids: [B,
-        T], one number a turn.
-      response_mask: [B, T] bool. As in `gae`.
-      gamma: 0 ≤ gamma ≤ 1, per turn. lam: 0 ≤ lam ≤ 1.
-      bootstrap_truncated: after the last turn of a truncated rollout, V is the value at its last
-        sampled token instead of 0.
+      token_rewards, values, truncated: [B, T], [B, T] and [N] bool; as in `gae`.
+      rollout_ids, response_mask: [B] and [B, T] bool; as in `gae`.
+      step_ids: [B, T], the same number at all tokens of a turn.
+      gamma: discount per turn, 0 ≤ gamma ≤ 1.
+      lam: per turn, 0 ≤ lam ≤ 1.
+      bootstrap_truncated: if True, V after the last turn of a truncated rollout is the value at its
+        last sampled token instead of 0.
     Returns: advantages and returns, [B, T] each, the same at all tokens of a turn; as in `gae`.
     Raises: ValueError naming `gamma` or `lam`.
     Source: Schulman et al. 2016, section 3, arXiv:1506.02438, on turns; Zhou et al. 2024 (ArCHer),
@@ -523,27 +533,30 @@ def turn_group_mean(
     *,
     gamma: float = 1.0,
 ) -> Tensor:
-    """The return of each turn above the mean return of the same turn in its group: credit to turns
-    without a critic.
+    """Subtract from the return of each turn the mean return of the same turn in its group. This
+    gives credit to turns without a critic.
 
     G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group of G_jk, which
     is 0 if rollout j has ended before turn k
 
-    r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone.
-    The mean of every turn is over all rollouts, also those that have ended. So the expected update
-    is (n-1)/n of the policy gradient at each turn, even if the policy decides when to end. A mean
-    over only the m rollouts that reach the turn would shrink the update by (m-1)/m instead, so late
-    turns would shrink more. Untrained rollouts are no part of a mean.
+    r_ik sums the token rewards of turn k. With γ = 0 a turn gets credit for its own reward alone.
+    The mean for a turn is over all rollouts of the group, also the rollouts that have ended before
+    it. So the expected update is (n-1)/n of the policy gradient at each turn, even if the policy
+    decides when to end. A mean over only the m rollouts that reach the turn would shrink the update
+    by (m-1)/m instead, so the update of late turns would shrink more. Rollouts without a trained
+    token take no part in a mean.
 
     Args:
-      rewards: [N], nan if it cannot be scored: no part of a mean. group_ids: [N] any integers.
-      token_rewards, step_ids, response_mask: [B, T]. rollout_ids: [B]. As in `turn_gae`. gamma: 0 ≤
-        gamma ≤ 1, per turn.
-    Returns: [B, T], in units of reward, the same at all tokens of a turn. All equal, or a group of
-      one: 0.
+      rewards: [N], nan for an unscored rollout, which takes no part in a mean.
+      group_ids: [N] any integers.
+      token_rewards, step_ids, response_mask, rollout_ids: [B, T], [B, T], [B, T] bool and [B]; as
+        in `turn_gae`.
+      gamma: discount per turn, 0 ≤ gamma ≤ 1.
+    Returns: [B, T], in units of reward, the same at all tokens of a turn. All are 0 if the returns
+      of a turn are equal, or in a group of one.
     Raises: ValueError naming gamma.
-    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821. There all rollouts
-      have the same turns, and the advantages are standardised.
+    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821. In that paper all
+      rollouts have the same number of turns, and the advantages are standardised.
 
     >>> given = (
     ...     torch.tensor([0, 0]),
@@ -572,8 +585,8 @@ def turn_group_mean(
 
 
 def _turns(step_ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which turn of its rollout a token is in, whether it is the first of one, and whether the
-    rollout has a k-th turn; [N, L] each."""
+    """Return three [N, L] tensors: the index of each token's turn, whether the token is the first
+    of its turn, and, at index k, whether the rollout has a turn k."""
     steps = to_episodes(step_ids, positions, mask)
     places = torch.arange(mask.shape[1], device=mask.device)
     first = mask & (places == 0)
@@ -587,8 +600,8 @@ def _require_discounts(gamma: float, lam: float) -> None:
 
 
 def _accumulate_backwards(values: Tensor, factor: float | Tensor) -> Tensor:
-    """x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L]; all rollouts at
-    once, `factor` one number or [N]."""
+    """Compute x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L], for all
+    rollouts at once. `factor` is one number, or one for each rollout [N]."""
     out = values.clone()
     for t in range(values.shape[1] - 2, -1, -1):
         out[:, t] += factor * out[:, t + 1]
@@ -596,8 +609,8 @@ def _accumulate_backwards(values: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def _errors(rewards: Tensor, states: Tensor, mask: Tensor, last: Tensor, gamma: float) -> Tensor:
-    """r_t + γ V_{t+1} - V_t [N, L], with `last` [N, 1] as the value behind each rollout's last
-    entry; 0 beyond it."""
+    """Compute r_t + γ V_{t+1} - V_t [N, L]. `last` [N, 1] is the value after each rollout's last
+    entry; later entries are 0."""
     following = torch.cat([states[:, 1:], torch.zeros_like(states[:, :1])], 1)
     return (rewards + gamma * torch.where(_is_last(mask), last, following) - states).where(
         mask, 0.0
@@ -605,10 +618,11 @@ def _errors(rewards: Tensor, states: Tensor, mask: Tensor, last: Tensor, gamma: 
 
 
 def _last_values(states: Tensor, mask: Tensor, truncated: Tensor) -> Tensor:
-    """The value of the last state of each truncated rollout [N, 1], 0 for all others."""
+    """Return the value of the last state of each truncated rollout [N, 1], and 0 for all others."""
     return states.where(_is_last(mask), 0.0).sum(1, keepdim=True) * truncated[: len(states), None]
 
 
 def _is_last(mask: Tensor) -> Tensor:
-    """[N, L] True at each rollout's last entry; entries fill a row from the left."""
+    """Mark each rollout's last entry: [N, L] bool. The entries of `mask` fill a row from the
+    left."""
     return mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)

@@ -1,10 +1,10 @@
-"""How much each token counts: weights [B, T], to be computed over the whole update batch.
+"""Weights [B, T]: how much each token counts. They are computed over the whole update batch.
 
 loss = Σ weights × loss per token, over all micro-batches. No mean is taken within a micro-batch, so
 a split into micro-batches never changes the gradient. Weights have torch's default dtype, float32
-in a run, and are 0 under the mask. They sum to 1 unless their docstring says otherwise, and are all
-0 if nothing is trained. "Sequence" means all trained tokens of one rollout, even if it fills
-several rows.
+in a run, and are 0 where the mask is False. They sum to 1 unless their docstring says otherwise,
+and are all 0 if nothing is trained. "Sequence" means all trained tokens of one rollout, even if it
+fills several rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rlkit.functional.masking import segment_sum
 
 
 def token_mean(response_mask: Tensor) -> Tensor:
-    """Every trained token counts the same; long rollouts count more.
+    """Give every trained token the same weight, so long rollouts count more.
 
     w_it = m_it / Σ m
 
     The denominator depends on the sampled lengths. If the policy decides the length, the expected
-    update of a small batch is therefore not along the policy gradient; that of a large batch is.
+    update of a small batch is therefore not along the policy gradient. For a large batch it is.
 
     Args:
       response_mask: [B, T] bool, of the whole update batch.
@@ -38,19 +38,20 @@ def token_mean(response_mask: Tensor) -> Tensor:
 
 
 def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
-    """Every rollout counts the same, and its tokens share its weight equally; tokens of long
-    rollouts count less.
+    """Give every rollout the same weight, shared equally by its tokens. Tokens of long rollouts
+    count less.
 
-    w_it = m_it / (n |y_j|), j the rollout of row i, |y_j| its trained tokens over all its rows, n
-    rollouts with any
+    w_it = m_it / (n |y_j|), where j is the rollout of row i, |y_j| counts its trained tokens over
+    all its rows, and n counts the rollouts with a trained token
 
-    If the policy decides the length, the expected update is not along the policy gradient: what
-    comes late in a rollout counts less (docs/prove.md). A rollout without a trained token does not
-    count in n. So the weights sum to 1 whatever is masked. TRL and verl count it, and this shrinks
-    the loss of all others.
+    If the policy decides the length, the expected update is not along the policy gradient: late
+    tokens of a rollout count less (docs/prove.md). A rollout without a trained token does not count
+    in n. So the weights sum to 1 whatever is masked. TRL and verl count such a rollout, and this
+    shrinks the loss of all others.
 
     Args:
-      response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, 0 … N-1.
+      response_mask: [B, T] bool, of the whole update batch.
+      rollout_ids: [B] int64, 0 … N-1.
     Returns: [B, T]; sums to 1.
     Source: GRPO, Shao et al. 2024 eq. 3, arXiv:2402.03300; in TRL `grpo`, in verl
       `seq-mean-token-mean`.
@@ -63,17 +64,18 @@ def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
 
 
 def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float) -> Tensor:
-    """The sum over a rollout's tokens divided by a constant, then the mean over rollouts: no length
-    matters.
+    """Sum over a rollout's tokens, divide by a constant, and take the mean over rollouts. The
+    weight of a token does not depend on any length.
 
-    w_it = m_it / (N · constant), N the rollouts in the batch
+    w_it = m_it / (N · constant), for N rollouts in the batch
 
     The weights sum to mean |y| / constant and *not* to 1. Rollouts without a trained token count in
     N, because this form avoids a denominator that depends on the samples.
 
     Args:
-      response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64.
-      constant: > 0, in tokens; usually the most tokens that a rollout may have.
+      response_mask: [B, T] bool, of the whole update batch.
+      rollout_ids: [B] int64.
+      constant: > 0, in tokens; usually the largest number of tokens allowed in a rollout.
     Returns: [B, T].
     Raises: ValueError naming the constant.
     Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783; in TRL `dr_grpo`. verl's
@@ -88,14 +90,14 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
 
 
 def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -> Tensor:
-    """Every prompt counts the same, and all tokens of its rollouts share its weight equally.
+    """Give every prompt the same weight, shared equally by all tokens of its rollouts.
 
-    w_it = m_it / (T_g n), g the group of row i's rollout, T_g its trained tokens, n groups with T_g
-    ≥ 1
+    w_it = m_it / (T_g n), where g is the group of row i's rollout, T_g counts its trained tokens,
+    and n counts the groups with T_g ≥ 1
 
     Args:
-      response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, indices into
-        `group_ids`.
+      response_mask: [B, T] bool, of the whole update batch.
+      rollout_ids: [B] int64, indices into `group_ids`.
       group_ids: [N] any integers.
     Returns: [B, T]; sums to 1. A prompt without a trained token does not count in n.
     Source: the objective of DAPO as written, Yu et al. 2025 eq. 8, arXiv:2503.14476, an expectation
@@ -113,9 +115,9 @@ def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -
 
 
 def _equal_shares(response_mask: Tensor, owners: Tensor) -> Tensor:
-    """Weights: every owner [B] with a trained token has the same share, and its tokens share it
-    equally."""
+    """Return weights: every owner in `owners` [B] with a trained token gets the same share, and its
+    tokens divide this share equally."""
     tokens = segment_sum(response_mask, owners)
-    # [B], of the default dtype; the counts are exact integers
+    # [B], in the default dtype; the counts before it are exact integers
     share = 1.0 / (tokens[owners] * (tokens > 0).sum()).clamp_min(1)
     return response_mask * share.unsqueeze(-1)

@@ -1,10 +1,11 @@
-"""Off-policy corrections between the sampling engine and the trainer: a factor on each token's
-policy loss [B, T].
+"""Off-policy corrections between the sampling engine and the trainer. Each returns a factor on each
+token's policy loss [B, T].
 
-Two implementations of one policy give slightly different log-probs, and with groups sampled ahead
-the sampling weights are older (asynchrony=lag), so the samples come from a policy that is not
-quite the old one. The factor is computed once over the whole update batch, without gradient; it is
-1 under the mask. With algorithm.old=loglinear it is computed in each micro-batch instead.
+Two implementations of one policy give slightly different log-probs, and if groups are sampled ahead
+(asynchrony=lag), the sampling weights are older. So the samples come from a policy slightly
+different from the old policy. The factor is computed once over the whole update batch, without
+gradient; it is 1 where the mask is False. With algorithm.old=loglinear it is computed in each
+micro-batch instead.
 
     weights                ρ
     token_correction       π_old / μ of each token
@@ -15,22 +16,22 @@ quite the old one. The factor is computed once over the whole update batch, with
     mask                   ρ if floor ≤ ρ ≤ cap, else 0
     keep                   1 if floor ≤ ρ ≤ cap, else 0
 
-    masks                  1, but 0 where                                     on
+    masks                  1, but 0 if                                        on
     geometric_mask         the mean log ρ is outside a band                   the rollout
     divergence_mask        the mean or the largest k3 (or k2) is too large    the rollout
     binary_kl_mask         the binary KL of the token's probability is large  the token
-    second_moment_mask     log² ρ is among the largest which A pushes further the token
+    second_moment_mask     log² ρ is among the largest, and A raises it       the token
 
-`product_correction` multiplies several of them: one weight, and masks. With floor > 0, truncate
-bounds below too. A masked token keeps its place in the aggregation's count, as in IcePop; verl
-takes it out.
+`product_correction` multiplies one weight and any number of masks. With floor > 0, truncate also
+bounds ρ from below. A masked token still counts in the aggregation's denominator, as in IcePop;
+verl does not count it.
 
-The factor of a token does not correct the bias from the tokens before it. The factor of a sequence
-has no bias below the cap, but its variance grows with the length. Other libraries differ. TRL by
-default takes the factor of the sequence and masks above 3. verl truncates at 2, only from above,
-and can divide by the mean of the batch, as `normalise` does here. The sequence mask of OpenRLHF
-keeps or drops a sequence and does not bound the weights it keeps. With `automatic_correction`
-the run chooses between no correction and the truncated token factor.
+A token's own factor does not correct the bias from the tokens before it. The factor of the sequence
+has no bias below the cap, but its variance grows with the length. Other libraries differ. TRL's
+default is the factor of the sequence, masked above 3. verl truncates at 2, only from above, and can
+divide by the mean of the batch, as `normalise` does here. OpenRLHF's sequence mask keeps or drops a
+sequence and does not bound the weights of the kept sequences. With `automatic_correction` the run
+chooses between no correction and the truncated token factor.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ from rlkit.types import safe
 
 
 def no_correction(response_mask: Tensor) -> Tensor:
-    """No correction: the sampler is treated as the old policy.
+    """Return 1 everywhere: no correction. The sampler is treated as the old policy.
 
     w_t = 1
 
     Args:
       response_mask: [B, T] bool.
     Returns: [B, T] float32, all 1.
-    Source: PPO as published, Schulman et al. 2017, arXiv:1707.06347, knows one policy that samples
-      and is old.
+    Source: PPO as published, Schulman et al. 2017, arXiv:1707.06347, where the old policy is the
+      sampler.
 
     >>> no_correction(torch.tensor([[True, False]]))
     tensor([[1., 1.]])
@@ -70,20 +71,20 @@ def no_correction(response_mask: Tensor) -> Tensor:
 def automatic_correction(
     logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor
 ) -> Tensor:
-    """The function of `algorithm/correction=auto` until a run has chosen: `token_correction`
-    truncated at 2.
+    """Return `token_correction` truncated at 2. This function stands for
+    `algorithm/correction=auto` until the run has chosen a correction.
 
     The check before the first step compares the engine's log-probs with the trainer's. If they
     agree in float32, the run uses `no_correction` instead
     (`rlkit.training.experiment.settle_correction`). A run without this check keeps this function.
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf
-        included, under the mask.
-      logprobs_sampler: [B, T] in nats, by the sampling engine.
+      logprobs_old: [B, T] in nats, computed by the trainer before the update. Any value, also nan
+        or inf, where the mask is False.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine.
       response_mask: [B, T] bool.
-    Returns: [B, T] in 0 … 2, float32 or float64, a constant; 1 if both agree, and under the
-      mask.
+    Returns: [B, T] in 0 … 2, float32 or float64, without gradient; 1 if both log-probs agree, and
+      where the mask is False.
     Source: as `token_correction`; truncation at 2 is verl's default.
 
     >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.5, 0.3]]).log()
@@ -103,25 +104,28 @@ def token_correction(
     mode: Literal["truncate", "mask", "keep"] = "truncate",
     normalise: bool = False,
 ) -> Tensor:
-    """Each token's own importance weight, bounded.
+    """Compute each token's own importance weight, within bounds.
 
-    ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20)); w_t = min(max(ρ_t, floor), cap), or with
-    mode=mask ρ_t if floor ≤ ρ_t ≤ cap, else 0: with a floor this is IcePop; with mode=keep
-    1 there, else 0
+    ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20))
+    mode=truncate: w_t = min(max(ρ_t, floor), cap)
+    mode=mask: w_t = ρ_t if floor ≤ ρ_t ≤ cap, else 0 (with floor > 0 this is IcePop)
+    mode=keep: w_t = 1 if floor ≤ ρ_t ≤ cap, else 0
     normalise: w_t / mean of w over the trained tokens of the batch
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf
-        included, under the mask.
-      logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      logprobs_old: [B, T] in nats, computed by the trainer before the update. Any value, also nan
+        or inf, where the mask is False.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ).
       response_mask: [B, T] bool.
-      cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
-      mode: for a weight outside the bounds. truncate sets it to the bound, mask takes its token out
-        of the policy loss, keep does so too and gives all other tokens the weight 1.
-      normalise: divides by the mean afterwards, if it is not 0; verl's
-        rollout_is_batch_normalize, off there and on in slime.
-    Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant; under the mask
-      1, and where both agree, if 1 is within bounds.
+      cap: upper bound, > 0; inf is no bound.
+      floor: lower bound, 0 … cap; 0 is no bound.
+      mode: what happens to a weight outside the bounds. truncate sets it to the nearest bound. mask
+        sets it to 0, so its token leaves the policy loss. keep does the same, and gives all other
+        tokens the weight 1.
+      normalise: divide by the mean weight afterwards, unless the mean is 0. In verl this is
+        rollout_is_batch_normalize, off by default; slime has it on.
+    Returns: [B, T] in 0 … cap (unless normalised), float32 or float64, without gradient. It is 1
+      where the mask is False, and, if 1 is within the bounds, where both log-probs agree.
     Raises: ValueError naming the cap, the floor or the mode.
     Source: truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly
       Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl; the bound itself:
@@ -163,23 +167,26 @@ def sequence_correction(
     mode: Literal["truncate", "mask", "keep"] = "truncate",
     normalise: bool = False,
 ) -> Tensor:
-    """The importance weight of the whole rollout, bounded, on each of its tokens.
+    """Compute the importance weight of the whole rollout, within bounds, and repeat it at each of
+    its tokens.
 
     ρ_j = exp(clamp(Σ over the trained tokens of rollout j of (log π_old_t - log μ_t), -20, 20)); w
     as in `token_correction`
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf
-        included, under the mask.
-      logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      logprobs_old: [B, T] in nats, computed by the trainer before the update. Any value, also nan
+        or inf, where the mask is False.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ).
       response_mask: [B, T] bool.
-      rollout_ids: [B] int64; all rows of a rollout must be there.
-      cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
-      mode: for a weight outside the bounds. truncate sets it to the bound, mask takes its rollout
-        out of the policy loss.
-      normalise: divides by the mean over the rollouts with a trained token.
-    Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant, equal at all
-      trained tokens of a rollout; 1 under the mask.
+      rollout_ids: [B] int64; all rows of a rollout must be passed.
+      cap: upper bound, > 0; inf is no bound.
+      floor: lower bound, 0 … cap; 0 is no bound.
+      mode: what happens to a weight outside the bounds. truncate sets it to the nearest bound. mask
+        sets it to 0, so its rollout leaves the policy loss. keep does the same, and gives all other
+        rollouts the weight 1.
+      normalise: divide by the mean weight of the rollouts with a trained token.
+    Returns: [B, T] in 0 … cap (unless normalised), float32 or float64, without gradient, equal at
+      all trained tokens of a rollout; 1 where the mask is False.
     Raises: ValueError naming the cap, the floor or the mode.
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
       Training-Inference Mismatch"; TRL's default is mode=mask with a cap of 3; verl's sequence mask
@@ -212,24 +219,26 @@ def geometric_mask(
     high: float = 0.05,
     scaled: bool = True,
 ) -> Tensor:
-    """Takes out the rollouts whose mean log-ratio per token is further from 0 than chance explains.
+    """Mask the rollouts whose mean log-ratio per token is further from 0 than chance explains.
 
-    m_j = mean over the l_j trained tokens of rollout j of (log π_old_t - log μ_t); w_j = 1 where
-    -low / √l_j ≤ m_j ≤ high / √l_j, else 0 scaled=false: the same without √l_j
+    m_j = mean over the l_j trained tokens of rollout j of (log π_old_t - log μ_t); w_j = 1 if -low
+    / √l_j ≤ m_j ≤ high / √l_j, else 0; with scaled=false the same without √l_j
 
     The mean of l independent log-ratios of standard deviation σ has the standard deviation σ / √l.
-    So low and high are multiples of σ, and the share of rollouts taken out by chance alone does
-    not depend on their length. A fixed band is made for one length: with σ = 0.02 and ±0.001 it
-    keeps 18 % of the rollouts of 20 tokens, and 89 % of those of 1,000.
+    So low and high can be read as multiples of σ, and the share of rollouts masked by chance alone
+    does not depend on their length. A fixed band fits one length only: with σ = 0.02, a band of
+    ±0.001 keeps 18 % of the rollouts of 20 tokens, and 89 % of the rollouts of 1,000 tokens.
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
-        that sampled (μ).
-      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
-      low, high: ≥ 0, in nats: of one token if scaled, of the mean over all tokens if not.
-      scaled: whether the band narrows with the length.
-    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and
-      where both agree.
+      logprobs_old: [B, T] in nats, computed by the trainer.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ).
+      response_mask: [B, T] bool.
+      rollout_ids: [B] int64; all rows of a rollout must be passed.
+      low, high: half-widths of the band, ≥ 0, in nats: of one token's log-ratio if scaled, of the
+        mean log-ratio if not.
+      scaled: if True, the band narrows with the length.
+    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 where the mask is False,
+      and for a rollout whose log-probs agree.
     Raises: ValueError naming low or high.
     Source: the geometric mask of Liu et al. 2025, "When Speed Kills Stability"; the same as the
       mean of k1 in verl's rejection sampling. Fixed bands: verl 0.999 … 1.001, NeMo 0.999 … 1.002,
@@ -271,7 +280,7 @@ def divergence_mask(
     over: Literal["mean", "max"] = "mean",
     bound: float = 0.01,
 ) -> Tensor:
-    """Takes out the rollouts whose tokens are far from the sampler, on average or at worst.
+    """Mask the rollouts whose tokens are far from the sampler, on average or at their worst token.
     Log-ratios of opposite sign do not cancel.
 
     w_j = 1 if the mean (max) of k_t over the trained tokens of rollout j ≤ bound, else 0
@@ -279,15 +288,17 @@ def divergence_mask(
     20)
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
-        that sampled (μ).
-      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
-      estimator: of KL(μ‖π_old). over: mean is over the tokens; with max the worst token alone
-        decides, as a veto.
-      bound: ≥ 0, in nats. For the mean of k3 verl gives 0.001 … 0.01. For the max of k2, 42.4 is a
-        ratio of 1e-4 or 1e4.
-    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and
-      where both agree.
+      logprobs_old: [B, T] in nats, computed by the trainer.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ).
+      response_mask: [B, T] bool.
+      rollout_ids: [B] int64; all rows of a rollout must be passed.
+      estimator: k2 or k3, as an estimate of KL(μ‖π_old).
+      over: with mean, the mean over the tokens is bounded. With max, the worst token alone decides,
+        as a veto.
+      bound: ≥ 0, in nats. For the mean of k3 verl recommends 0.001 … 0.01. For the max of k2, 42.4
+        corresponds to a ratio of 1e-4 or 1e4.
+    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 where the mask is False,
+      and for a rollout whose log-probs agree.
     Raises: ValueError naming the estimator, over or bound.
     Source: rejection sampling by seq_mean_k3 and seq_max_k2, verl's page on rollout correction; the
       veto below 1e-4: slime's mis.py.
@@ -314,18 +325,20 @@ def divergence_mask(
 def binary_kl_mask(
     logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, *, bound: float = 2.0
 ) -> Tensor:
-    """Takes out the tokens whose probabilities in trainer and sampler are far apart. A rare token
-    may differ by a larger ratio than a likely one.
+    """Mask the tokens whose probabilities in trainer and sampler are far apart. A rare token may
+    differ by a larger ratio than a likely token.
 
     w_t = 1 if max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k(a, b) = a log(a / b) + (1
     - a) log((1 - a) / (1 - b))
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
-        that sampled (μ). Both are clamped to [-100, 0], and 1 - probability at 1e-12.
-      response_mask: [B, T] bool. bound: ≥ 0, in nats.
-    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both
-      agree.
+      logprobs_old: [B, T] in nats, computed computed by the trainer.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ). Both log-probs are
+        clamped to [-100, 0], and 1 - probability to at least 1e-12.
+      response_mask: [B, T] bool.
+      bound: largest binary KL of a kept token, ≥ 0, in nats.
+    Returns: [B, T] of 0 and 1, float32 or float64, without gradient; 1 where the mask is False, and
+      where both log-probs agree.
     Raises: ValueError naming the bound.
     Source: KPop, as in AReaL, with a bound of 2.
 
@@ -352,28 +365,29 @@ def second_moment_mask(
     *,
     bound: float = 0.04,
 ) -> Tensor:
-    """Takes out the tokens which the update pushes furthest from the sampler.
+    """Mask the tokens pushed furthest from the sampler by the update.
 
-    The trust region is made of the trained tokens with A_t > 0 and ρ_t > 1, or with A_t < 0 and ρ_t
-    < 1. Those with the largest log² ρ_t have w_t = 0: as many as it takes for the mean of log² ρ_t
-    over the rest of the trust region to be ≤ bound. Tokens of equal log² ρ_t go together. Tokens
-    outside the trust region have w_t = 1, however large their ratio, because the update pulls them
-    back. They do not count in the mean.
+    The candidates are the trained tokens with A_t > 0 and ρ_t > 1, or with A_t < 0 and ρ_t < 1: the
+    update pushes them further from the sampler. Candidates are masked (w_t = 0) in falling order of
+    log² ρ_t, until the mean of log² ρ_t over the remaining candidates is ≤ bound. Tokens with equal
+    log² ρ_t are masked together. All other tokens have w_t = 1, however large their ratio, because
+    the update pulls them back. They do not count in the mean.
 
-    The paper differs in two ways. Its ratio is that of the policy at each update; here it is that
-    of the policy before the step (log ρ_t = log π_old_t - log μ_t). With one update per step both
-    are the same. With more, the paper's mask would depend on how the update is split into
-    micro-batches. And in the paper the mask replaces the clip. Here the policy loss keeps its clip
-    of π / π_old, which bounds the moves within the step.
+    The paper differs in two ways. First, the paper takes the ratio of the policy at each update;
+    here it is the ratio of the policy before the step (log ρ_t = log π_old_t - log μ_t). With one
+    update per step both are the same. With more updates, the paper's mask would depend on the split
+    into micro-batches. Second, in the paper the mask replaces the clip. Here the policy loss keeps
+    its clip of π / π_old, and the clip bounds the moves within the step.
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer.
-      logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      logprobs_old: [B, T] in nats, computed by the trainer.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ).
       response_mask: [B, T] bool, of the whole update batch.
-      advantages: [B, T]; their sign alone counts.
-      bound: > 0, in nats². With small log-ratios no token goes.
-    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both
-      agree. Where every log² ρ of the trust region exceeds the bound, all of it goes.
+      advantages: [B, T]; only their sign is used.
+      bound: > 0, in nats². If all log-ratios are small, no token is masked.
+    Returns: [B, T] of 0 and 1, float32 or float64, without gradient; 1 where the mask is False, and
+      where both log-probs agree. If log² ρ exceeds the bound for every candidate, all candidates
+      are masked.
     Raises: ValueError naming the bound.
     Source: M2PO, arXiv:2510.01161, section 5.2 and algorithm 1, with 0.04. The authors' code caps
       the ratios of these tokens instead, as a clip does, in each micro-batch. AReaL masks tokens of
@@ -391,7 +405,7 @@ def second_moment_mask(
     squares = gaps.square()
     ordered = squares[region].double().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    dropped = ordered[means > bound]  # in order, so the means grow with the count
+    dropped = ordered[means > bound]  # sorted, so the running means grow
     far = torch.zeros_like(region)
     if len(dropped):
         far = region & (squares.double() >= dropped[0])
@@ -408,20 +422,22 @@ def product_correction(
     *,
     parts: Mapping[str, Callable[..., Tensor]],
 ) -> Tensor:
-    """The product of several corrections: at most one weight, and masks.
+    """Multiply several corrections: at most one weight, and any number of masks.
 
-    w_t = Π over the parts of w_t
+    w_t = Π_p w_t of part p
 
-    Each part sees all tokens, also those that other parts drop. Two weights would correct twice, so
-    the composition of the config refuses them.
+    Each part sees all tokens, also tokens dropped by another part. Two weights would correct twice,
+    so the config refuses them.
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
-        that sampled (μ).
-      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
+      logprobs_old: [B, T] in nats, computed by the trainer.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ).
+      response_mask: [B, T] bool.
+      rollout_ids: [B] int64; all rows of a rollout must be passed.
       advantages: [B, T].
-      parts: name → correction, asking for some of the five quantities. None: no correction.
-    Returns: [B, T] ≥ 0, float32 or float64, a constant; 1 under the mask.
+      parts: name → correction. Each correction receives the quantities named by its parameters. No
+        part means no correction.
+    Returns: [B, T] ≥ 0, float32 or float64, without gradient; 1 where the mask is False.
     Source: Geo-RS-Token-TIS, the geometric mask with token weights, in verl's page on rollout
       correction.
 
@@ -448,7 +464,7 @@ def product_correction(
 def _bound_ratio(
     ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mode: str
 ) -> Tensor:
-    """The ratio within its bounds, or 0 if it is outside; 1 under the mask. nan stays nan."""
+    """Bound the ratio as `mode` says; 1 where the mask is False. nan stays nan."""
     require(cap > 0, "cap", cap, "> 0")
     require(0 <= floor <= cap, "floor", floor, f"0 … cap ({cap})")
     require(mode in ("truncate", "mask", "keep"), "mode", mode, "truncate, mask or keep")
@@ -463,7 +479,8 @@ def _bound_ratio(
 
 
 def _mark_kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
-    """1 if it is kept and 0 elsewhere, of the measure's dtype; 1 under the mask. nan stays nan."""
+    """Return 1 for kept and 0 for dropped tokens, in the dtype of `measured`; 1 where the mask is
+    False. A nan in `measured` stays nan."""
     return fill_masked(
         torch.where(measured.isnan(), measured, kept.to(measured.dtype)).expand(
             response_mask.shape
@@ -474,15 +491,14 @@ def _mark_kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def _divide_by_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor:
-    """The weights divided by their mean, in which each trained token counts by its share. If the
-    mean is 0, they stay as they are."""
+    """Divide the weights by their mean. `shares` says how much each trained token counts in the
+    mean. If the mean is 0, the weights stay as they are."""
     mean = (weights * shares).sum() / shares.sum().clamp_min(1)
     return fill_masked(weights / mean.where(mean != 0, 1.0), response_mask, 1.0)
 
 
 def _rollout_max(values: Tensor, rollout_ids: Tensor) -> Tensor:
-    """The largest of a rollout's entries, all ≥ 0, for each of its rows, [B, 1]; 0 if none
-    counts."""
+    """Return for each row the largest entry of its whole rollout, [B, 1]. All entries are ≥ 0."""
     largest = values.new_zeros(int(rollout_ids.max()) + 1 if rollout_ids.numel() else 0)
     return largest.scatter_reduce(0, rollout_ids, values.amax(-1), "amax")[rollout_ids].unsqueeze(
         -1

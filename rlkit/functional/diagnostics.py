@@ -1,7 +1,6 @@
-"""Figures on the health of an update. Scalars without gradient; nan if a figure is
-not defined.
+"""Figures on the health of an update: scalars without gradient, nan if a figure is undefined.
 
-Entries under the mask are ignored.
+Entries are ignored where the mask is False.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
 
 @torch.no_grad()
 def approximate_kl(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
-    """How far the update has moved the policy: k3 estimate of KL(old‖new) on the old policy's
-    samples.
+    """Estimate how far the update has moved the policy: KL(old‖new) by k3, on samples of the old
+    policy.
 
     mean_t (r_t - 1 - log r_t), r = π / π_old
 
     Args:
       logprobs: [B, T] in nats, after some updates.
-      logprobs_old: [B, T] in nats, of the old policy, whose samples the tokens are.
+      logprobs_old: [B, T] in nats, of the old policy, from which the tokens were sampled.
       response_mask: [B, T] bool.
     Returns: scalar in nats, ≥ 0; 0 if nothing is trained.
     Source: Schulman 2020, "Approximating KL divergence".
@@ -36,10 +35,10 @@ def approximate_kl(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor
 
 @torch.no_grad()
 def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, population variance and maximum of the ratio over trained tokens.
+    """Return the mean, population variance and maximum of the ratio over trained tokens.
 
-    In the first minibatch the mean must be 1. Anything else is a bug in masks, temperatures or
-    log-probs.
+    In the first minibatch the mean must be 1. Any other value points to a bug in masks,
+    temperatures or log-probs.
 
     Args:
       ratio: [B, T].
@@ -63,24 +62,25 @@ def effective_sample_size(
     response_mask: Tensor,
     rollout_ids: Tensor | None = None,
 ) -> Tensor:
-    """Effective share of the samples after they are weighted by the ratio of trainer to sampler.
+    """Compute the effective share of the samples, weighted by the ratio of trainer to sampler.
 
     ESS / n = (Σ W)² / (n Σ W²)
     of tokens:   W_t = exp(log π_t - log μ_t)
     of rollouts: W_j = exp(Σ over the trained tokens of rollout j of (log π_t - log μ_t))
 
-    Log-ratios and their sums are clamped to ±20; nothing else bounds them. A small difference per
+    Log-ratios and their sums are clamped to ±20 and not bounded further. A small difference per
     token accumulates over a rollout. If log-ratios are normal with standard deviation σ, ESS / n is
     e^(-σ²) for tokens and e^(-Tσ²) for rollouts of T tokens.
 
     Args:
-      logprobs: [B, T] in nats, by the trainer.
-      logprobs_sampler: [B, T] in nats, by the sampling engine.
+      logprobs: [B, T] in nats, computed by the trainer.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine.
       response_mask: [B, T] bool, n trained tokens.
-      rollout_ids: [B] or [B, T] int64; all tokens of a rollout must be there. None: the samples are
-        tokens.
-    Returns: scalar in (0, 1], 1 if both agree; nan if nothing is trained. The chi-square divergence
-      of trainer and sampler is estimated by n / ESS - 1 = mean(W²) / mean(W)² - 1. verl's mean(W²)
+      rollout_ids: [B] or [B, T] int64; all tokens of a rollout must be passed. None: each token is
+        a sample of its own.
+    Returns: scalar in (0, 1], 1 if trainer and sampler agree; nan if nothing is trained. The
+      chi-square divergence of trainer and sampler is estimated by n / ESS - 1 = mean(W²) / mean(W)²
+      - 1. verl's mean(W²)
       - 1 can be negative.
     Source: Kong 1992, "A note on importance sampling using standardized weights".
 
@@ -116,14 +116,15 @@ def effective_sample_size(
 
 @torch.no_grad()
 def correlation(values: Tensor, others: Tensor, response_mask: Tensor) -> Tensor:
-    """Pearson correlation over trained tokens, for example trainer against sampler probabilities.
+    """Compute the Pearson correlation over trained tokens, for example of trainer and sampler
+    probabilities.
 
     ρ = Σ (x - x̄)(y - ȳ) / √(Σ (x - x̄)² Σ (y - ȳ)²)
 
     Args:
       values, others: [B, T].
       response_mask: [B, T] bool.
-    Returns: scalar in -1 … 1; nan if either is constant or there are fewer than two tokens.
+    Returns: scalar in -1 … 1; nan if one of the two is constant, or with fewer than two tokens.
     Source: Pearson 1896; as verl's rollout_actor_probs_pearson_corr.
 
     >>> correlation(
@@ -139,15 +140,15 @@ def correlation(values: Tensor, others: Tensor, response_mask: Tensor) -> Tensor
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:
-    """Share of the variance of the returns predicted by the value function.
+    """Compute the share of the returns' variance explained by the value function.
 
     EV = 1 - Var(returns - values) / Var(returns)
 
     Args:
       values, returns: [B, T] in units of reward.
       response_mask: [B, T] bool.
-    Returns: scalar ≤ 1; 1 is perfect, 0 no better than a constant, below 0 worse; nan
-      where the returns are constant.
+    Returns: scalar ≤ 1. 1 is a perfect prediction, 0 is no better than a constant, below 0 is worse
+      than a constant; nan if the returns are constant.
     Source: Huang et al. 2022, "The 37 implementation details of PPO", debug variables.
 
     >>> explained_variance(
@@ -164,7 +165,7 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 
 
 def _deviations(values: Tensor) -> Tensor:
-    """Deviations from the mean [n]. If all values are equal they are exactly 0, although the mean
-    in float64 may differ from the values."""
+    """Return the deviations from the mean [n]. If all values are equal, the deviations are exactly
+    0, although rounding may make the float64 mean differ from the values."""
     shifted = values - values[:1]
     return shifted - shifted.mean()

@@ -1,14 +1,14 @@
-"""The distance of a student's next-token distribution from a teacher's, by chunks of tokens: the
-loss of the teacher stream.
+"""Divergences of a student's next-token distribution from a teacher's, computed in chunks of
+tokens. They are the loss of the teacher stream.
 
 q = π is the student and carries the gradient. p = T is the teacher, a constant. ℓ_v = log q_v - log
-p_v, and a is the sampled token. In the literature KL(π‖T) is called reverse and KL(T‖π) forward,
-but `kl=` uses these names the other way round. So the names of the functions here say the order of
-the arguments.
+p_v, and a is the sampled token. The literature calls KL(π‖T) reverse and KL(T‖π) forward, but `kl=`
+uses these names the other way round. So the functions here are named by the order of the arguments,
+student and teacher.
 
 Every divergence takes (logq [m, V], logp [m, V], ids [m], ratio [m]) and gives [m] in nats. `ratio`
-is π over the policy that sampled, times the correction if there is one; a constant. Only terms that
-depend on the drawn token use it.
+is π divided by the sampling policy, times the off-policy correction if one is used; it carries no
+gradient. Only terms of the sampled token use the ratio.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ BOUND = 20.0  # nats, of a log-ratio
 
 
 def sampled_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
-    """KL(π‖T) estimated from the sampled token by the score function: each token's advantage is
+    """Estimate KL(π‖T) from the sampled token by the score function: each token's advantage is
     -ℓ_a.
 
-    value: ratio · ℓ_a; gradient: ratio · sg(ℓ_a) ∇log q_a, with the expectation ∇KL(π‖T) under π at
-    this state
+    value: ratio · ℓ_a; gradient: ratio · sg(ℓ_a) ∇log q_a, whose expectation under π at this state
+    is ∇KL(π‖T)
 
     Args:
-      logq: [m, V] in nats, carries the gradient. logp: [m, V] in nats. ids: [m] int64. ratio: [m],
-        a constant.
+      logq: [m, V] log-probs of the student in nats, carries the gradient.
+      logp: [m, V] log-probs of the teacher in nats.
+      ids: [m] int64, the sampled tokens.
+      ratio: [m], without gradient.
     Returns: [m] in nats, of either sign; ℓ_a is clamped to ±20.
     Source: on-policy distillation, Lu et al. 2025 (Thinking Machines), and Gu et al. 2023,
       arXiv:2306.08543.
@@ -52,7 +54,8 @@ def sampled_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
 
 
 def kl_student_teacher(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
-    """KL(π‖T) = Σ_v q_v ℓ_v, exact over the vocabulary; mode-seeking. The field's reverse KL.
+    """Compute KL(π‖T) = Σ_v q_v ℓ_v, exact over the vocabulary. It is mode-seeking; the literature
+    calls it reverse KL.
 
     Args: logq, logp as in `sampled_divergence`; ids and ratio are not used.
     Returns: [m] in nats, ≥ 0. For equal distributions the gradient is exactly 0.
@@ -66,13 +69,14 @@ def kl_student_teacher(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
 
 
 def kl_teacher_student(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
-    """KL(T‖π) = -Σ_v p_v ℓ_v, exact over the vocabulary; mass-covering. The field's forward KL.
+    """Compute KL(T‖π) = -Σ_v p_v ℓ_v, exact over the vocabulary. It is mass-covering; the
+    literature calls it forward KL.
 
-    The gradient with respect to log q is q - p, which is that of the KL since Σ q is 1, and is
-    exactly 0 for equal distributions.
+    The gradient with respect to log q is q - p. This equals the gradient of the KL, since Σ q is 1.
+    It is exactly 0 for equal distributions.
 
     Args: logq, logp as in `sampled_divergence`; ids and ratio are not used.
-    Returns: [m] in nats, ≥ 0. A token that the teacher excludes adds 0.
+    Returns: [m] in nats, ≥ 0. A token excluded by the teacher (p = 0) adds 0.
     Source: Hinton et al. 2015, arXiv:1503.02531, on the student's own states.
 
     >>> q = torch.tensor([[0.5, 0.5]]).log()
@@ -87,10 +91,10 @@ def kl_teacher_student(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
 def jensen_shannon(
     logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, beta: float = 0.5
 ) -> Tensor:
-    """β KL(p‖M) + (1 - β) KL(q‖M) with M = β p + (1 - β) q, exact over the vocabulary.
+    """Compute β KL(p‖M) + (1 - β) KL(q‖M), M = β p + (1 - β) q, exact over the vocabulary.
 
-    Its gradient is (1 - β) Σ_v q_v (log q_v - log M_v) ∇log q_v. Divided by β it tends to KL(T‖π)
-    for β → 0, divided by 1 - β to KL(π‖T) for β → 1.
+    Its gradient is (1 - β) Σ_v q_v (log q_v - log M_v) ∇log q_v. Divided by β, the divergence tends
+    to KL(T‖π) for β → 0. Divided by 1 - β, it tends to KL(π‖T) for β → 1.
 
     Args: logq, logp as in `sampled_divergence`; ids and ratio are not used; beta: 0 < beta < 1.
     Returns: [m] in nats, 0 … log 2.
@@ -124,19 +128,23 @@ def top_k_divergence(
     k: int = 32,
     chosen_by: Literal["student", "teacher"] = "student",
 ) -> Tensor:
-    """KL(π‖T): exact on the k likeliest tokens S of one of the two, sampled on the rest. Unbiased
-    for every k and S.
+    """Compute KL(π‖T) exactly on a set S of tokens, and estimate the rest from the sampled token. S
+    are the k likeliest tokens of the student or of the teacher. The result is unbiased for every k
+    and S.
 
     value: Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a; gradient: Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio ·
-    sg(ℓ_a) ∇log q_a. S is chosen before the draw, so the expectation under π is the whole sum.
-    Without the second term, the loss would drive mass out of S.
+    sg(ℓ_a) ∇log q_a. S does not depend on the sampled token, so the expectation under π is the
+    whole sum. Without the second term, the loss would drive probability out of S.
 
-    Args: logq, logp, ids, ratio as in `sampled_divergence`; k: ≥ 1, more than V is V; chosen_by:
-      whose likeliest tokens S holds. A teacher behind a server can name only its own.
+    Args:
+      logq, logp, ids, ratio: as in `sampled_divergence`.
+      k: size of S, ≥ 1; a number above V means V.
+      chosen_by: S holds the likeliest tokens of the student or of the teacher. A teacher behind a
+        server can only name its own likeliest tokens.
     Returns: [m] in nats, of either sign.
     Raises: ValueError naming k or chosen_by.
-    Source: derived here, with conditioning on S as the control variate; the truncated form is in
-    arXiv:2605.11182.
+    Source: derived here; conditioning on S is the control variate. The truncated form is in
+      arXiv:2605.11182.
 
     >>> q, p = torch.tensor([[0.6, 0.4]]).log(), torch.tensor([[0.9, 0.1]]).log()
     >>> [
@@ -170,20 +178,24 @@ def chunked_divergence(
     temperature: float = 1.0,
     chunk_size: int,
 ) -> Tensor:
-    """The divergence of student and teacher at M tokens, `chunk_size` at a time; as
-    `chunked_log_probs`, chunks are checkpointed.
+    """Compute the divergence of student and teacher at M tokens, `chunk_size` tokens at a time.
+    Chunks are checkpointed, as in `chunked_log_probs`.
 
     Args:
-      student, teacher: last hidden states [M, H] that predict the tokens, and the head; the
-        teacher's are constants. Rows of padding that only one of the heads has are cut off before
-        normalisation.
-      ids: [M] int64, the sampled tokens. old: [M] log-probs before the update; None is the
-        student's own now, so the ratio is 1.
-      factor: [M] off-policy correction ≥ 0; None is 1.
-      divergence: one of this file. temperature: > 0, of both. chunk_size: tokens at a time, ≥ 1.
-    Returns: [M] in nats. Raises: ValueError unless the teacher has one state for each token.
-    Source: the vocabulary by chunks, as in Wijmans et al. 2024, arXiv:2411.09009, without their
-    kernel.
+      student, teacher: a pair each of the last hidden states [M, H] before the tokens, and the
+        head. No gradient flows into the teacher. If one head has more rows (padding), the extra
+        rows are cut off before normalisation.
+      ids: [M] int64, the sampled tokens.
+      old: [M] log-probs before the update in nats. None takes the student's current log-probs, so
+        the ratio is 1.
+      factor: [M] off-policy correction, ≥ 0. None is 1.
+      divergence: a function of this file.
+      temperature: > 0, applied to student and teacher.
+      chunk_size: tokens in a chunk, ≥ 1.
+    Returns: [M] in nats.
+    Raises: ValueError unless the teacher has one hidden state for each token.
+    Source: Wijmans et al. 2024, arXiv:2411.09009, for computing logits in chunks; their kernel is
+      not used.
 
     >>> states, head = torch.tensor([[1.0, 0.0]]), lambda hidden: hidden
     >>> chunked_divergence(

@@ -9,7 +9,7 @@ from rlkit.functional.masking import full_precision
 
 
 def from_log_probs(log_probs: Tensor) -> Tensor:
-    """Entropy of distributions that are already normalised.
+    """Compute the entropy of distributions given as normalised log-probs.
 
     H = -Σ_v p_v log p_v, with 0 log 0 = 0
 
@@ -23,14 +23,14 @@ def from_log_probs(log_probs: Tensor) -> Tensor:
     tensor(0.)
     """
     log_probs = full_precision(log_probs)
-    # 0 · -inf is nan, 0 · lowest is 0
+    # 0 · -inf is nan, but 0 · lowest is 0
     finite = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
     # a log-prob rounded to above 0 must not make the entropy negative
     return (log_probs.exp() * -finite).sum(-1).clamp_min(0.0)
 
 
 def from_logits(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits).
+    """Compute the entropy of softmax(logits).
 
     H = -Σ_v p_v log p_v, p = softmax(logits)
 
@@ -38,8 +38,8 @@ def from_logits(logits: Tensor) -> Tensor:
       logits: [..., V], any float dtype, after temperature; -inf for impossible tokens. Carries the
         gradient.
     Returns: [...] in nats, computed in float32 (float64 for float64 logits).
-    Source: Shannon 1948, section 6. TRL and verl use the equal form logsumexp - Σ p · logit, which
-      cancels badly when logits are large.
+    Source: Shannon 1948, section 6. TRL and verl use the equal form logsumexp - Σ p · logit; it
+      loses digits when logits are large.
 
     >>> from_logits(torch.zeros(4))
     tensor(1.3863)

@@ -1,5 +1,5 @@
-"""Filters: which rollouts take part in the update, (rewards, group_ids) → [N] bool, and which
-tokens, (…) → [B, T] bool."""
+"""Filters. A rollout filter, (rewards, group_ids) → [N] bool, chooses the rollouts of the update. A
+token filter, (…) → [B, T] bool, chooses its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlkit.types import safe
 
 
 def keep_all(rewards: Tensor) -> Tensor:
-    """Every rollout is kept, even if it cannot be scored (its advantage is then 0).
+    """Keep every rollout, even an unscored rollout (its advantage is 0).
 
     Args:
       rewards: [N].
@@ -29,20 +29,22 @@ def keep_all(rewards: Tensor) -> Tensor:
 
 
 def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Keep the groups with different rewards; a group of successes or failures alone has no signal.
+    """Keep the groups with different rewards. A group of only successes or only failures has no
+    signal.
 
     keep_i = max_{j in group of i} R_j > min_{j in group of i} R_j
 
-    The comparison is exact, on the raw rewards: a standard deviation of equal rewards need not be 0
-    in floating point.
+    The comparison is exact, on the raw rewards. Comparing a standard deviation with 0 would not be
+    exact, because rounding can make it positive for equal rewards.
 
     Args:
-      rewards: [N], nan if it cannot be scored; nan rewards take no part in the comparison.
-      group_ids: [N] any integers; members need not be neighbours.
-    Returns: [N] bool. A kept group is kept whole, its unscored rollouts included; a group with
-      fewer than two scored rollouts is dropped.
-    Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, arXiv:2503.14476, which asks 0 <
-      number correct < G. For rewards of two values this is the same.
+      rewards: [N], nan for an unscored rollout; an unscored rollout takes no part in the
+        comparison.
+      group_ids: [N] any integers; the rollouts of a group need not be neighbours.
+    Returns: [N] bool. All rollouts of a kept group are kept, also its unscored rollouts. A group
+      with fewer than two scored rollouts is dropped.
+    Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, arXiv:2503.14476. The paper
+      requires 0 < number correct < G; for rewards of two values this is the same.
 
     >>> mixed_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([5, 5, 9, 9]))
     tensor([ True,  True, False, False])
@@ -66,16 +68,17 @@ def mixed_component(
     *,
     component: str | None = None,
 ) -> Tensor:
-    """Keep the groups with differences in one component of the reward, for example accuracy,
-    whatever the terms of format or length add.
+    """Keep the groups whose rollouts differ in one component of the reward, for example accuracy.
+    Differences in other terms, such as format or length, do not count.
 
     keep_i = max_{j in group of i} r_j > min_{j in group of i} r_j, r the component
 
     Args:
-      rewards: [N], used if there are no components. components: name → [N], nan if it cannot be
-        scored. group_ids: [N].
-      component: its name; None: the first term of the reward.
-    Returns: [N] bool, as `mixed_groups` of that component.
+      rewards: [N], used if `components` is empty.
+      components: name → [N], nan for an unscored rollout.
+      group_ids: [N].
+      component: name of the component; None takes the first term of the reward.
+    Returns: [N] bool, `mixed_groups` of this component.
     Raises: ValueError naming `component` if it does not exist.
     Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, eq. 11, arXiv:2503.14476: 0 <
       number correct < G.
@@ -97,11 +100,11 @@ def mixed_component(
 
 
 def every_token(response_mask: Tensor) -> Tensor:
-    """The policy loss of every sampled token counts.
+    """Keep the policy loss of every sampled token.
 
     Args:
       response_mask: [B, T] bool.
-    Returns: [B, T] bool, the same.
+    Returns: [B, T] bool, `response_mask` itself.
     Source: GRPO as published, Shao et al. 2024, arXiv:2402.03300.
 
     >>> every_token(torch.tensor([[True, False]]))
@@ -111,22 +114,24 @@ def every_token(response_mask: Tensor) -> Tensor:
 
 
 def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float = 0.2) -> Tensor:
-    """Only the tokens at which the policy is least certain train.
+    """Keep only the tokens with the highest entropy, where the policy is least certain.
 
     keep_t = H_t ≥ the (1 - fraction) quantile of H over all trained tokens of the update batch
 
     The quantile is interpolated between two neighbours. So the ⌊fraction · (n - 1)⌋ + 1 highest of
-    n tokens are kept, and all ties with the last of them. The loss is still a mean over all n
-    tokens: the others add 0 to it, and keep their KL.
+    n tokens are kept, and every token tied with the last of them. The loss is still a mean over all
+    n tokens: a dropped token adds 0 to it and keeps its KL.
 
     Args:
-      entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the
-        mask. response_mask: [B, T] bool.
-      fraction: in (0, 1]; 1 keeps every token.
-    Returns: [B, T] bool, False under the mask; at least one True if anything is trained.
+      entropy_old: [B, T] in nats, before the update. Any value, also nan or inf, where the mask is
+        False.
+      response_mask: [B, T] bool.
+      fraction: share of the tokens to keep, in (0, 1]; 1 keeps every token.
+    Returns: [B, T] bool, False where `response_mask` is False; at least one True if any token is
+      trained.
     Raises: ValueError naming the fraction.
     Source: Wang et al. 2025, "Beyond the 80/20 rule", section 5, arXiv:2506.01939; the quantile as
-      in TRL, ≥ kept.
+      in TRL; tokens equal to it are kept.
 
     >>> top_entropy(torch.tensor([[0.1, 2.0, 0.3, 9.0]]), torch.tensor([[True, True, True, False]]))
     tensor([[False,  True, False, False]])
@@ -137,9 +142,9 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
     if not trained.numel():
         return response_mask
     kept = int(round(fraction * (trained.numel() - 1), 6)) + 1  # rounded: 0.29 · 100 is 28.999…
-    # torch.quantile ends at 16 million
+    # torch.quantile fails above 16 million entries
     threshold = trained.kthvalue(trained.numel() - kept + 1).values
-    return response_mask & ~(entropies < threshold)  # so that nan stays visible
+    return response_mask & ~(entropies < threshold)  # "not less", so nan stays visible
 
 
 def clip_cov(
@@ -152,22 +157,24 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """All tokens except a few, drawn at random from those of high covariance, since these reduce
-    the policy's entropy most.
+    """Keep all tokens except a few, drawn at random from the tokens of high covariance. Those
+    reduce the policy's entropy most.
 
     cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)) over the N trained tokens of the step;
-    of those with low < cov_t < high, max(1, ⌊share · N⌋) have no policy loss in this step. They are
-    drawn by a hash of log-prob, rollout and column, so the draw is repeatable.
+    max(1, ⌊share · N⌋) of the tokens with low < cov_t < high have no policy loss in this step. A
+    hash of log-prob, rollout and column draws them, so the draw is repeatable.
 
     Args:
-      advantages: [B, T] a constant. logprobs_old: [B, T] in nats, before the update. Anything under
-        the mask.
-      response_mask: [B, T] bool. rollout_ids: [B].
-      share: in [0, 1]. low, high: in units of advantage times nats, low < high.
-    Returns: [B, T] bool, False under the mask.
+      advantages: [B, T], without gradient.
+      logprobs_old: [B, T] in nats, before the update. Any value where the mask is False.
+      response_mask: [B, T] bool.
+      rollout_ids: [B].
+      share: share of the trained tokens to drop, in [0, 1].
+      low, high: bounds of the covariance, in units of advantage times nats, low < high.
+    Returns: [B, T] bool, False where `response_mask` is False.
     Raises: ValueError naming `share` or `low`.
-    Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. The authors' code takes the covariance of
-      each micro-batch at its current log-probs, and draws among the tokens that the clip leaves.
+    Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. The authors' code takes the covariance
+      within each micro-batch at its current log-probs, and draws only from the unclipped tokens.
 
     >>> logprobs = torch.tensor([[-5.0, -1.0, -6.0]])
     >>> clip_cov(
@@ -188,15 +195,15 @@ def clip_cov(
 
 
 def covariance_rank(advantages: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
-    """For each token, the share of the step's trained tokens with a higher covariance of advantage
-    and log-prob: the highest has 0.
+    """Rank each token by its covariance of advantage and log-prob. The rank is the share of the
+    step's trained tokens with a higher covariance, so the highest has rank 0.
 
     rank_t = #{s: cov_s > cov_t} / N, cov as in `clip_cov`
 
     Args:
       advantages, logprobs_old, response_mask: [B, T], as in `clip_cov`.
-    Returns: [B, T] float64, in [0, 1) on the N trained tokens, 1 under the mask. Equal covariances
-      share a rank.
+    Returns: [B, T] float64, in [0, 1) on the N trained tokens, 1 where the mask is False. Equal
+      covariances share a rank.
     Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617.
 
     >>> covariance_rank(
@@ -211,6 +218,6 @@ def covariance_rank(advantages: Tensor, logprobs_old: Tensor, response_mask: Ten
 
 
 def _covariance(advantages: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
-    """Of each trained token, [n] in float64."""
+    """Compute the covariance term of each trained token, [n] in float64."""
     a, p = (values.detach()[response_mask].double() for values in (advantages, logprobs_old))
     return (a - a.mean()) * (p - p.mean())

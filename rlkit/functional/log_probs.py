@@ -1,8 +1,8 @@
-"""Log-probs of given tokens: from logits, or from hidden states without ever keeping [M, V] for the
-backward pass.
+"""Log-probs of given tokens, from logits or from hidden states. From hidden states, the [M, V]
+logits are never kept for the backward pass.
 
-M is the number of scored tokens (usually all True entries of response_mask, flattened), H the width
-of the trunk.
+M is the number of scored tokens (usually all True entries of response_mask, flattened), and H is
+the hidden size of the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlkit.functional.masking import fill_masked, full_precision
 
 
 def token_log_probs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each given token under softmax(logits / temperature).
+    """Compute the log-probability of each given token under softmax(logits / temperature).
 
     logp_m = z_m[ids_m] - logsumexp(z_m), z = logits / temperature
 
@@ -30,11 +30,11 @@ def token_log_probs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) ->
       logits: [M, V], any float dtype; carries the gradient. Computed in float32 (float64 for
         float64 logits).
       ids: [M] int64, 0 … V-1.
-      temperature: > 0 and finite, the sampler's own; 0 (greedy) has no log-probs.
+      temperature: the sampler's temperature, > 0 and finite; 0 (greedy) has no log-probs.
     Returns: [M] in nats, ≤ 0.
     Raises: ValueError naming the temperature.
-    Source: temperature before the log-softmax, as TRL, verl and OpenRLHF do, so that the trainer
-      scores what was sampled.
+    Source: TRL, verl and OpenRLHF also divide by the temperature before the log-softmax, so that
+      the trainer scores the distribution the tokens were sampled from.
 
     >>> token_log_probs(
     ...     torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 0]), temperature=2.0
@@ -56,38 +56,42 @@ def chunked_log_probs(
     frozen_head: bool = False,
     reference: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time. With a
-    reference also the exact KL.
+    """Compute log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time.
+    With a reference, compute the exact KL too.
 
-    KL_m = Σ_v π_v (log π_v - log ref_v), over the whole vocabulary, both at the same temperature
+    KL_m = Σ_v π_v (log π_v - log ref_v), over the whole vocabulary, both policies at the same
+    temperature
 
-    The two heads may have different numbers of rows, since padding may follow the same vocabulary.
-    Only ids that both have are compared. The other rows are cut off before normalisation, so
-    padding takes no probability.
+    The heads of policy and reference may have different numbers of rows, because either may pad the
+    same vocabulary. Only ids present in both are compared. The other rows are cut off before
+    normalisation, so padding takes no probability.
 
-    Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) /
-    temperature)`. If gradients are enabled and there are several chunks, each chunk is
-    checkpointed. The backward pass then applies the head again instead of keeping its logits, so
-    the peak is chunk_size × V instead of M × V. Without `entropy_gradient` the entropy costs
-    nothing in the backward pass. Without a gradient for the head, ∂logp_m/∂h_m is computed beside
-    logp_m and is all that the backward pass needs, so the head is applied once.
+    The results equal `token_log_probs(lm_head(hidden), ids)` and
+    `entropy.from_logits(lm_head(hidden) / temperature)`.
+
+    If gradients are enabled and there are several chunks, each chunk is checkpointed. The backward
+    pass then applies the head again instead of keeping its logits, so the peak memory is chunk_size
+    × V instead of M × V. Without `entropy_gradient`, the entropy costs nothing in the backward
+    pass. With `frozen_head`, ∂logp_m/∂h_m is computed together with logp_m. The backward pass needs
+    nothing else, so the head is applied only once.
 
     Args:
       hidden: [M, H] last hidden states, aligned with `ids`; carries the gradient. M = 0 is legal.
-      lm_head: [m, H] → [m, V] logits; its parameters get their gradient too.
+      lm_head: [m, H] → [m, V] logits; its parameters receive gradients too.
       ids: [M] int64, 0 … V-1.
-      temperature: > 0 and finite, the sampler's own.
-      chunk_size: ≥ 1, tokens in a chunk; it only affects memory.
-      entropy_gradient: True lets the entropy carry the gradient, for an entropy bonus.
-      frozen_head: no parameter of the head needs a gradient, and each of its rows depends on one
-        row of its input alone.
-      reference: hidden states [M, H'] of the reference at the same tokens, and its head over the
-        same vocabulary, which may have more or fewer rows of padding behind it; constants.
+      temperature: the sampler's temperature, > 0 and finite.
+      chunk_size: tokens in a chunk, ≥ 1; it only affects memory and time.
+      entropy_gradient: if True, the entropy carries the gradient, for an entropy bonus.
+      frozen_head: the caller states that no parameter of the head needs a gradient, and that each
+        output row of the head depends on one input row only.
+      reference: a pair of the reference's hidden states [M, H'] at the same tokens, and its head.
+        The head covers the same vocabulary, with more or fewer rows of padding. No gradient flows
+        into the reference.
     Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or
-      float64. The KL is ≥ 0 up to rounding, and only the policy gets its gradient. It is inf,
-      without a finite gradient, if the reference excludes (-inf) a token that the policy may
-      sample. A token that the policy excludes adds 0.
-    Raises: ValueError naming the argument that is out of range.
+      float64. The KL is ≥ 0 up to rounding, and its gradient flows into the policy only. It is inf,
+      without a finite gradient, if the reference excludes (-inf) a token of positive probability
+      under the policy. A token excluded by the policy adds 0.
+    Raises: ValueError naming the argument out of range.
     Source: gradient checkpointing, Chen et al. 2016, arXiv:1604.06174.
 
     >>> lm_head = torch.nn.Linear(2, 4, bias=False)
@@ -119,7 +123,7 @@ def chunked_log_probs(
     carries = torch.is_grad_enabled() and hidden.requires_grad
     if carries and frozen_head and reference is None and not entropy_gradient:
         score = partial(_WithGradient.apply, score)
-    elif torch.is_grad_enabled() and len(hidden) > chunk_size:  # the logits of one chunk may stay
+    elif torch.is_grad_enabled() and len(hidden) > chunk_size:  # a single chunk keeps its logits
         score = partial(checkpoint, score, use_reentrant=False)
     pieces = zip(*[column.split(chunk_size) for column in columns], strict=True)
     return tuple(
@@ -137,10 +141,10 @@ def _score(
     temperature: float,
     entropy_gradient: bool,
 ) -> tuple[Tensor, ...]:
-    """The log-probs, entropies and KL of one chunk. The entropy is computed last, since a
-    recomputation ends with the last tensor that it needs."""
+    """Compute the log-probs, KL and entropies of one chunk. The entropy comes last: when a
+    checkpoint recomputes the chunk, it stops at the last tensor needed, before the entropy."""
     logits = _divide_by_temperature(lm_head(hidden), temperature)
-    normaliser = logits.logsumexp(-1)  # [m], the only one
+    normaliser = logits.logsumexp(-1)  # [m], shared by log-probs, KL and entropy
     logprobs = _select(logits, ids) - normaliser
     divergence: tuple[Tensor, ...] = ()
     if hidden_ref is not None and head_ref is not None:
@@ -161,8 +165,8 @@ def _score(
 
 
 class _WithGradient(torch.autograd.Function):
-    """The log-probs of one chunk, and the gradient of each by its own hidden state, from one
-    backward pass of their sum."""
+    """Compute the log-probs of one chunk and the gradient of each log-prob with respect to its own
+    hidden state. One backward pass of the sum gives all gradients."""
 
     @staticmethod
     def forward(
@@ -185,11 +189,11 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; tokens that π excludes add 0, even if the
-    reference excludes them too.
+    """Compute KL(π‖ref) of each row: [m, V], [m, V] → [m]. A token excluded by π adds 0, even if
+    the reference excludes it too.
 
-    Σ π is 1, so its gradient is subtracted. For equal distributions the gradient of the KL is then
-    exactly 0, not only up to rounding.
+    Σ π is 1, so the gradient of Σ π is 0 and may be subtracted. For equal distributions the
+    gradient of the KL is then exactly 0, not only up to rounding.
     """
     probabilities = logp.exp()
     gap = fill_masked(logp - logp_ref, probabilities > 0, 0.0)
@@ -197,12 +201,12 @@ def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
 
 
 def _divide_by_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits in full precision, divided by the temperature."""
+    """Convert logits to full precision and divide them by the temperature."""
     require(0 < temperature < float("inf"), "temperature", temperature, "> 0 and finite")
     logits = full_precision(logits)
     return logits if temperature == 1 else logits / temperature
 
 
 def _select(logits: Tensor, ids: Tensor) -> Tensor:
-    """The entry of each row that belongs to its token: [M, V], [M] → [M]."""
+    """Select from each row the entry of its token: [M, V], [M] → [M]."""
     return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,5 @@
-"""Masks, sums per rollout, and the one place where neutral constants go under a mask."""
+"""Masks, and sums over rollouts. `fill_masked` is the only function to put neutral constants where
+a mask is False."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 
 def full_precision(values: Tensor) -> Tensor:
-    """Float32 for bfloat16, float16, integers and booleans; float32 and float64 stay as they are.
+    """Convert bfloat16, float16, integers and booleans to float32; keep float32 and float64.
 
     Log-probs, ratios and sums are never kept in half precision: bfloat16 has 8 bits of mantissa, so
     a log-prob of -20 is only known to within 0.06.
@@ -23,17 +24,17 @@ def full_precision(values: Tensor) -> Tensor:
 
 
 def fill_masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
-    """`values` where the mask is True, the constant `fill` elsewhere.
+    """Return `values` where the mask is True and the constant `fill` elsewhere.
 
-    Use it before any exp, ratio or product. Entries under the mask (padding, prompt and tool
-    tokens; even nan and inf) then affect neither the value nor the gradient. A mask applied at the
-    end does not achieve this, because 0 × nan is nan.
+    Use it before any exp, ratio or product. Masked entries (padding, prompt and tool tokens, even
+    nan and inf) then affect neither the value nor the gradient. A mask applied at the end does not
+    achieve this, because 0 × nan is nan.
 
     Args:
       values: any shape.
       mask: bool, of the same or a broadcastable shape, True where a token counts.
       fill: the neutral constant: 0 for log-probs, values and advantages, 1 for ratios.
-    Returns: like `values`; gradient exactly 0 under the mask.
+    Returns: like `values`; the gradient is exactly 0 where the mask is False.
 
     >>> fill_masked(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]), 0.0)
     tensor([1., 0.])
@@ -42,12 +43,12 @@ def fill_masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the entries where the mask is True; 0 if there is none.
+    """Average the entries where the mask is True; 0 if the mask is False everywhere.
 
     mean = Σ m x / Σ m
 
-    Use it for figures in the log. A loss is reduced with the weights of `aggregation`, since they
-    count over the whole update batch.
+    Use it for logged figures. Reduce a loss with the weights of `aggregation` instead, because
+    these are computed over the whole update batch.
 
     Args:
       values: any shape.
@@ -61,14 +62,13 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, rollout_ids: Tensor, *, n: int | None = None) -> Tensor:
-    """Sum per rollout over all its rows: "a sequence" is all tokens of one rollout, however many
-    rows it fills.
+    """Sum the values of each rollout over all its rows.
 
     out_j = Σ_{i : rollout_ids_i = j} Σ_t values_it
 
     Args:
-      values: [B] or [B, T]; 0 at entries that must not count. Booleans and integers are summed
-        exactly.
+      values: [B] or [B, T], set to 0 where an entry must not count. Booleans and integers are
+        summed exactly.
       rollout_ids: [B] int64, 0 … n-1; rows of one rollout need not be neighbours.
       n: number of rollouts, including those without a row. None: the largest id plus one.
     Returns: [n], int64 for booleans and integers, float32 or float64 otherwise; 0 for a rollout
@@ -87,15 +87,16 @@ def segment_sum(values: Tensor, rollout_ids: Tensor, *, n: int | None = None) ->
 
 
 def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
-    """Mean over the entries of a whole rollout where the mask is True, for each of its rows; 0 if
-    there is no such entry.
+    """Average the unmasked entries of each whole rollout, and return this mean for each of its
+    rows. It is 0 for a rollout whose entries are all masked.
 
-    out_i = Σ m x / Σ m over all rows of the rollout that row i belongs to
+    out_i = Σ m x / Σ m over all rows of row i's rollout
 
     Args:
       values: [B, T].
       mask: [B, T] bool.
-      rollout_ids: [B] int64; rows of one rollout need not be neighbours, but all must be there.
+      rollout_ids: [B] int64; rows of one rollout need not be neighbours, but all of them must be
+        passed.
     Returns: [B, 1], float32 or float64; the gradient flows through.
 
     >>> rollout_mean(
@@ -112,19 +113,20 @@ def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
 def episode_positions(
     rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Positions of the trained tokens of each rollout in order of time, across rows, without tool
-    and user tokens.
+    """Find the positions of each rollout's trained tokens, in order of time and across its rows.
+    Tool and user tokens are left out.
 
-    Returns and GAE are computed on `to_episodes` of these positions. In this order the neighbour of
-    a token is the next *sampled* token of the rollout, so nothing resets, discounts or bootstraps
-    in between.
+    Discounted returns and GAE are computed on tensors arranged by `to_episodes` with these
+    positions. There, the right neighbour of a token is the next *sampled* token of the rollout, so
+    nothing resets, discounts or bootstraps in between.
 
     Args:
       rollout_ids: [B] int64; rows of one rollout need not be neighbours.
-      step_ids: [B, T]; where a rollout fills several rows, they follow one another by step.
+      step_ids: [B, T], the step of the episode at each token; it orders the rows of a rollout.
       response_mask: [B, T] bool.
-    Returns: positions [N, L] int64 into a flattened [B · T], and a mask [N, L] that is True on real
-      ones; N is the largest rollout id plus one, L the trained tokens of the longest rollout.
+    Returns: positions [N, L] int64 into a flattened [B · T], and a mask [N, L], False at padding. N
+      is the largest rollout id plus one, and L is the number of trained tokens of the longest
+      rollout.
 
     >>> mask = torch.tensor([[True, False], [True, True]])
     >>> episode_positions(torch.tensor([0, 0]), torch.tensor([[1, 1], [0, 0]]), mask)[0]
@@ -144,10 +146,11 @@ def episode_positions(
 
 
 def to_episodes(values: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] → [N, L]: each rollout's trained tokens side by side, 0 beyond the last.
+    """Arrange each rollout's trained tokens side by side, [B, T] → [N, L], with 0 after the last.
 
     Args:
-      values: [B, T]. positions, mask: [N, L], of `episode_positions`.
+      values: [B, T].
+      positions, mask: [N, L], from `episode_positions`.
     Returns: [N, L].
 
     >>> to_episodes(
@@ -159,10 +162,12 @@ def to_episodes(values: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
 
 
 def from_episodes(values: Tensor, positions: Tensor, mask: Tensor, like: Tensor) -> Tensor:
-    """[N, L] → [B, T]: the way back from `to_episodes`; 0 outside the trained tokens.
+    """Undo `to_episodes`, [N, L] → [B, T], with 0 outside the trained tokens.
 
     Args:
-      values: [N, L]. positions, mask: [N, L], of `episode_positions`. like: [B, T], for its shape.
+      values: [N, L].
+      positions, mask: [N, L], from `episode_positions`.
+      like: [B, T]; only its shape is used.
     Returns: [B, T], of the dtype of `values`.
 
     >>> mask = torch.tensor([[True, False]])

@@ -1,8 +1,8 @@
-"""Scales of advantages: (advantages [B, T], …) → [B, T], over the whole update batch and without
-gradient.
+"""Normalisations of advantages: (advantages [B, T], …) → [B, T], computed over the whole update
+batch and without gradient.
 
-Any advantage can be combined with any scale. Entries outside the response mask are ignored and may
-have any value. The arithmetic is in float64 and the result has the dtype of `advantages`.
+Any advantage can be combined with any normalisation. Entries outside the response mask are ignored
+and may have any value. The arithmetic is in float64 and the result has the dtype of `advantages`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlkit.functional.masking import fill_masked, rollout_mean
 
 
 def no_normalization(advantages: Tensor) -> Tensor:
-    """Advantages as they are, in units of reward.
+    """Return the advantages unchanged, in units of reward.
 
     A_t
 
     Args:
       advantages: [B, T].
-    Returns: [B, T], the same.
+    Returns: [B, T], `advantages` itself.
     Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783.
 
     >>> no_normalization(torch.tensor([[2.0]]))
@@ -42,21 +42,23 @@ def normalize_group(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages divided by the standard deviation of the rewards of their group: with `group_mean`
-    this is GRPO.
+    """Divide each advantage by the standard deviation of its group's rewards: GRPO with
+    `group_mean`.
 
     A_t / (std_g(R) + eps)
 
     Args:
-      advantages: [B, T], in units of reward. rewards: [N], nan if it cannot be scored: no part
-        of the deviation.
-      group_ids: [N] any integers. rollout_ids: [B], indices into both.
-      std: "sample" divides the squares by n-1 (TRL, verl, OpenRLHF), "population" by n
-        (open-instruct, the paper's code leaves it open). For two rollouts, 0 and 1, that is ±0.71
-        against ±1.
-      eps: ≥ 0, in units of reward. TRL 1e-4, verl and SkyRL 1e-6, OpenRLHF 1e-9.
-    Returns: [B, T], dimensionless. Unchanged for a group of one or without spread. In such a group
-      an advantage over the group is 0 anyway, and any other would only be amplified by an epsilon.
+      advantages: [B, T], in units of reward.
+      rewards: [N], nan for an unscored rollout, which does not count in the deviation.
+      group_ids: [N] any integers.
+      rollout_ids: [B], for each row an index into `rewards` and `group_ids`.
+      std: "sample" divides the sum of squares by n-1 (TRL, verl, OpenRLHF), "population" by n
+        (open-instruct). The paper's code leaves it open. Two rollouts with the rewards 0 and 1 get
+        ±0.71 with "sample" and ±1 with "population".
+      eps: ≥ 0, in units of reward. TRL uses 1e-4, verl and SkyRL 1e-6, OpenRLHF 1e-9.
+    Returns: [B, T], dimensionless. Advantages are unchanged in a group of one and in a group with
+      equal rewards. In these groups an advantage relative to the group is 0 anyway, and dividing
+      any other advantage by epsilon would blow it up.
     Raises: ValueError naming `std` or `eps`.
     Source: GRPO, Shao et al. 2024, section 4.1.2, arXiv:2402.03300.
 
@@ -85,16 +87,18 @@ def normalize_batch(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages divided by the standard deviation of all rewards of the batch: one scale for easy
-    and hard prompts.
+    """Divide the advantages by the standard deviation of all rewards of the batch. Easy and hard
+    prompts share one scale.
 
     A_t / (std(R) + eps)
 
     Args:
-      advantages: [B, T], in units of reward. rewards: [N], nan if it cannot be scored: no part
-        of the deviation.
-      std: "sample" or "population", as in `normalize_group`. eps: ≥ 0, in units of reward.
-    Returns: [B, T], dimensionless. All rewards equal, or only one scored: as they are.
+      advantages: [B, T], in units of reward.
+      rewards: [N], nan for an unscored rollout, which does not count in the deviation.
+      std: "sample" or "population", as in `normalize_group`.
+      eps: ≥ 0, in units of reward.
+    Returns: [B, T], dimensionless. Advantages are unchanged if all rewards are equal, or if only
+      one rollout is scored.
     Raises: ValueError naming `std` or `eps`.
     Source: Liu et al. 2025, "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning",
       arXiv:2508.08221; in TRL `scale_rewards="batch"`.
@@ -106,7 +110,7 @@ def normalize_batch(
             [-0.4000]])
     """
     _require_deviation(std, eps)
-    # the same for all; empty where N is 0
+    # one scale for all rows; empty if N is 0
     scale = spread(rewards, torch.zeros_like(rewards, dtype=torch.int64), std, eps)[:1]
     return (advantages.double() / scale).to(advantages.dtype) if scale.numel() else advantages
 
@@ -119,19 +123,22 @@ def normalize_advantages(
     *,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages divided by their own standard deviation over the rollouts of the batch.
-    Differences between the mean rewards of prompts do not widen it.
+    """Divide the advantages by their own standard deviation over the rollouts of the batch. Unlike
+    the deviation of rewards, this scale does not grow if prompts have different mean rewards.
 
-    A_t / (std(Â) + eps), Â_j the mean of A over the trained tokens of rollout j, std with n - 1
+    A_t / (std(Â) + eps), Â_j the mean of A over the trained tokens of rollout j, std divided by n -
+    1
 
     Args:
-      advantages: [B, T]. rewards: [N], nan if it cannot be scored: no part of the deviation.
-      rollout_ids: [B], indices into it. response_mask: [B, T] bool. eps: ≥ 0, in units of
-        `advantages`.
-    Returns: [B, T], dimensionless. Without spread as they are.
+      advantages: [B, T].
+      rewards: [N], nan for an unscored rollout, which does not count in the deviation.
+      rollout_ids: [B], for each row an index into `rewards`.
+      response_mask: [B, T] bool.
+      eps: ≥ 0, in units of `advantages`.
+    Returns: [B, T], dimensionless. Advantages are unchanged if all Â_j are equal.
     Raises: ValueError naming eps.
-    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; TRL has a running mean of squares over
-      the rollouts.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; TRL instead keeps a running mean of
+      squares over the rollouts.
 
     >>> advantages, mask = torch.tensor([[2.0], [-2.0]]), torch.ones(2, 1).bool()
     >>> normalize_advantages(advantages, torch.ones(2), torch.tensor([0, 1]), mask, eps=0.0)
@@ -158,18 +165,19 @@ def whiten(
     *,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Advantages standardised over all trained tokens of the batch: with `gae` this is PPO, with
-    `reward_to_go` REINFORCE++.
+    """Standardise the advantages over all trained tokens of the batch. With `gae` this is PPO, with
+    `reward_to_go` it is REINFORCE++.
 
-    (A_t - mean(A)) / √(var(A) + eps), var with n - 1
+    (A_t - mean(A)) / √(var(A) + eps), var divided by n - 1
 
     Args:
-      advantages: [B, T]. rewards: [N], nan if it cannot be scored: its tokens take no part.
-        rollout_ids: [B], indices into it.
+      advantages: [B, T].
+      rewards: [N], nan for an unscored rollout, whose tokens do not count.
+      rollout_ids: [B], for each row an index into `rewards`.
       response_mask: [B, T] bool.
       eps: ≥ 0, in squared units of `advantages`; 1e-8 as in verl.
     Returns: [B, T], dimensionless; sums to 0 over the trained tokens of scored rollouts and is 0
-      everywhere else. All equal, or fewer than two tokens: 0.
+      everywhere else. All are 0 if the advantages are equal, or with fewer than two tokens.
     Raises: ValueError naming eps.
     Source: Andrychowicz et al. 2021, section 3.3, arXiv:2006.05990; REINFORCE++, Hu 2025,
       arXiv:2501.03262.

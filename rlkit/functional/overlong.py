@@ -1,5 +1,5 @@
-"""Rules for overlong rollouts: (rewards [N], …) → (rewards [N] for the advantage, [N]
-bool: trained on)."""
+"""Rules for overlong rollouts: (rewards [N], …) → (rewards [N] used for the advantage, [N] bool,
+True for a rollout to train on)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlkit.types import assumes, keeps
 
 @keeps("binary", "non_negative", "raw")
 def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Length changes nothing: every rollout is trained on, with its own reward.
+    """Train on every rollout with its own reward, whatever its length.
 
     Args:
-      rewards: [N], nan if it cannot be scored.
-    Returns: the same rewards [N], and all True [N].
+      rewards: [N], nan for an unscored rollout.
+    Returns: `rewards` unchanged, and True for every rollout [N].
     Source: GRPO as published, Shao et al. 2024, arXiv:2402.03300.
 
     >>> keep_overlong(torch.tensor([1.0]))
@@ -31,22 +31,22 @@ def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
 def soft_penalty(
     rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer: float = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """The reward falls with the length of the longest reply, once this is in the last part of the
-    allowed length.
+    """Lower the reward of a rollout whose longest reply comes close to the allowed length.
 
-    R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: 0 up to L - b
-    tokens, -1 from L on
+    R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: the penalty is 0
+    up to L - b tokens, and -1 from L tokens on
 
-    A reply is the output of one call of the policy. In an episode of several replies the longest
-    counts, so ten short turns are not penalised. To penalise the length of a whole episode use
-    `rlkit.rewards.soft_length`.
+    A reply is the output of one call of the policy. In an episode of several replies only the
+    longest reply counts, so ten short turns are not penalised. To penalise the length of a whole
+    episode, use `rlkit.rewards.soft_length`.
 
     Args:
-      rewards: [N], nan if it cannot be scored. reply_lengths: [N] sampled tokens of a rollout's
-        longest reply.
-      limit: > 0, in tokens of a reply; from this length on the whole penalty is taken off. buffer:
-      in (0, 1], the share of the limit over which the penalty grows; in the paper 4096 of 20480.
-    Returns: rewards [N], lower by 0 … 1, nan if they were; and all True [N].
+      rewards: [N], nan for an unscored rollout.
+      reply_lengths: [N] sampled tokens of each rollout's longest reply.
+      limit: allowed length of a reply in tokens, > 0; from this length on the penalty is 1.
+      buffer: share of the limit over which the penalty grows, in (0, 1]; in the paper 4096 of 20480
+        tokens.
+    Returns: rewards [N], lowered by 0 … 1, with nan left as nan; and True for every rollout [N].
     Raises: ValueError naming the limit or the buffer.
     Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476,
       where a rollout is one reply.
@@ -57,22 +57,23 @@ def soft_penalty(
     require(0 < limit < float("inf"), "limit", limit, "> 0 and finite")
     require(0 < buffer <= 1, "buffer", buffer, "0 < buffer ≤ 1")
     exact = full_precision(rewards)  # bfloat16 cannot represent 4001
-    # written in this form, it is exactly -1 at the limit
+    # in this form the penalty is exactly -1 at the limit
     penalty = ((limit - reply_lengths.to(exact.dtype)) / (buffer * limit) - 1).clamp(-1.0, 0.0)
     return (exact + penalty).to(rewards.dtype), torch.ones_like(rewards, dtype=torch.bool)
 
 
 @keeps("binary", "non_negative", "raw")
 def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:
-    """Truncated rollouts are not trained on, because their reward does not show how they would have
-    ended.
+    """Leave truncated rollouts out of training, because their reward does not show how they would
+    have ended.
 
-    trained_i = not truncated_i; the rewards stay, and count in the baseline of their group.
+    trained_i = not truncated_i; the rewards are unchanged and still count in the baseline of their
+    group.
 
     Args:
-      rewards: [N], nan if it cannot be scored. truncated: [N] bool, cut off by a limit instead
-        of ended.
-    Returns: the same rewards [N], and [N] bool.
+      rewards: [N], nan for an unscored rollout.
+      truncated: [N] bool, True for a rollout cut off by a limit.
+    Returns: `rewards` unchanged, and [N] bool, False for truncated rollouts.
     Source: overlong filtering, DAPO, Yu et al. 2025, section 3.4, arXiv:2503.14476; in TRL
       `mask_truncated_completions`.
 

@@ -1,9 +1,9 @@
-"""Learning from pairs of one prompt's rollouts: the pairs, their loss, and the advantage that gives
-the same gradient.
+"""Learning from pairs of one prompt's rollouts: the choice of pairs, their loss, and an advantage
+with the same gradient.
 
-A selector is (rewards [N], group_ids [N]) → [P, 2] int64, the preferred rollout first. Only the
-reward orders a pair, so rollouts with equal rewards form none, and a rollout with the reward nan is
-in none.
+A selector of pairs is (rewards [N], group_ids [N]) → [P, 2] int64, with the preferred rollout
+first. Only the reward orders a pair. So two rollouts with equal rewards form no pair, and an
+unscored rollout (reward nan) is in no pair.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rlkit.types import safe
 
 
 def all_pairs(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Every two rollouts of a prompt with different rewards.
+    """Pair every two rollouts of a prompt with different rewards.
 
-    {(i, j): R_i > R_j, i and j of one group}
+    {(i, j): R_i > R_j, i and j in the same group}
 
     Args:
-      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers; members need not be
-        neighbours.
-    Returns: [P, 2] int64, (preferred, dispreferred); P = 0 if no group has spread.
+      rewards: [N], nan for an unscored rollout.
+      group_ids: [N] any integers; the rollouts of a group need not be neighbours.
+    Returns: [P, 2] int64, (preferred, dispreferred); P = 0 if no group has different rewards.
     Source: Ouyang et al. 2022 (InstructGPT), section 3.5, arXiv:2203.02155: all comparisons of one
       prompt.
 
@@ -40,15 +40,16 @@ def all_pairs(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def best_worst(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The best rollout of a prompt against its worst; the first of several equal ones.
+    """Pair the best rollout of each prompt with its worst. Of several equal rollouts, take the
+    first.
 
-    {(argmax_g R, argmin_g R)}, groups with different rewards
+    {(argmax_g R, argmin_g R)}, for every group g with different rewards
 
     Args:
-      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers; members need not be
-        neighbours.
-    Returns: [P, 2] int64, (preferred, dispreferred), at most one pair a group; P = 0 if no group
-      has spread.
+      rewards: [N], nan for an unscored rollout.
+      group_ids: [N] any integers; the rollouts of a group need not be neighbours.
+    Returns: [P, 2] int64, (preferred, dispreferred), at most one pair for each group; P = 0 if no
+      group has different rewards.
     Source: best-of-n against worst-of-n, Dong et al. 2024 (RLHF Workflow), section 3,
       arXiv:2405.07863.
 
@@ -79,23 +80,24 @@ def pairwise_loss(
     beta: float = 0.1,
     length_normalise: bool = False,
 ) -> Tensor:
-    """The loss of preferring the better rollout of each pair; for notebooks and tests, since a run
-    uses `pairwise`.
+    """Compute the loss of each pair: it falls as the policy prefers the better rollout. This is for
+    notebooks and tests; a run uses `pairwise`.
 
     loss_ij = -log σ(β (s_i - s_j)), s_i = Σ_t log π_t over the trained tokens of rollout i
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything under the mask. response_mask: [B, T]
-        bool.
-      rollout_ids: [B] int64; all rows of a rollout must be there.
-      pairs: [P, 2] int64, (preferred, dispreferred), rollouts with a row.
+      logprobs: [B, T] in nats, carries the gradient. Any value where the mask is False.
+      response_mask: [B, T] bool.
+      rollout_ids: [B] int64; all rows of a rollout must be passed.
+      pairs: [P, 2] int64, (preferred, dispreferred); each rollout must have a row.
       beta: > 0, per nat.
-      length_normalise: s_i is the mean over tokens, not the sum.
-    Returns: [P] > 0, in nats; log 2 where both are as likely. P = 0 gives [0], whose sum still has
-      a gradient of 0.
+      length_normalise: if True, s_i is the mean over tokens, not the sum.
+    Returns: [P] > 0, in nats; log 2 for two equally likely rollouts. Without pairs the result is
+      empty, and its sum still has a gradient, of 0.
     Raises: ValueError naming beta.
-    Source: Rafailov et al. 2023 (DPO), section 4, arXiv:2305.18290, without a reference; the mean
-      and the missing reference as in SimPO, Meng et al. 2024, section 2.2, arXiv:2405.14734.
+    Source: Rafailov et al. 2023 (DPO), section 4, arXiv:2305.18290, without a reference. The mean
+      over tokens, also without a reference, is SimPO, Meng et al. 2024, section 2.2,
+      arXiv:2405.14734.
 
     >>> mask, pairs = torch.ones(2, 1).bool(), torch.tensor([[0, 1]])
     >>> pairwise_loss(torch.tensor([[-1.0], [-1.0]]), mask, torch.tensor([0, 1]), pairs)
@@ -120,27 +122,29 @@ def pairwise(
     length_normalise: bool = False,
     pair_selector: Callable[[Tensor, Tensor], Tensor] = all_pairs,
 ) -> Tensor:
-    """The advantage with which the policy gradient is the gradient of the mean `pairwise_loss`, at
-    the old policy.
+    """Compute the advantage for which the policy gradient equals the gradient of the mean
+    `pairwise_loss`, taken at the old policy.
 
     A_i = N/P · β (Σ_{(i,j)} σ(-β (s_i - s_j)) - Σ_{(j,i)} σ(-β (s_j - s_i))), s as in
-    `pairwise_loss`; over |y_i| where s is a mean
+    `pairwise_loss`; divided by |y_i| if s is a mean
 
     The gradients are exactly equal with policy_loss `reinforce` and aggregation `sequence_sum` with
     constant 1, whose weights are 1/N.
 
     Args:
-      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
-      logprobs_old: [B, T] in nats, anything under the mask. response_mask: [B, T] bool.
-        rollout_ids: [B].
+      rewards: [N], nan for an unscored rollout.
+      group_ids: [N] any integers.
+      logprobs_old: [B, T] in nats. Any value where the mask is False.
+      response_mask: [B, T] bool.
+      rollout_ids: [B].
       beta: > 0, per nat. The weight of a pair fades once the better rollout is ahead by more than
         about 1 / beta nats. DPO takes 0.1.
-      length_normalise: s_i is the mean over tokens, not the sum; SimPO takes beta 2 to 2.5 with it.
-      pair_selector: (rewards, group_ids) → [P, 2]. Rollouts without a trained token have the reward
-        nan there.
+      length_normalise: if True, s_i is the mean over tokens, not the sum; SimPO combines this with
+        a beta of 2 to 2.5.
+      pair_selector: (rewards, group_ids) → [P, 2]. It receives the reward nan for a rollout without
+        a trained token.
     Returns: [B, T], equal at all tokens of a rollout, of the dtype of `logprobs_old`; sums to 0
-      over the rollouts of a group unless length_normalise. 0 for rollouts in no pair, so all 0 if
-      there is none.
+      over the rollouts of a group unless length_normalise. It is 0 for a rollout in no pair.
     Raises: ValueError naming beta.
     Source: the gradient of the loss of DPO, Rafailov et al. 2023, section 4, arXiv:2305.18290,
       without a reference.

@@ -1,12 +1,13 @@
-"""Policy losses per token: [B, T], unmasked and unreduced; the weights of `aggregation` mask and
-reduce.
+"""Policy losses per token: [B, T], neither masked nor reduced. The weights of `aggregation` do
+both.
 
-Inputs are finite everywhere: `token_ratio` and `fill_masked` put neutral constants under the mask
-first.
+Inputs must be finite everywhere: `token_ratio` and `fill_masked` first put neutral constants where
+the mask is False.
 
-A loss declares by `@clips` what its clip does to a token, for the metrics clip/*. Without this
-declaration it has none of these metrics. It declares by `@vanishes` that a token without an
-advantage has no gradient. Only then is an update without advantages skipped.
+A loss declares by `@clips` how its clip acts on a token. The metrics clip/* are computed from this
+declaration, and a loss without it has none of them. A loss declares by `@vanishes` that a token
+with advantage 0 has no gradient. Only with this declaration is an update skipped if all advantages
+are 0.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def _mark_held_by_interval(
     dual_clip: float | None,
     delta: float | None,
 ) -> Tensor:
-    """True if the ratio has left the interval in the direction of the advantage, or passed a cap in
-    the other direction."""
+    """Mark the tokens without gradient: the ratio has left the interval in the direction of the
+    advantage, or it has passed a cap at a negative advantage."""
     cap = min([c for c in (dual_clip, delta) if c is not None], default=float("inf"))
     high = ratio > 1 + clip_high
     low = (ratio < 1 - clip_low) | (ratio > cap)
@@ -71,8 +72,8 @@ def _mark_held_by_divergence(
     two_sided: bool,
     penalty: float,
 ) -> Tensor:
-    """True if the token is further than delta from the sampler, and (unless the mask is two-sided)
-    in the direction of the advantage."""
+    """Mark the tokens further than delta from the sampler. Unless the mask is two-sided, mark only
+    tokens moved in the direction of the advantage."""
     now = full_precision(logprobs.detach())
     sampler = full_precision(logprobs_sampler)
     moved = now.exp() - sampler.exp()
@@ -91,7 +92,7 @@ def clipped(
     dual_clip: float | None = None,
     delta: float | None = None,
 ) -> Tensor:
-    """Clipped surrogate loss, per token.
+    """Compute the clipped surrogate loss (PPO), per token.
 
     loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
     dual_clip: min(loss_t, -dual_clip · A_t) where A_t < 0
@@ -99,15 +100,16 @@ def clipped(
 
     A token has no gradient once its ratio has left the interval in the direction of its advantage.
     For a negative advantage the loss is not bounded from above, because r_t may be arbitrarily
-    large. Each of the two caps bounds it. With dual_clip = delta they are the same function.
+    large. Either dual_clip or delta bounds it. With equal values, the two give the same loss.
 
     Args:
-      ratio: [B, T] π / π_old, > 0, carries the gradient. advantages: [B, T] a constant: no gradient
-        flows into it.
+      ratio: [B, T] π / π_old, > 0, carries the gradient.
+      advantages: [B, T] a constant; no gradient flows into it.
       clip_low, clip_high: dimensionless half-widths, 0 < clip_low ≤ 1, clip_high > 0. DAPO: 0.2 and
         0.28.
-      dual_clip: > 1 + clip_high; None: no cap. verl's default loss has 3, TRL's has none.
-      delta: > 1 + clip_high; None: no cap. In TRL `delta`.
+      dual_clip: cap on the loss, > 1 + clip_high; None is no cap. verl's default loss has 3, TRL's
+        has no such cap.
+      delta: cap on the ratio, > 1 + clip_high; None is no cap. TRL calls it `delta` too.
     Returns: [B, T] loss in units of advantage.
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: Schulman et al. 2017 eq. 7, arXiv:1707.06347; two widths Yu et al. 2025 (DAPO) eq. 10,
@@ -145,19 +147,19 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> Tensor:
-    """Score-function loss weighted by a clipped ratio, per token: the clip bounds the weight, and
-    every token keeps its gradient.
+    """Compute a score-function loss weighted by a clipped ratio, per token. The clip bounds the
+    weight, and every token keeps a gradient.
 
     loss_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t log π_t
 
     Args:
-      ratio: [B, T] π / π_old, > 0; its value alone counts. advantages: [B, T] a constant: no
-        gradient flows into it.
+      ratio: [B, T] π / π_old, > 0; only its value is used, not its gradient.
+      advantages: [B, T] a constant; no gradient flows into it.
       logprobs: [B, T] in nats, carries the gradient.
       clip_low, clip_high: half-widths around 1, as in verl and SkyRL: 0 < clip_low ≤ 1, clip_high >
-        0. The defaults bound the weight by [0, 5] (SkyRL); clip_low = 1 is no lower bound, as in
-        the paper. verl 0.2 and 0.2. TRL's value is the cap itself: its epsilon_high = 5 is
-        clip_high = 4 here. Its default of 0.2 makes every weight small.
+        0. The defaults keep the weight in [0, 5] (SkyRL); clip_low = 1 is no lower bound, as in the
+        paper. verl uses 0.2 and 0.2. In TRL, epsilon_high is the cap itself: epsilon_high = 5 is
+        clip_high = 4 here. TRL's default of 0.2 makes every weight small.
     Returns: [B, T]; only its gradient means anything.
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: CISPO, MiniMax-M1, Chen et al. 2025, section 3.1, arXiv:2506.13585.
@@ -174,18 +176,18 @@ def cispo(
 def sapo(
     ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """Surrogate loss with a soft gate, per token: the gradient fades as the ratio leaves 1, and
-    does not stop abruptly.
+    """Compute a surrogate loss with a soft gate, per token. The gradient fades gradually as the
+    ratio moves away from 1.
 
     loss_t = -(4/τ) σ(τ (r_t - 1)) A_t, τ = tau_positive where A_t > 0, tau_negative elsewhere
 
-    The gradient with respect to r_t is -4 p (1 - p) A_t, p = σ(τ (r_t - 1)): that of REINFORCE at
-    r_t = 1.
+    The gradient with respect to r_t is -4 p (1 - p) A_t, p = σ(τ (r_t - 1)). At r_t = 1 it equals
+    the gradient of REINFORCE.
 
     Args:
-      ratio: [B, T] π / π_old, > 0, carries the gradient. advantages: [B, T] a constant: no gradient
-        flows into it.
-      tau_positive, tau_negative: > 0, dimensionless; a larger one fades faster.
+      ratio: [B, T] π / π_old, > 0, carries the gradient.
+      advantages: [B, T] a constant; no gradient flows into it.
+      tau_positive, tau_negative: > 0, dimensionless; the larger, the faster the gradient fades.
     Returns: [B, T] loss in units of advantage; at r_t = 1 it is -2 A_t / τ.
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: SAPO, Gao et al. 2025, section 3, arXiv:2511.20347.
@@ -214,8 +216,8 @@ def gmpo(
     clip_log_low: float = 0.4,
     clip_log_high: float = 0.4,
 ) -> Tensor:
-    """Surrogate loss of the geometric mean of a rollout's clipped ratios: the ratio of one token
-    changes it little.
+    """Compute a surrogate loss of the geometric mean of a rollout's clipped ratios. The ratio of a
+    single token changes the mean only little.
 
     loss_t = -s_j A_t, s_j = exp(clamp(mean over the trained tokens of rollout j of Δ'_t, -20, 20))
     Δ_t = log π_t - log π_old_t
@@ -225,14 +227,13 @@ def gmpo(
     -s_j A_j.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything under the mask. logprobs_old: [B, T]
-        in nats, a constant.
-      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there, as
-        `micro_batches` gives them.
-      advantages: [B, T] a constant: no gradient flows into it.
-      clip_log_low, clip_log_high: > 0, widths in nats: the paper's interval is (e^-0.4, e^0.4).
-        verl clips in the same way, by clip_ratio_low and clip_ratio_high in nats, 0.2 unless they
-        are set.
+      logprobs: [B, T] in nats, carries the gradient. Any value where the mask is False.
+      logprobs_old: [B, T] in nats, a constant.
+      response_mask: [B, T] bool.
+      rollout_ids: [B] int64; all rows of a rollout must be passed, as `micro_batches` does.
+      advantages: [B, T] a constant; no gradient flows into it.
+      clip_log_low, clip_log_high: widths in nats, > 0; the paper's interval is (e^-0.4, e^0.4). In
+        verl they are clip_ratio_low and clip_ratio_high, also in nats, with a default of 0.2.
     Returns: [B, T] loss in units of advantage.
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: GMPO, Zhao et al. 2025, section 3, arXiv:2507.20673.
@@ -272,22 +273,24 @@ def kl_cov(
     share: float = 2e-4,
     coef: float = 1.0,
 ) -> Tensor:
-    """Surrogate loss without a clip; a penalty holds the few tokens of the highest covariance near
-    the old policy.
+    """Compute a surrogate loss without a clip, plus a penalty on a few tokens. The penalty holds
+    the tokens of the highest covariance near the old policy.
 
     loss_t = -r_t A_t + coef |log π_t - log π_old_t| where covariance_rank_t < share, -r_t A_t
     elsewhere
 
     Args:
-      ratio: [B, T] π / π_old, > 0. logprobs: [B, T] in nats. Both carry the gradient.
-      advantages, logprobs_old: [B, T], constants. covariance_rank: [B, T], of the function of that
-        name.
-      share: in [0, 1], of the step's N trained tokens: ⌈share · N⌉ of them, and those that tie with
-        the last. coef: ≥ 0, in units of advantage per nat. verl 2e-4 and 1.
+      ratio: [B, T] π / π_old, > 0, carries the gradient.
+      logprobs: [B, T] in nats, carries the gradient.
+      advantages, logprobs_old: [B, T], without gradient.
+      covariance_rank: [B, T], from the function of the same name.
+      share: share of the step's N trained tokens with a penalty, in [0, 1]. These are ⌈share · N⌉
+        tokens, plus any tokens tied with the last of them. verl uses 2e-4.
+      coef: weight of the penalty, ≥ 0, in units of advantage per nat. verl uses 1.
     Returns: [B, T] loss in units of advantage; the penalty has no gradient at r_t = 1.
     Raises: ValueError naming `share` or `coef`.
-    Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617. The authors' code takes max(1, ⌊share · N⌋)
-      tokens and no more on ties, of each micro-batch, ranked by its current log-probs.
+    Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617. The authors' code takes exactly max(1, ⌊share
+      · N⌋) tokens of each micro-batch, ignoring ties, and ranks them by its current log-probs.
 
     >>> ratio, old, rank = torch.tensor([[2.0, 2.0]]), torch.zeros(1, 2), torch.tensor([[0.0, 0.5]])
     >>> kl_cov(ratio, torch.ones(1, 2), ratio.log(), old, rank, share=0.5)
@@ -312,8 +315,8 @@ def vespo(
     k_negative: float = 3.0,
     lam_negative: float = 2.0,
 ) -> Tensor:
-    """Score-function loss with a soft weight of the whole rollout, which fades as policy and
-    sampler differ.
+    """Compute a score-function loss with a soft weight for the whole rollout. The weight fades as
+    policy and sampler move apart.
 
     loss_t = -sg[φ(w_j)] A_t log π_t, φ(w) = w^k e^(λ (1 - w)), w_j = exp(Σ over rollout j of (log
     π_t - log μ_t)) in [1e-8, e^20]
@@ -322,14 +325,16 @@ def vespo(
     off-policy correction: use algorithm/correction=none.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the
-        engine that sampled (μ).
-      response_mask: [B, T] bool. rollout_ids: [B]; all rows of a rollout must be there. advantages:
-        [B, T] a constant.
-      k_positive, lam_positive: > 0, where A_t ≥ 0. k_negative, lam_negative: > 0, where A_t < 0.
+      logprobs: [B, T] in nats, carries the gradient.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ).
+      response_mask: [B, T] bool.
+      rollout_ids: [B]; all rows of a rollout must be passed.
+      advantages: [B, T], without gradient.
+      k_positive, lam_positive: k and λ of tokens with A_t ≥ 0, each > 0.
+      k_negative, lam_negative: k and λ of tokens with A_t < 0, each > 0.
     Returns: [B, T]; only its gradient means anything.
     Raises: ValueError naming the argument, its value and the allowed range.
-    Source: VESPO, arXiv:2602.10693; the numbers and bounds are TRL's.
+    Source: VESPO, arXiv:2602.10693; the defaults and bounds are TRL's.
 
     >>> mask, rollout = torch.ones(1, 1).bool(), torch.tensor([0])
     >>> vespo(
@@ -373,28 +378,30 @@ def dppo(
     two_sided: bool = False,
     penalty: float = 1e-3,
 ) -> Tensor:
-    """Surrogate loss in a trust region of the divergence from the sampler instead of the ratio:
-    rare tokens can move freely.
+    """Compute a surrogate loss with a trust region on the divergence from the sampler instead of on
+    the ratio. Rare tokens can move freely.
 
     loss_t = -r_t A_t keep_t + penalty · (log r_t)², r_t = π_t / μ_t
-    keep_t = 0 if D_t > delta and the advantage asks for more (A_t > 0 and π_t > μ_t, or A_t < 0
-    and π_t < μ_t), else 1
-    tv: D_t = |π_t - μ_t|; kl: D_t = k(μ_t, π_t) of `binary_kl`. two_sided: keep_t = 0 wherever D_t
-    > delta
+    keep_t = 0 if D_t > delta and the update would increase the distance (A_t > 0 and π_t > μ_t, or
+    A_t < 0 and π_t < μ_t), else 1
+    tv: D_t = |π_t - μ_t|; kl: D_t = k(μ_t, π_t) of `binary_kl`. two_sided: keep_t = 0 if D_t >
+    delta, in either direction
 
     The ratio is to the sampler μ, so it is already an off-policy correction: use
     algorithm/correction=none.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the
-        engine that sampled (μ).
-      response_mask: [B, T] bool. advantages: [B, T] a constant: no gradient flows into it.
-      divergence: tv or kl. delta: > 0; a difference of probabilities for tv (prime-rl 0.2, verl
-        0.15), nats for kl (verl 0.05).
-      two_sided: the mask of prime-rl's IPO, which also stops tokens on their way back.
-      penalty: ≥ 0, in units of advantage per nat²; on every token. prime-rl 1e-3, verl 0.
-    Returns: [B, T] loss in units of advantage. Its gradient at a dropped token is that of the
-      penalty alone.
+      logprobs: [B, T] in nats, carries the gradient.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ).
+      response_mask: [B, T] bool.
+      advantages: [B, T] a constant; no gradient flows into it.
+      divergence: tv or kl.
+      delta: largest divergence of a kept token, > 0. For tv it is a difference of probabilities
+        (prime-rl 0.2, verl 0.15), for kl it is in nats (verl 0.05).
+      two_sided: if True, use the mask of prime-rl's IPO, which also stops tokens on their way back.
+      penalty: weight of the penalty on every token, ≥ 0, in units of advantage per nat². prime-rl
+        uses 1e-3, verl 0.
+    Returns: [B, T] loss in units of advantage. At a dropped token only the penalty has a gradient.
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: DPPO, arXiv:2602.04879; the penalty and the two-sided mask are prime-rl's. verl bounds
       r_t by 20 and takes -A r log π.
@@ -428,13 +435,14 @@ def dppo(
 @clips()
 @vanishes("without_advantages")
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Score-function loss, per token; for data sampled by the very policy being trained.
+    """Compute the score-function loss, per token, for data sampled by the very policy being
+    trained.
 
     loss_t = -A_t log π_t
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. advantages: [B, T] a constant: no gradient
-        flows into it.
+      logprobs: [B, T] in nats, carries the gradient.
+      advantages: [B, T] a constant; no gradient flows into it.
     Returns: [B, T]; only its gradient means anything.
     Source: Williams 1992, "Simple statistical gradient-following algorithms", section 4.
 

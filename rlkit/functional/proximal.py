@@ -1,5 +1,5 @@
-"""An old policy between sampler and trained policy, which needs no forward pass of its own, and the
-binary KL of a token."""
+"""An old policy interpolated between sampler and trained policy, without a forward pass of its own;
+and the binary KL of a token."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from rlkit.functional.masking import fill_masked, full_precision
 def interpolated_old(
     logprobs: Tensor, logprobs_sampler: Tensor, old_share: Tensor, response_mask: Tensor
 ) -> Tensor:
-    """The old policy's log-probs, taken on the line between sampler and current policy instead of
-    from a pass before the update.
+    """Interpolate the old policy's log-probs between sampler and current policy, instead of
+    computing them in a forward pass before the update.
 
     log old_t = log μ_t + a_t (log π_t - log μ_t), a constant
 
-    a = 0 is the sampler, a = 1 the current policy. Always (old / μ) (π / old) = π / μ. Let d be the
-    number of versions from the sampler's to the policy's, and a = (d - 1) / d. Then π / old = (π /
-    μ)^(1/d), the last of the d steps between them, which is the step of this update. The line moves
-    with the policy, so old is computed again in every minibatch.
+    a = 0 gives the sampler, a = 1 the current policy. (old / μ) (π / old) = π / μ holds for every
+    a. Suppose the sampler's weights are d versions older than the policy's, and a = (d - 1) / d.
+    Then π / old = (π / μ)^(1/d): one of the d equal steps from sampler to policy, and it stands for
+    this update. The current policy changes during the update, so old is computed again in every
+    minibatch.
 
     Args:
-      logprobs: [B, T] in nats, of the policy being trained; no gradient flows through.
-        logprobs_sampler: [B, T] in nats (μ).
-      old_share: [B, T] in 0 … 1, a. response_mask: [B, T] bool.
-    Returns: [B, T] in nats, float32 or float64; 0 under the mask.
-    Source: log-linear approximation of the proximal policy, A-3PO, arXiv:2512.06547. AReaL calls
-      the policy in training by the version that it began the step with, so its d is smaller by one,
-      and a = 0 at d ≤ 1.
+      logprobs: [B, T] in nats, of the policy being trained; no gradient flows into it.
+      logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ).
+      old_share: [B, T], the interpolation weight a, 0 … 1.
+      response_mask: [B, T] bool.
+    Returns: [B, T] in nats, float32 or float64; 0 where the mask is False.
+    Source: log-linear approximation of the proximal policy, A-3PO, arXiv:2512.06547. AReaL gives
+      the policy in training the version from the start of the step, so its d is smaller by one, and
+      a = 0 at d ≤ 1.
 
     >>> now, sampler, everywhere = (
     ...     torch.tensor([[-1.0, -1.0]]),
@@ -47,15 +49,15 @@ def interpolated_old(
 
 
 def binary_kl(logprobs: Tensor, logprobs_other: Tensor) -> Tensor:
-    """KL between two policies with two outcomes: this token, or any other.
+    """Compute the KL between two policies over two outcomes: this token, or any other token.
 
     k(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b)), a = π_t, b = the other's
 
     Args:
       logprobs, logprobs_other: any shape, in nats; clamped to [-100, 0], and 1 - probability at
         1e-12.
-    Returns: the same shape, in nats, ≥ 0 up to rounding; 0 if both agree. At most the KL of the
-      whole next-token distributions.
+    Returns: the same shape, in nats, ≥ 0 up to rounding; 0 if both agree. It is at most the KL of
+      the whole next-token distributions.
     Source: the data-processing inequality, Cover and Thomas 2006, section 2.8; as in DPPO,
       arXiv:2602.04879.
 

@@ -1,5 +1,5 @@
-"""Importance ratios of the policy being trained over the policy before the update: of each token,
-or of its whole rollout."""
+"""Importance ratios: the policy being trained over the policy before the update, for each token or
+for its whole rollout."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ LOG_RATIO_BOUND = 20.0  # e^20 = 4.9e8: far beyond any clip, far below overflow
 
 
 def token_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
-    """Ratio of each token's probability, new policy over old.
+    """Compute the ratio of each token's probability, new policy over old.
 
     r_t = exp(clamp(log π_t - log π_old_t, -20, 20)); 1 if the mask is False
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the
-        mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T]
-        bool.
-    Returns: [B, T] in [e^-20, e^20], float32 or float64. Its gradient is r_t within the clamp, 0
-      beyond it and under the mask.
+      logprobs: [B, T] in nats, carries the gradient. Any value, also nan or inf, where the mask is
+        False.
+      logprobs_old: [B, T] in nats, a constant; no gradient flows into it.
+      response_mask: [B, T] bool.
+    Returns: [B, T] in [e^-20, e^20], float32 or float64. Its gradient is r_t within the clamp. It
+      is 0 beyond the clamp and where the mask is False.
     Source: PPO, Schulman et al. 2017, section 3, arXiv:1707.06347; the clamp as in verl (TRL has
       none).
 
@@ -39,23 +39,23 @@ def token_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -
 def sequence_ratio(
     logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, rollout_ids: Tensor
 ) -> Tensor:
-    """Ratio of a whole rollout, per token of it: the geometric mean of its tokens' ratios.
+    """Compute the geometric mean of the token ratios of each whole rollout.
 
     s_j = exp(clamp(mean over the trained tokens of rollout j of (log π_t - log π_old_t), -20, 20));
-    1 under the mask
+    1 where the mask is False
 
-    "Rollout" means all of its rows, so all of them must be there: `micro_batches` keeps them
-    together.
+    A rollout's mean is over all its rows, so all of them must be passed. `micro_batches` keeps the
+    rows of a rollout together.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the
-        mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T]
-        bool.
+      logprobs: [B, T] in nats, carries the gradient. Any value, also nan or inf, where the mask is
+        False.
+      logprobs_old: [B, T] in nats, a constant; no gradient flows into it.
+      response_mask: [B, T] bool.
       rollout_ids: [B] int64, which rollout a row belongs to.
     Returns: [B, T], equal at all trained tokens of a rollout. The gradient of each entry is s_j /
-      |y_j| with respect to every token of the rollout; aggregated by `sequence_mean`, that is the
-      objective of the paper.
+      |y_j| with respect to every token of the rollout; aggregated by `sequence_mean`, the loss is
+      the objective of the paper.
     Source: GSPO, Zheng et al. 2025 eq. 7, arXiv:2507.18071; in TRL
       `importance_sampling_level="sequence"`.
 
@@ -73,17 +73,17 @@ def sequence_ratio(
 def sequence_token_ratio(
     logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, rollout_ids: Tensor
 ) -> Tensor:
-    """The value is the rollout's ratio, the gradient is each token's own: for advantages that
-    differ within a rollout.
+    """Return the rollout's ratio as value, with each token's own gradient. It is for advantages
+    with different values within a rollout.
 
-    s_jt = sg[s_j] π_t / sg[π_t], s_j as in `sequence_ratio`; 1 under the mask
+    s_jt = sg[s_j] π_t / sg[π_t], s_j as in `sequence_ratio`; 1 where the mask is False
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the
-        mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T]
-        bool.
-      rollout_ids: [B] int64; all rows of a rollout must be there.
+      logprobs: [B, T] in nats, carries the gradient. Any value, also nan or inf, where the mask is
+        False.
+      logprobs_old: [B, T] in nats, a constant; no gradient flows into it.
+      response_mask: [B, T] bool.
+      rollout_ids: [B] int64; all rows of a rollout must be passed.
     Returns: [B, T], equal at all trained tokens of a rollout. The gradient of each entry is s_j
       with respect to its own token. With equal advantages within a rollout and `sequence_mean` the
       loss has the gradient of `sequence_ratio`.
@@ -100,15 +100,15 @@ def sequence_token_ratio(
 
 
 def log_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
-    """Difference of the log-probs of two policies; nothing is clamped.
+    """Compute the difference of the log-probs of two policies, without a clamp.
 
     Δ_t = log π_t - log π_old_t; 0 if the mask is False
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the
-        mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T]
-        bool.
+      logprobs: [B, T] in nats, carries the gradient. Any value, also nan or inf, where the mask is
+        False.
+      logprobs_old: [B, T] in nats, a constant; no gradient flows into it.
+      response_mask: [B, T] bool.
     Returns: [B, T] in nats, float32 or float64.
     Source: the logarithm of the ratio of PPO, Schulman et al. 2017, section 3, arXiv:1707.06347.
 

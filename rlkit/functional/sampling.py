@@ -1,8 +1,8 @@
-"""Randomness without generator state: a hash of integers, and Gumbel noise from seed, counter and
-token.
+"""Randomness without generator state: a hash of integers, and Gumbel noise computed from seed,
+counter and token.
 
-Sampling is Gumbel-max in two levels, an exact draw from the softmax (`gumbel_choice`). So neither
-batch composition, row, rank nor device changes the tokens that a rollout draws.
+Sampling is Gumbel-max in two levels, an exact draw from the softmax (`gumbel_choice`). A rollout
+therefore draws the same tokens in any batch, in any row, on any rank and on any device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _WORD = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """One 63-bit seed from any number of integers, such as run seed, step, prompt position and
-    sample index.
+    """Hash any number of integers into one 63-bit seed, for example run seed, step, prompt position
+    and sample index.
 
     h ← finalise((h xor part) + golden), from h = 0, for each part in turn; the result is h without
     its lowest bit.
@@ -47,8 +47,8 @@ def mix(*parts: int) -> int:
 
 
 def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise for every token of the vocabulary, a pure function of (seed, counter,
-    token).
+    """Generate standard Gumbel noise for every token of the vocabulary. Each number is a pure
+    function of (seed, counter, token).
 
     g = -log(-log(1 - u)), u = (top 31 bits of splitmix64(state(seed, counter), token) + ½) / 2^31,
     0 < u < 1
@@ -58,12 +58,12 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
     device; the two logarithms may differ in the last place.
 
     Args:
-      seeds: [B] integers, one for each rollout, as `mix` makes them.
-      counter: how many tokens the rollout has drawn before, one number for all rows or [B].
+      seeds: [B] integers, one for each rollout, from `mix`.
+      counter: number of tokens drawn by the rollout so far, one number for all rows or [B].
       vocabulary: V ≥ 1.
     Returns: [B, V] float32 on the device of `seeds`, always finite; row b depends on seeds[b] and
       counter[b] alone, and entry v does not depend on V.
-    Raises: ValueError where `seeds` are not integers or `vocabulary` is below 1.
+    Raises: ValueError if `seeds` are not integers or `vocabulary` is below 1.
     Source: Gumbel-max, Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030. splitmix64 as in `mix`.
 
     >>> gumbel_noise(torch.tensor([7, 8]), 0, 3).argmax(-1)
@@ -82,13 +82,13 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
     # [B, V]; the last xor of splitmix64 leaves its top 31 bits alone
     bits = _mix_words(state.unsqueeze(-1) + tokens)
     bits.bitwise_right_shift_(33).bitwise_and_((1 << 31) - 1)
-    # float32 rounds the very largest to 1
+    # float32 would round the largest u to 1
     u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
 def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -> Tensor:
-    """Draw one token for each row, a pure function of (seed, counter) and of the row's
+    """Draw one token for each row. The draw is a pure function of (seed, counter) and of the row's
     probabilities.
 
     The vocabulary is cut into blocks of s = ⌈√V⌉ tokens. With the noise g = gumbel_noise(seeds,
@@ -98,24 +98,25 @@ def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -
                                                        g_{⌊V/s⌋ + 1 + v mod s})
 
     Both are Gumbel-max draws with independent noise, so P(token) = P(block) · p_token / P(block) =
-    p_token exactly. The blocks share the noise of their places, but only one block is opened, so
-    each number is used once. A row needs about 2√V numbers of noise and not V. At V = 151,936 this
-    moves 1.4 bytes of memory for each token of the vocabulary; one number for each token would move
-    about 270.
+    p_token exactly. All blocks use the same noise for their tokens, but tokens are drawn from one
+    block only, so each noise number is used once. A row needs about 2√V noise numbers instead of V.
+    At V = 151,936 this moves 1.4 bytes of memory per token of the vocabulary; one noise number per
+    token would move about 270 bytes.
 
     Args:
       probabilities: [B, V] ≥ 0, each row with a positive sum, which need not be 1.
-      seeds: [B] integers. counter: one number or [B], as in `gumbel_noise`.
+      seeds: [B] integers.
+      counter: one number or [B], as in `gumbel_noise`.
     Returns: [B] int64. A token of probability 0 is never drawn.
-    Source: Gumbel-max, Maddison et al. 2014, arXiv:1411.0030, whose maximum over a set is again a
-      Gumbel variable at its log-sum.
+    Source: Gumbel-max, Maddison et al. 2014, arXiv:1411.0030: the maximum over a set is again a
+      Gumbel variable, located at the log of the set's total probability.
 
     >>> gumbel_choice(torch.tensor([[0.1, 0.2, 0.7]]).expand(4, 3), torch.arange(4), 0)
     tensor([0, 0, 1, 2])
     """
     vocabulary = probabilities.shape[-1]
     size = math.isqrt(vocabulary - 1) + 1
-    whole = vocabulary // size  # full blocks; the rest is one more, possibly empty block
+    whole = vocabulary // size  # full blocks; the rest is one more block, perhaps empty
     noise = gumbel_noise(seeds, counter, whole + 1 + size)
     mass = probabilities[:, : whole * size].unflatten(1, (whole, size)).sum(-1)
     mass = torch.cat([mass, probabilities[:, whole * size :].sum(-1, keepdim=True)], -1)
@@ -130,17 +131,19 @@ def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -
 
 
 def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """The distribution cut to its most likely tokens and normalised again: first to `top_k` of
-    them, then to the nucleus of `top_p`.
+    """Cut a distribution to its most likely tokens and normalise it again: first to the `top_k`
+    most likely, then to the nucleus of `top_p`.
 
-    The nucleus is the fewest tokens, from the most likely one on, whose probabilities add up to at
-    least top_p.
+    The nucleus is the smallest set of most likely tokens with a total probability of at least
+    top_p.
 
     Args:
       logprobs: [..., V], normalised, in nats.
-      top_p: 0 < top_p ≤ 1; 1 keeps all. top_k: ≥ 0; 0 keeps all. Of tokens that tie for the last
-        place, all are kept.
-    Returns: [..., V] in nats, -inf where cut; the input itself where nothing is cut.
+      top_p: total probability to keep, 0 < top_p ≤ 1; 1 keeps all tokens.
+      top_k: number of tokens to keep, ≥ 0; 0 keeps all tokens. Tokens tied for the last place are
+        all kept, for both limits.
+    Returns: [..., V] in nats, -inf for tokens cut off; the input itself with top_p = 1 and top_k =
+      0.
     Raises: ValueError for a top_p or top_k out of range.
     Source: nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; top-k, Fan et al. 2018,
       arXiv:1805.04833.
@@ -163,13 +166,13 @@ def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) ->
 
 
 def _finalise(words: Tensor) -> Tensor:
-    """The whole finaliser of splitmix64, in place."""
+    """Apply the whole finaliser of splitmix64, in place."""
     words = _mix_words(words)
     return words.bitwise_xor_((words >> 31) & ((1 << 33) - 1))
 
 
 def _mix_words(words: Tensor) -> Tensor:
-    """Its two rounds, in place: w ← (w xor w >>> shift) × multiplier modulo 2^64.
+    """Apply the finaliser's two rounds, in place: w ← (w xor w >>> shift) × multiplier modulo 2^64.
 
     Shifts of int64 carry the sign along, so the mask makes them logical; multiplication wraps
     around.
@@ -184,5 +187,5 @@ def _mix_words(words: Tensor) -> Tensor:
 
 
 def _wrap_signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit word."""
+    """Return the int64 with the same bits as an unsigned 64-bit word."""
     return word - (1 << 64) if word >> 63 else word

@@ -1,8 +1,8 @@
-"""Losses of the critic per token, [B, T], unmasked and unreduced: (values, values_old, returns) →
-[B, T].
+"""Losses of the critic per token: (values, values_old, returns) → [B, T], neither masked nor
+reduced.
 
-They have the weights of the policy loss, so the critic learns from the same tokens with the same
-shares.
+They are reduced with the weights of the policy loss, so the critic learns from the same tokens in
+the same proportions.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from rlkit.functional._arguments import require
 
 
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
-    """Half the squared distance of the value from the return.
+    """Compute half the squared distance of the value from the return.
 
     loss_t = ½ (V_t - G_t)²
 
     Args:
       values: [B, T] in units of reward, carries the gradient.
-      returns: [B, T] in units of reward, a constant: no gradient flows into it.
+      returns: [B, T] in units of reward, a constant; no gradient flows into it.
     Returns: [B, T] ≥ 0, in squared units of reward.
     Source: Schulman et al. 2017, section 5, arXiv:1707.06347.
 
@@ -33,17 +33,17 @@ def squared_error(values: Tensor, returns: Tensor) -> Tensor:
 def clipped_squared_error(
     values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float = 0.2
 ) -> Tensor:
-    """Half the squared distance from the return: of the value, or of the value clipped around the
-    old one, whichever is larger.
+    """Compute half the squared distance of the value from the return, or of the clipped value,
+    whichever is larger. The value is clipped to within `clip` of the old value.
 
     loss_t = ½ max((V_t - G_t)², (clip(V_t, V_old_t - clip, V_old_t + clip) - G_t)²)
 
-    No gradient where the value has already moved by more than `clip` towards the return.
+    The gradient is 0 if the value has already moved by more than `clip` towards the return.
 
     Args:
       values: [B, T] in units of reward, carries the gradient.
-      values_old: [B, T] before the update, a constant: no gradient flows into it.
-      returns: [B, T] in units of reward, a constant: no gradient flows into it.
+      values_old: [B, T] before the update, a constant; no gradient flows into it.
+      returns: [B, T] in units of reward, a constant; no gradient flows into it.
       clip: > 0, in units of reward. TRL and SkyRL 0.2, verl and OpenRLHF 0.5.
     Returns: [B, T] ≥ 0, in squared units of reward; never less than `squared_error`.
     Raises: ValueError naming clip.

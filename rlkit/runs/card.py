@@ -1,5 +1,5 @@
-"""Write the model card of an exported policy: its origin, its scores, its training, and how to load
-and repeat it."""
+"""Write the model card of an exported policy. It tells the policy's origin, scores and training,
+how to load the policy, and how to repeat the run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_card(run: Path, step: int, *, adapters: bool) -> str:
-    """Markdown with a header for model hubs.
+    """Return the model card as Markdown with a header for model hubs.
 
-    Figures are from test problems, and only from the run's last step, because no other policy was
-    measured on them.
+    The scores are from test problems. Only the policy of the run's last step has scores, because no
+    other policy was measured on test problems.
 
     Args:
-      run: a run folder; missing entries are left out. step: the RL step of the policy.
+      run: a run folder; entries missing in it are left out.
+      step: the RL step of the policy.
       adapters: whether the folder holds adapters in PEFT's format instead of all weights.
     """
     settings = flatten_numbers(runs.read_config(run))
@@ -85,8 +86,8 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
 
 
 def _results(summary: Mapping[str, Any], step: int) -> str:
-    """Results on test problems before and after training, or a sentence if this policy was not
-    measured."""
+    """Write the results on test problems before and after training, or a sentence that this policy
+    was not measured."""
     before = summary.get("before") or {}
     after = summary.get("after") or {}
     if not (after and step == summary.get("steps")):
@@ -129,8 +130,8 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _repeat(run: Path, summary: Mapping[str, Any], start: Mapping[str, Any]) -> str:
-    """The command, the versions and the costs."""
-    # hydra's overrides name folders of one machine
+    """Write the section on repeating the run: its command, versions and costs."""
+    # Hydra's own overrides name folders of this machine, so they are left out
     kept = (text for text in runs.read_overrides(run) if not text.lstrip("+~").startswith("hydra"))
     overrides = " ".join(shlex.quote(text) for text in kept)
     versions = ", ".join(

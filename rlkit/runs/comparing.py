@@ -1,10 +1,11 @@
-"""Compare two arms and say how sure the result is: paired differences, corrections for several
-comparisons, and summaries over tasks.
+"""Compare two arms and say how sure the result is. The file has paired differences, corrections for
+several comparisons, and summaries over tasks.
 
-A figure of a run is a mean over its problems. Runs of one seed share problems, order and sampling
-noise, so arms are paired by seed, and the seeds are the independent units. Symbols: n seeds, M
-problems or tasks, m comparisons, α = 0.05 throughout. An interval needs three seeds, a claim ten.
-tests/runs/test_sentences.py checks the promise of each sentence in a simulation.
+A figure of a run is a mean over its problems. Runs with the same seed share problems, order and
+sampling noise. So arms are paired by seed, and the seeds are the independent units. Symbols: n
+seeds, M problems or tasks, m comparisons, α = 0.05 throughout. An interval needs three seeds, and a
+claim needs ten. tests/runs/test_sentences.py checks by simulation that the sentences about results
+keep their promises.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ from rlkit.statistics import FEWEST, LEVEL, bounded_interval, student_cdf, stude
 
 ALPHA = 0.05
 POWER = 0.8
-TO_CLAIM = 10  # fewer seeds are shown, but claim nothing
+TO_CLAIM = 10  # with fewer seeds a difference is shown, but nothing is claimed
 NORMAL = NormalDist()
 ERF = np.frompyfunc(math.erf, 1, 1)
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences, its interval and its two-sided p-value; nan below `FEWEST`
-    pairs."""
+    """The mean of paired differences, its interval and its two-sided p-value. Interval and p-value
+    are nan below `FEWEST` pairs."""
 
     mean: float
     low: float
     high: float
     p: float
-    spread: float  # standard deviation of the differences, at least the one of a rounded figure
+    spread: float  # standard deviation of the differences, at least that of rounding
     n: int
 
     def evidence(self) -> float:
-        """The p-value for a claim; nan below `TO_CLAIM` pairs, and corrections leave nan out."""
+        """Return the p-value for a claim. Below `TO_CLAIM` pairs it is nan, and corrections for
+        several comparisons skip nan."""
         return self.p if self.n >= TO_CLAIM else math.nan
 
 
@@ -53,18 +55,19 @@ def compare_pairs(
     level: float = LEVEL,
     resolution: float = 0.0,
 ) -> Difference:
-    """The mean of second - first over the seeds, with Student's t of n - 1 degrees of freedom.
+    """Compute the mean of second - first over the seeds, with an interval and a p-value by
+    Student's t of n - 1 degrees of freedom.
 
-    D̄ ± t · s/√n. With shared noise, Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, c the correlation of
-    the seeds' figures. So pairing gains if c > 0.
+    D̄ ± t · s/√n. With shared noise, Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, where c is the
+    correlation of the two arms over the seeds. So pairing helps if c > 0.
 
     Args:
       first, second: [n] figures, one per seed, in the same order of seeds.
       level: of the interval, in (0, 1).
       resolution: the smallest step of a figure, for example 1 / problems. The spread of the
-        differences is at least the spread of rounding, resolution / √12, even if all are equal. 0:
-        no floor.
-    Returns: interval and p-value are nan for fewer than `FEWEST` pairs.
+        differences is taken to be at least the spread of rounding, resolution / √12, even if all
+        differences are equal. 0 sets no such floor.
+    Returns: the Difference; interval and p-value are nan for fewer than `FEWEST` pairs.
     Raises: ValueError without pairs, or if the lengths differ.
     """
     differences = [b - a for a, b in zip(first, second, strict=True)]
@@ -86,17 +89,19 @@ def compare_pairs(
 
 
 def compute_spread(values: Sequence[float], resolution: float = 0.0) -> float:
-    """Standard deviation of n ≥ 2 values, but at least resolution / √12, the one of rounding to
-    `resolution`."""
+    """Compute the standard deviation of n ≥ 2 values. It is at least resolution / √12, the standard
+    deviation of rounding to `resolution`."""
     mean = math.fsum(values) / len(values)
     square = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return max(math.sqrt(square), resolution / math.sqrt(12))
 
 
 def find_smallest_step(figures: Sequence[float], rounding: float = 1e-9) -> float:
-    """The smallest difference between two figures beyond rounding: the step of a coarse score.
+    """Find the smallest difference between two figures above rounding error: an estimate of the
+    step of a coarse score.
 
-    It is never smaller than the true step. 0 if all figures are equal: the step is unknown.
+    The estimate is never smaller than the true step. If all figures are equal, the step is unknown
+    and the result is 0.
 
     >>> round(find_smallest_step([0.5, 0.75, 0.5, 0.625]), 3), find_smallest_step([0.5, 0.5])
     (0.125, 0.0)
@@ -112,17 +117,17 @@ def estimate_bounded_mean(
     resolution: float = 0.0,
     bounds: tuple[float, float] = (0.0, 1.0),
 ) -> tuple[float, float, float]:
-    """Mean over seeds of figures between two bounds, and an interval of this mean within the
+    """Compute the mean over seeds of figures between two bounds, and an interval for it within the
     bounds.
 
-    `bounded_interval`: Wilson's interval with Student's t and the variance over the seeds. Near a
-    bound it reaches further away from the bound than towards it, because few wrong answers in few
-    seeds may be luck.
+    The interval is Wilson's, with Student's t and the variance over the seeds (`bounded_interval`).
+    Near a bound, the side away from the bound is longer, because a few wrong answers in a few seeds
+    may be luck.
 
     Args:
       resolution: the smallest step of a figure, as for `compare_pairs`.
-    Returns: the bounds are nan for fewer than `FEWEST` seeds, and for equal values with an unknown
-      step, because these do not show how far values vary.
+    Returns: (mean, low, high). low and high are nan for fewer than `FEWEST` seeds. They are also
+      nan for equal values with resolution=0, because these do not show how much figures vary.
     Raises: ValueError for a value outside the bounds, or without values.
 
     >>> tuple(round(v, 3) for v in estimate_bounded_mean([0.85, 0.9, 0.97]))
@@ -147,17 +152,18 @@ def estimate_bounded_mean(
 def count_needed_seeds(
     spread: float, effect: float, *, power: float = POWER, comparisons: float = 1
 ) -> int:
-    """The fewest seeds for a paired t test to find a difference `effect` with probability `power`;
-    at least `TO_CLAIM`.
+    """Count the seeds needed for a paired t test to find a difference `effect` with probability
+    `power`; at least `TO_CLAIM`.
 
-    By `compute_power`, exact for normal differences; beyond 300 seeds by (z + z_power)² (σ_D/δ)² +
-    z²/2 (Guenther 1981, The American Statistician 35). Pass an estimated spread through
-    `spread_bound` first: with the estimate itself, half of the plans have less power than planned.
+    Up to 300 seeds the count comes from `compute_power`, which is exact for normal differences.
+    Beyond, it is (z + z_power)² (σ_D/δ)² + z²/2 (Guenther 1981, The American Statistician 35). Pass
+    an estimated spread through `spread_bound` first. With the estimate itself, half of all plans
+    have less power than planned.
 
     Args:
-      spread: standard deviation σ_D of the paired differences, ≥ 0. effect: δ > 0, in the same
-        unit.
-      comparisons: how many comparisons are made together, ≥ 1; each then has α / comparisons.
+      spread: standard deviation σ_D of the paired differences, ≥ 0. effect: the difference δ > 0 to
+        find, in the same unit.
+      comparisons: number of comparisons made together, ≥ 1; each is tested at α / comparisons.
 
     >>> count_needed_seeds(0.0148, 0.02), count_needed_seeds(0.0148, 0.01)
     (10, 20)
@@ -187,15 +193,15 @@ def count_needed_seeds(
 def find_detectable_effect(
     spread: float, n: int, *, power: float = POWER, comparisons: float = 1
 ) -> float:
-    """The difference found by n seeds with probability `power` (`compute_power`); inf below
-    `TO_CLAIM` seeds, because these claim nothing."""
+    """Return the smallest difference n seeds find with probability `power` (`compute_power`). Below
+    `TO_CLAIM` seeds it is inf, because nothing can be claimed."""
     return spread * compute_visible_effect(n, power, comparisons) if n >= TO_CLAIM else math.inf
 
 
 @functools.lru_cache(4096)
 def compute_visible_effect(n: int, power: float, comparisons: float) -> float:
-    """The difference found by n seeds with probability `power`, in units of its standard
-    deviation."""
+    """Return the smallest difference n seeds find with probability `power`, in units of the
+    differences' standard deviation."""
     low = 0.0
     high = 1.0
     while compute_power(1.0, high, n, comparisons=comparisons) < power:
@@ -211,12 +217,12 @@ def compute_visible_effect(n: int, power: float, comparisons: float) -> float:
 
 
 def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
-    """An upper bound of the true standard deviation, from the estimate s of n ≥ 2 values: s √((n -
-    1)/χ²), χ² its lower quantile.
+    """Return an upper bound of the true standard deviation, from the estimate s of n ≥ 2 values: s
+    √((n - 1)/χ²), where χ² is the lower quantile of its distribution.
 
-    A pilot of few seeds underestimates the spread half of the time. A plan with this bound reaches
-    its power with the given probability. The quantile is by Wilson and Hilferty 1931, and within 2
-    % from four values on.
+    A pilot with few seeds underestimates the spread about half of the time. A plan with this bound
+    reaches its power with the probability `confidence`. The quantile is approximated as in Wilson
+    and Hilferty 1931, to within 2 % from four values on.
     """
     freedom = n - 1
     root = 1 - 2 / (9 * freedom) + NORMAL.inv_cdf(1 - confidence) * math.sqrt(2 / (9 * freedom))
@@ -226,11 +232,11 @@ def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
 def compute_power(
     spread: float, effect: float, n: int, *, comparisons: float = 1, draws: int = 200
 ) -> float:
-    """P(the paired t test at α / comparisons finds a true difference `effect`): ∫ [Φ(d - t s) +
-    Φ(-d - t s)] f(s) ds, d = δ√n/σ.
+    """Compute the probability that the paired t test at α / comparisons finds a true difference
+    `effect`: ∫ [Φ(d - t s) + Φ(-d - t s)] f(s) ds, d = δ√n/σ.
 
-    s² ν is χ² of ν = n - 1 degrees of freedom; its quantiles by integration over `draws` equal
-    steps of s in 0 … 1 + 8/√(2ν).
+    s² ν has the χ² distribution of ν = n - 1 degrees of freedom. The integral is a sum over `draws`
+    equal steps of s in 0 … 1 + 8/√(2ν).
     """
     if spread == 0:
         return 1.0
@@ -249,10 +255,10 @@ def compute_power(
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Adjust p-values to keep the chance of any false claim among m at ≤ α: max over j ≤ i of (m -
-    j + 1) p_(j), at most 1.
+    """Adjust m p-values by Holm's rule. Claims at adjusted values ≤ α then have a chance ≤ α of any
+    false claim. The i-th smallest becomes the maximum over j ≤ i of (m - j + 1) p_(j), at most 1.
 
-    nan stays nan and does not count as a comparison. Source: Holm 1979, Scandinavian Journal of
+    A nan stays nan and does not count as a comparison. Source: Holm 1979, Scandinavian Journal of
     Statistics 6.
 
     >>> [round(p, 3) for p in holm([0.01, 0.03, 0.04, 0.2])]
@@ -268,8 +274,9 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list[float]:
-    """Adjust p-values to keep the expected share of false claims among the claims at ≤ α: min over
-    j ≥ i of m/j p_(j).
+    """Adjust m p-values to control the false-discovery rate. Among claims at adjusted values ≤ α,
+    the expected share of false claims is ≤ α. The i-th smallest becomes the minimum over j ≥ i of
+    m/j p_(j).
 
     Args:
       dependent: multiply by Σ 1/i, which is valid under any dependence (Benjamini and Yekutieli
@@ -291,9 +298,9 @@ def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list
 
 
 def holm_levels(values: Sequence[float]) -> list[float]:
-    """The level of each interval, chosen to leave out 0 exactly if Holm's rule makes the claim: 1 -
-    α/(m - i + 1) for the i-th smallest p-value. All comparisons from the first one without a claim
-    on have the same level."""
+    """Choose the level of each comparison's interval so that the interval leaves out 0 exactly if
+    Holm's rule makes the claim. For the i-th smallest p-value the level is 1 - α/(m - i + 1). From
+    the first comparison without a claim on, all have the same level."""
     order = _order_ascending(values)
     m = len(order)
     stop = next((rank for rank, i in enumerate(order) if values[i] > ALPHA / (m - rank)), m)
@@ -304,35 +311,34 @@ def holm_levels(values: Sequence[float]) -> list[float]:
 
 
 def _order_ascending(values: Sequence[float]) -> list[int]:
-    """Places of the values other than nan, smallest first."""
+    """Return the indices of all values except nan, smallest value first."""
     return sorted((i for i, p in enumerate(values) if not math.isnan(p)), key=lambda i: values[i])
 
 
 class Tested(NamedTuple):
-    """One of several comparisons."""
+    """The result of one comparison among several."""
 
     difference: Difference
     q: float  # the false-discovery rate of its claim; nan below `TO_CLAIM` seeds
-    # with probability `POWER` these seeds would have claimed a difference this large; inf below
-    # `TO_CLAIM` seeds
+    # difference these seeds would find with probability `POWER`; inf below `TO_CLAIM` seeds
     sees: float
 
 
 def compare_together(
     sides: Sequence[tuple[Sequence[float], Sequence[float], float]],
 ) -> list[Tested]:
-    """Make paired comparisons, correct them together by `false_discovery`, and give intervals to
-    match.
+    """Make paired comparisons, correct them together by `false_discovery`, and give matching
+    intervals.
 
     With R claims among m comparisons, each interval is at the level 1 - max(1, R) α/m. Then on
     average 5 % of the claims' intervals miss the truth (Benjamini and Yekutieli 2005, JASA 100),
-    and an interval leaves out 0 exactly if a claim is made. A further claim would have needed p ≤
-    (R + 1) α/m: `sees` uses this level, and the spread's upper bound. If there are too few seeds
-    for any claim, each interval is at the level 95 %.
+    and an interval leaves out 0 exactly if a claim is made. One more claim would have needed p ≤ (R
+    + 1) α/m. `sees` is computed at this level, with the upper bound of the spread. If no comparison
+    has enough seeds for a claim, each interval is at the level 95 %.
 
     Args:
-      sides: for each comparison, [n] figures of both arms and their smallest step, as for
-        `compare_pairs`.
+      sides: for each comparison, [n] figures of the first arm, [n] of the second, and the smallest
+        step of a figure, as for `compare_pairs`.
     """
     tests = [compare_pairs(first, second, resolution=step) for first, second, step in sides]
     rates = false_discovery([test.evidence() for test in tests])
@@ -354,8 +360,8 @@ def compare_together(
 
 
 def iqm(scores: Sequence[Sequence[float]] | np.ndarray) -> float:
-    """Interquartile mean: the mean of all nM scores without the ⌊nM/4⌋ lowest and the ⌊nM/4⌋
-    highest. Agarwal et al. 2021, arXiv:2108.13264.
+    """Compute the interquartile mean: the mean of all nM scores without the ⌊nM/4⌋ lowest and the
+    ⌊nM/4⌋ highest. Agarwal et al. 2021, arXiv:2108.13264.
 
     >>> iqm([range(8)]), iqm([[0, 1, 2, 3, 100]])
     (3.5, 2.0)
@@ -368,18 +374,18 @@ def iqm(scores: Sequence[Sequence[float]] | np.ndarray) -> float:
 def seeds_interval(
     scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, resolution: float = 0.0
 ) -> tuple[float, float, float]:
-    """A statistic of scores [n seeds, M] without the extremes, for example `iqm`, and its 95 %
-    interval; nan below `TO_CLAIM`.
+    """Compute a statistic of scores [n seeds, M] that trims extremes, for example `iqm`, and its 95
+    % interval. The interval is nan below `TO_CLAIM` seeds.
 
-    At either end, the wider of two intervals: Student's t of the jackknife (one seed left out at a
-    time), and `bootstrap`. Redrawing whole seeds is too narrow for few seeds (0.88 to 0.91 of the
-    truth at ten). The jackknife is too narrow if the scores take few values. Degrees of freedom: in
-    one column, ⌊n/4⌋ seeds on either side are left out and do not count, so n - 2⌊n/4⌋ - 1. Tukey
-    and McLaughlin 1963, Sankhyā 25.
+    Each end is the wider end of two intervals: Student's t with the jackknife (one seed left out at
+    a time), and `bootstrap`. The bootstrap alone is too narrow for few seeds (it covers the truth
+    in 0.88 to 0.91 of cases at ten seeds). The jackknife alone is too narrow if the scores take few
+    values. In one column, ⌊n/4⌋ seeds on either side are trimmed, so the degrees of freedom are n -
+    2⌊n/4⌋ - 1 (Tukey and McLaughlin 1963, Sankhyā 25).
 
     Args:
-      resolution: the smallest step of a score. The standard error is at least the error of as many
-        rounded scores as one column keeps.
+      resolution: the smallest step of a score. The standard error is at least the rounding error of
+        a mean over the scores left in one column after trimming.
     """
     scores = np.asarray(scores, dtype=float)
     n = len(scores)
@@ -402,11 +408,11 @@ def bootstrap(
     draws: int = 1000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The 95 % percentile interval of a statistic of scores [n seeds, M], by redrawing whole seeds
-    with replacement.
+    """Compute the 95 % percentile interval of a statistic of scores [n seeds, M], by drawing whole
+    seeds with replacement.
 
-    A seed is shared by all columns, so its row stays together. Redrawing each column separately, as
-    rliable does, would be wrong here.
+    All columns share the seeds, so the row of a seed stays together. Drawing each column
+    separately, as rliable does, would be wrong here.
     """
     rng = np.random.default_rng(seed)
     n = len(scores)
@@ -418,22 +424,23 @@ def bootstrap(
 def profile(
     scores: Sequence[Sequence[float]] | np.ndarray, thresholds: Sequence[float]
 ) -> list[float]:
-    """Performance profile: the share of scores above each threshold. Its integral over 0 … 1 is the
-    mean of scores in 0 … 1."""
+    """Compute the performance profile: the share of scores above each threshold. For scores in 0 …
+    1, its integral over 0 … 1 is their mean."""
     flat = np.asarray(scores, dtype=float).ravel()
     return [float((flat > threshold).mean()) for threshold in thresholds]
 
 
 def improvement(first: np.ndarray, second: np.ndarray) -> float:
-    """P(second > first): mean over tasks of the share of pairs of runs with second higher, ties ½.
-    [n, M] and [m, M]."""
+    """Estimate P(second > first): the share of pairs of runs with a higher score of `second`, a tie
+    counted as ½, averaged over tasks. The scores are [n, M] and [m, M]."""
     a = np.asarray(first, dtype=float)[:, None]
     b = np.asarray(second, dtype=float)[None]
     return float(((b > a) + 0.5 * (b == a)).mean())
 
 
 def ranks(scores: np.ndarray) -> np.ndarray:
-    """Ranks along the last axis, 1 the highest; equal scores share the mean of their ranks.
+    """Rank scores along the last axis; the highest has rank 1. Equal scores share the mean of their
+    ranks.
 
     >>> ranks(np.array([[0.9, 0.5, 0.9]])).tolist()
     [[1.5, 3.0, 1.5]]

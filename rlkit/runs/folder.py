@@ -1,4 +1,4 @@
-"""Run folders: where they are, their states, and how a command finds one."""
+"""Run folders: make them, find them, and read and write their files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ OUTPUTS = Path("outputs")
 LATEST = "latest"  # in OUTPUTS, a link to the newest run
 SET_ASIDE = ".set_aside"  # ending of the name of a run folder that a sweep has moved out of the way
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
-# in summary.json: the last evaluation on validation problems, and two on test problems
+# entries of summary.json: the last evaluation on validation problems, and the evaluations on test
+# problems before and after training
 EVALUATIONS = ("validation", "before", "after")
 
 
@@ -63,10 +64,11 @@ def point_latest(outputs: Path, folder: Path) -> None:
 
 
 def describe_overrides(overrides: Sequence[str], name: str) -> str:
-    """Describe a run's differences from the default, for the name of its folder: "lr-3e-4_seed-2".
-    At most 60 characters, and only complete parts.
+    """Describe a run's differences from the default for the name of its folder, for example
+    "lr-3e-4_seed-2". The text has at most 60 characters, and no part is cut.
 
-    Parts of `name`, and overrides without effect on the run's numbers, are left out.
+    Overrides already in `name` are left out, and so are overrides without effect on the run's
+    numbers.
     """
     parts = []
     length = 0
@@ -88,7 +90,7 @@ def describe_overrides(overrides: Sequence[str], name: str) -> str:
 
 
 def shorten_path(path: Path) -> str:
-    """A path for printing: relative to the working directory if it lies below it."""
+    """Return a path for printing, relative to the working directory if the path lies below it."""
     with suppress(OSError):  # the working directory may be gone
         if path.is_relative_to(Path.cwd()):
             return str(path.relative_to(Path.cwd()))
@@ -96,8 +98,8 @@ def shorten_path(path: Path) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder, and a file in it for a moment, before anything is computed. Raises
-    ConfigError if this is impossible."""
+    """Check that a folder is writable, by making it and writing a temporary file into it. Raises
+    ConfigError if this fails. Call this before anything is computed."""
     made = not folder.exists()
     try:
         with refuse_unwritable(folder):
@@ -111,12 +113,12 @@ def require_writable(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether rlkit has trained there."""
+    """Return whether a folder is a run folder: it has a config.yaml."""
     return os.path.isfile(folder / "config.yaml")  # Path.is_file raises for a name that is too long
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run there came to its end."""
+    """Return whether the run in a folder has finished."""
     summary = read_summary(folder)
     return summary is not None and summary.get("ended") == "finished"
 
@@ -138,13 +140,14 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def find_run(text: str, key: str) -> Path:
-    """Find the run folder named by the user, or the run of a named checkpoint, as an absolute path.
+    """Find the run folder named by the user, or the run folder of a checkpoint named by the user.
+    The path is absolute.
 
-    Raises: ConfigError if there is no run; DataError if the folder does not name its run.
+    Raises: ConfigError if no run is found; DataError if the folder's config.yaml has no identity.
     """
     path = Path(text).expanduser().absolute()
     if LATEST in path.parts:
-        path = path.resolve()  # so a continued run does not move with the link
+        path = path.resolve()  # so that a continued run keeps its folder when the link changes
     for folder in (path, path.parent, path.parent.parent):
         if os.path.exists(path) and is_run(folder):
             find_identity(folder)
@@ -161,7 +164,7 @@ def find_run(text: str, key: str) -> Path:
 
 
 def refuse_leftovers(folder: Path) -> None:
-    """Raise DataError if a folder holds rows or checkpoints but no config.yaml: a new run there
+    """Raise DataError if a folder holds rows or checkpoints but no config.yaml. A new run in it
     would replace another run."""
     left = "metrics.jsonl" if os.path.lexists(folder / "metrics.jsonl") else "checkpoints/"
     if not is_run(folder) and (left == "metrics.jsonl" or any(folder.glob("checkpoints/*.ckpt"))):
@@ -172,18 +175,18 @@ def refuse_leftovers(folder: Path) -> None:
 
 
 def find_checkpoint(text: str, folder: Path) -> Path:
-    """The place to load a run from: the checkpoint file named by the user, or the run's folder of
-    checkpoints."""
+    """Return the place to load a run from: the checkpoint file named by the user, or the run's
+    folder checkpoints/."""
     return Path(text).expanduser().absolute() if text.endswith(".ckpt") else folder / "checkpoints"
 
 
 def find_unfinished_run(
     name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> Path | None:
-    """The newest unfinished run under outputs/<name> with this config; length, ranks, logger and
-    callbacks may differ.
+    """Find the newest unfinished run under outputs/<name> with this config. Length, ranks, logger
+    and callbacks may differ.
 
-    `beside`: further keys that may differ, because they follow the length
+    `beside` names further keys that may differ, because their values depend on the length
     (`rlkit.config.compose.find_length_keys`).
     """
     candidates = [
@@ -197,8 +200,8 @@ def find_unfinished_run(
 
 
 def _read_last_write(folder: Path) -> float:
-    """The time of a run's last row, or of its beginning. The folder's own time also changes when a
-    process only checks for a resume."""
+    """Return the time of a run's last row, or of its start if it has no rows. (The folder's own
+    modification time also changes when a process only checks whether to resume.)"""
     rows = folder / "metrics.jsonl"
     return (rows if rows.exists() else folder / "config.yaml").stat().st_mtime
 
@@ -216,12 +219,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_config(
     folder: Path, config: Mapping[str, Any], identity: str = "", *, new: bool = False
 ) -> None:
-    """Write the resolved config without its secrets, for people and for resume; completely or not
-    at all.
+    """Write the resolved config without its secrets, for people and for resume. The file is written
+    completely or not at all.
 
     Args:
-      identity: of the run, for the first line. Empty: the identity is made from this config.
-      new: whether the folder is new. It is then noted as the user's own.
+      identity: the run's identity, for the first line. If empty, it is computed from this config.
+      new: if True, the folder is new, and is noted as the user's own.
     """
     cover_overrides(folder)
     content = identity_line(identity or identify(config)) + dump(redact_config(config))
@@ -231,7 +234,7 @@ def write_config(
 
 
 def cover_overrides(folder: Path) -> None:
-    """Take the secrets out of the files of .hydra/."""
+    """Replace the secrets in the files of .hydra/."""
     for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
         path = folder / ".hydra" / name
         if path.is_file():
@@ -239,7 +242,7 @@ def cover_overrides(folder: Path) -> None:
 
 
 def write_hydra(folder: Path, name: str, text: str) -> None:
-    """Write a file of .hydra/ without its secrets; `text` is YAML as Hydra would write it."""
+    """Write a file of .hydra/ without its secrets. `text` is the YAML Hydra would write."""
     written = yaml.safe_load(text)
     hidden = redact_node(written)
     rewrite(folder, name, text.encode() if hidden == written else dump(hidden))
@@ -257,7 +260,7 @@ def rewrite(folder: Path, name: str, content: bytes) -> None:
 
 
 def dump(config: Any) -> bytes:
-    """YAML in the order of the keys, without aliases."""
+    """Write a config as YAML, in the order of its keys and without aliases."""
     return yaml.dump(config, Dumper=_NoAliases, sort_keys=False).encode()
 
 
@@ -286,14 +289,15 @@ def write_start(
     identity: str = "",
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    """Add this process to run.json. Return its differences from the previous process (versions of
-    packages, state of the code), as sentences.
+    """Add this process to run.json. Return sentences on its differences from the run's previous
+    process (versions of packages, state of the code).
 
     An unreadable run.json is set aside, and a sentence says so.
 
     Args:
-      identity: of the run. overrides: the content that Hydra will write to .hydra/overrides.yaml;
-        `require_overrides` compares with it.
+      identity: the run's identity.
+      overrides: the overrides Hydra will write to .hydra/overrides.yaml; `require_overrides`
+        compares this file with them.
     """
     started = datetime.now().isoformat(timespec="seconds")
     now = {
@@ -330,13 +334,14 @@ def write_start(
 
 
 def read_start(folder: Path) -> dict[str, Any]:
-    """Config, versions and git state of the last process in the folder."""
+    """Read the entry of the run's last process in run.json: config, versions and git state. Empty
+    without an entry."""
     starts = _read_starts(folder)
     return starts[-1] if starts else {}
 
 
 def _read_starts(folder: Path) -> list[dict[str, Any]] | None:
-    """The content of run.json, one entry for each process; None if it cannot be read."""
+    """Read run.json, one entry for each process of the run; None if it cannot be read."""
     try:
         starts = json.loads(read_regular(folder / "run.json").decode())
     except FileNotFoundError:
@@ -352,8 +357,8 @@ def _read_starts(folder: Path) -> list[dict[str, Any]] | None:
 
 
 def find_identity(folder: Path) -> str:
-    """The identity of the run in a folder, from its config.yaml. Raises DataError if the file
-    cannot be read or names no identity."""
+    """Read the identity of the run in a folder from its config.yaml. Raises DataError if the file
+    cannot be read or has no identity."""
     require_readable(folder / "config.yaml")
     identity = read_identity(folder)
     if not identity:
@@ -366,8 +371,8 @@ def find_identity(folder: Path) -> str:
 
 
 def require_identity(folder: Path) -> str:
-    """The identity of the run in a folder. Raises DataError like `find_identity`, and if run.json
-    names another run."""
+    """Read the identity of the run in a folder. Raises DataError as `find_identity` does, and also
+    if run.json names another run."""
     identity = find_identity(folder)
     starts = _read_starts(folder)
     others = [start["identity"] for start in starts or () if start["identity"] != identity]
@@ -382,7 +387,7 @@ def require_identity(folder: Path) -> str:
 
 
 def require_overrides(folder: Path) -> None:
-    """Raise DataError if .hydra/overrides.yaml differs from the record of the run's processes. A
+    """Raise DataError if .hydra/overrides.yaml differs from the overrides recorded in run.json. A
     resumed run is composed from this file."""
     path = folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
@@ -400,8 +405,8 @@ def require_overrides(folder: Path) -> None:
 
 
 def git_state() -> str:
-    """Commit of the package's folder, with `+changes` if files differ from it; empty outside a
-    repository."""
+    """Return the git commit of rlkit's code, with `+changes` if files differ from the commit; empty
+    outside a repository."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
@@ -423,8 +428,8 @@ def git_state() -> str:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    """The overrides at a run's start, without secrets and without keys that hold for one process
-    only.
+    """Read the overrides from the start of a run, without secrets and without keys that apply to
+    one process only.
 
     Raises: DataError if they cannot be read.
     """
@@ -436,8 +441,8 @@ def read_overrides(folder: Path) -> list[str]:
 
 
 def list_withheld_keys(folder: Path) -> list[str]:
-    """The keys of overrides with a secret. The secrets are not kept, so they have to be given
-    again."""
+    """List the keys of overrides with a secret. Secrets are not stored, so the user must give these
+    overrides again."""
     return [text.partition("=")[0].lstrip("+") for text in _read_saved(folder) if REDACTED in text]
 
 
@@ -452,8 +457,8 @@ def _read_saved(folder: Path) -> list[str]:
 
 
 def refuse_restart(folder: Path) -> None:
-    """Raise DataError if a run has trained and has no checkpoint left, because it could only begin
-    again and replace its old results."""
+    """Raise DataError if a run has trained but has no checkpoint left. It could only start from the
+    beginning and replace its old results."""
     steps = count_lost_steps(folder)
     if steps:
         raise DataError(
@@ -464,11 +469,11 @@ def refuse_restart(folder: Path) -> None:
 
 
 def count_lost_steps(folder: Path) -> int:
-    """How many steps a run has trained that lost its checkpoints; 0 if a checkpoint is left, or if
-    the run ended before its first save.
+    """Count the trained steps of a run without checkpoints. The count is 0 if a checkpoint is left,
+    or if the run ended before its first save.
 
     A run is past its first save if it has rows of steps after callbacks.checkpoint.every, if its
-    summary reports a saved end, or if a trace of a save is left.
+    summary reports a saved end, or if another file of a save is left.
     """
     saves = folder / "checkpoints"
     if any(saves.glob("step_*.ckpt")):

@@ -1,5 +1,5 @@
-"""Decide the meaning of `auto` in generation.kernel and model.kernel for all jobs of a sweep or a
-bench, before the first one starts."""
+"""Decide what `auto` means in generation.kernel and model.kernel, for all jobs of a sweep or a
+bench, before the first job starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NAME = "kernels.json"  # in the folder of the jobs
 
 
 def decide_kernels(folder: Path) -> dict[str, str]:
-    """Environment variables that give all jobs of a folder one meaning of `auto`. Prints a line if
-    they run without compiled code.
+    """Decide the meaning of `auto` for all jobs of a folder, and return it as environment variables
+    for the jobs. A line is printed if they run without compiled code.
 
-    The folder keeps the decision, so jobs added later are computed like the first ones.
-    Raises: ConfigError if the jobs so far used compiled code and this machine has none; Undecided
-      if the machine's present load keeps the compiler from its work.
+    The folder keeps the decision, so jobs added later are computed like the first jobs.
+    Raises: ConfigError if the jobs so far used compiled code and this machine cannot compile;
+      Undecided if the compiler cannot work because of the machine's present load.
     """
     reason = explain_missing_kernels()
     earlier = read_decision(folder / NAME) if next(folder.rglob("config.yaml"), None) else ""
@@ -53,7 +53,7 @@ def explain_missing_kernels() -> str:
 
 
 def read_decision(path: Path) -> str:
-    """Read the decision, eager or fused; empty if there is none yet, or if the file cannot be
+    """Read the decision, eager or fused. Empty without a decision so far, or if the file cannot be
     read."""
     try:
         decided = json.loads(path.read_text()).get("auto")

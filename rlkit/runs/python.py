@@ -1,5 +1,5 @@
-"""Train from Python: a whole run, or one RL step at a time. The steps equal those of `rlkit train`,
-bit for bit."""
+"""Train from Python: a whole run, or one RL step at a time. Each step equals the same step of
+`rlkit train`, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ WITHOUT_FILES = ("progress", "health")  # callbacks without files
 class Run(NamedTuple):
     """The result of a run."""
 
-    # one row per step, as in metrics.jsonl; step 0 is the evaluation before training
+    # one row for each step, as in metrics.jsonl; step 0 is the evaluation before training
     metrics: list[dict[str, Any]]
     rollouts: list[Rollout]  # of the last step, scored
     policy: Policy  # the trained policy
     folder: Path | None
-    summary: dict[str, Any]  # how it ended; `before` and `after`: accuracy on test problems
+    summary: dict[str, Any]  # how the run ended, and its test results `before` and `after`
 
     def __repr__(self) -> str:
         return display.run_text(self)
@@ -63,18 +63,18 @@ class RLStep(NamedTuple):
 
 
 def train(x: Experiment, folder: Path | str | None = None) -> Run:
-    """Train to the end, as `rlkit train` does, evaluations included.
+    """Train to the end, with evaluations, as `rlkit train` does.
 
     An interrupt (Ctrl-C, or the stop button of a notebook) ends the run after the current step, and
     the results so far are returned.
 
     Args:
       x: from `rlkit.experiment`, or built by hand.
-      folder: a new run folder, for `rlkit report`, `evaluate` and `export`. Without it nothing is
-        kept on disk: there are no checkpoints and no loggers, and of the callbacks only those that
-        print. A line names the callbacks left out.
-    Raises: ConfigError, DataError, SelfCheckError before the first step; any exception of a part in
-      a step.
+      folder: a new run folder, for `rlkit report`, `evaluate` and `export`. None keeps nothing on
+        disk: no checkpoints, no loggers, and only the callbacks that print. A line names the
+        callbacks left out.
+    Raises: ConfigError, DataError or SelfCheckError before the first step; during a step, any
+      exception of a part.
     """
     from rlkit.training.loggers import check_loggers
     from rlkit.training.run import train_in
@@ -108,8 +108,8 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
 
 
 def steps(x: Experiment) -> Iterator[RLStep]:
-    """Train one RL step at a time: nothing is evaluated and nothing is written. You may stop at any
-    step.
+    """Train one RL step at a time, without evaluations and without writing files. You may stop
+    after any step.
 
     Raises: as `train`.
     """
@@ -141,14 +141,14 @@ def steps(x: Experiment) -> Iterator[RLStep]:
 
 
 def _make_rebuilder(x: Experiment) -> Callable[[], Experiment] | None:
-    """A function to build the experiment in another process; None if some parts are Python
-    objects."""
+    """Return a function that builds the experiment in another process, or None if a part is a
+    Python object."""
     return make_builder(x.config) if isinstance(x, Configured) and x.overrides else None
 
 
 def _load_problems(x: Experiment) -> Splits:
-    """Load the problems of a run in this process. Prints warnings about settings that were probably
-    not intended."""
+    """Load a run's problems in this process, and print warnings about settings the user probably
+    did not intend."""
     count = x.trainer.devices * x.trainer.nodes
     if count > 1 and ranks.size() == 1:
         raise ConfigError(
@@ -164,7 +164,7 @@ def _load_problems(x: Experiment) -> Splits:
 
 
 def _begin_run(x: Experiment, folder: Path) -> Any:
-    """Write a run's beginning to its folder. Return a context in which this process owns the
+    """Write the first files of a run to its folder. Return a context manager for owning the
     folder."""
     if runs.is_run(folder):
         raise ConfigError(

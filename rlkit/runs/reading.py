@@ -1,4 +1,5 @@
-"""Read run folders back: numbers, settings, phases, and the grouping of runs into lines."""
+"""Read run folders: their numbers, settings and phases. Group runs with equal settings into
+lines."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from rlkit.training.schedules.paths import flatten_numbers
 
 SWITCH = "schedule/switch"
 LARGEST = 1e100
-SAME = (*ONCE, "trainer.max_time")  # settings other than seeds by which equal runs may differ
+SAME = (*ONCE, "trainer.max_time")  # besides seeds, settings that may differ within a line
 
 
 class ReadRun(NamedTuple):
@@ -30,22 +31,23 @@ class ReadRun(NamedTuple):
     summary: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]  # one per step, from step 0, in order
     switches: Sequence[tuple[int, str]]  # (last step before the switch, the run's message)
-    notes: Sequence[str] = ()  # unreadable parts of the folder
+    notes: Sequence[str] = ()  # sentences on unreadable parts of the folder
 
 
 class Group(NamedTuple):
-    """Runs with different seeds but equal settings: one line."""
+    """A line of a report: runs with equal settings but different seeds."""
 
     label: str
     runs: Sequence[ReadRun]
 
 
 def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
-    """List folders of runs and of `rlkit rollout`: the given folders, or, if a given folder is
-    neither, the folders below it.
+    """List folders of runs and of `rlkit rollout`. A given folder of another kind is replaced by
+    the folders of runs and rollouts below it.
 
-    Other files and folders of a sweep are passed over, because `outputs/sweep/*` names them too.
-    Raises ConfigError naming the command.
+    Other files and folders beside the runs of a sweep are ignored, because the pattern
+    `outputs/sweep/*` also names them. Raises ConfigError, with the name of the command, if a path
+    holds no run.
     """
     found = list[Path]()
     without = list[Path]()
@@ -65,8 +67,8 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
 
 
 def find_run_folders(path: Path) -> list[Path]:
-    """Folders below a path that may hold a run, without Hydra's own folders and without runs set
-    aside by a sweep."""
+    """List the folders below a path that may hold a run, without Hydra's own folders and without
+    runs set aside by a sweep."""
     files = [
         f
         for name in ("config.yaml", *(f"rollouts{ending}" for ending in FORMATS))
@@ -77,22 +79,23 @@ def find_run_folders(path: Path) -> list[Path]:
 
 
 def is_source(folder: Path) -> bool:
-    """Whether a report can be made of a folder: it has a run's metrics or a file of rollouts."""
+    """Return whether a report can be made of a folder: it is a run folder, or has a file of
+    rollouts."""
     return (runs.is_run(folder) and folder.name != ".hydra") or find_rollout_file(
         folder
     ) is not None
 
 
 def find_rollout_file(folder: Path) -> Path | None:
-    """The file of `rlkit rollout`."""
+    """Return the file of rollouts written by `rlkit rollout`, or None."""
     return next(
         (path for ending in FORMATS if (path := folder / f"rollouts{ending}").is_file()), None
     )
 
 
 def read_run(folder: Path) -> ReadRun:
-    """Read a run, finished or not. A folder of `rlkit rollout` has the numbers of one step.
-    Unreadable parts are left out and noted."""
+    """Read a run, finished or not. A folder of `rlkit rollout` is read as a run of one step.
+    Unreadable parts are left out, and `notes` names them."""
     notes: list[str] = []
     settings: dict[str, Any] = {}
     if runs.is_run(folder):
@@ -133,18 +136,18 @@ def read_run(folder: Path) -> ReadRun:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a row or a summary can be drawn and averaged: a finite number with a
-    finite square."""
+    """Return whether a value of a row or a summary can be plotted and averaged: a finite number
+    with a finite square."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def read_series(run: ReadRun, metric: str) -> dict[int, float]:
-    """Step → value, for each step with a finite value."""
+    """Read a metric as step → value, for each step with a finite value."""
     return {row["step"]: float(row[metric]) for row in run.rows if is_number(row.get(metric))}
 
 
 def list_metrics(found: Iterable[ReadRun]) -> list[str]:
-    """All metrics in the order of the runs' rows."""
+    """List all metrics of the runs, in the order of their first appearance in the rows."""
     return list(
         dict.fromkeys(key for run in found for row in run.rows for key in row if key != "step")
     )
@@ -154,13 +157,13 @@ def list_metrics(found: Iterable[ReadRun]) -> list[str]:
 
 
 def is_seed(key: str) -> bool:
-    """Whether a setting only chooses random numbers."""
+    """Return whether a setting is a seed."""
     return key.rsplit(".", 1)[-1] == "seed"
 
 
 def group_runs(found: Sequence[ReadRun]) -> list[Group]:
-    """Group runs with metrics by their settings apart from seeds, and label each group by its
-    differences."""
+    """Group the runs with metrics by their settings, except seeds. Label each group by its
+    differences from the others."""
     by_settings: dict[str, list[ReadRun]] = {}
     for run in found:
         if run.rows:
@@ -179,7 +182,8 @@ def group_runs(found: Sequence[ReadRun]) -> list[Group]:
 
 
 def find_differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
-    """Dotted key → its value in each run, for every setting that differs, apart from seeds."""
+    """Find the settings, except seeds, that differ between runs. Returns: dotted key → its value in
+    each run."""
     told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
     # without Hydra's own keys
     keys = dict.fromkeys(key for key in told if not key.endswith(("_partial_", "_convert_")))
@@ -190,8 +194,8 @@ def find_differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
 
 
 def make_labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> list[str]:
-    """A short and unique name of each run: its name, with as many settings as needed to tell the
-    runs apart, or else with a number."""
+    """Make a short and unique label for each run: its name, plus as many settings as needed to tell
+    the runs apart. If settings do not suffice, a number is added."""
     names = [run.name for run in found]
     out = list(names)
     for key, values in sorted(changed.items(), key=lambda item: rank_setting(item[0])):
@@ -209,8 +213,8 @@ def make_labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) 
 
 
 def rank_setting(key: str) -> tuple[int, int]:
-    """Rank a setting; a low rank tells most about a run: names first, then the chosen option of a
-    group, then numbers, then code within options."""
+    """Rank a setting by how much it tells about a run; the lowest rank tells most. Names come
+    first, then the chosen option of a group, then numbers, then functions within options."""
     depth = key.count(".")
     last = key.rsplit(".", 1)[-1]
     if last == "name":
@@ -221,7 +225,7 @@ def rank_setting(key: str) -> tuple[int, int]:
 
 
 def shorten_setting(key: str, value: Any) -> str:
-    """A setting in a few characters; an option's code is shortened to its name.
+    """Write a setting in a few characters. A function is shortened to its name.
 
     >>> shorten_setting("optimizer.lr", 1e-4), shorten_setting("task._target_", "rlkit.tasks.gsm8k")
     ('optimizer.lr=0.0001', 'task=gsm8k')

@@ -1,5 +1,5 @@
-"""Tables of runs' results: figures of test problems before and after training, health, and means
-over seeds."""
+"""Tables of runs' results: test results before and after training, rewards, health, and means over
+seeds."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ class WithInterval(NamedTuple):
 
 
 class HeldOutRow(NamedTuple):
-    """A figure of a line before and after training, on the problems of a split."""
+    """A figure of a line (runs with equal settings) before and after training, on one split."""
 
     line: str
     split: str  # test
     figure: str
     seeds: int
-    problems: int  # number of rows
-    distinct: int  # number of distinct problems among them
+    problems: int  # number of rows in the split
+    distinct: int  # number of distinct problems in these rows
     before: WithInterval
     after: WithInterval
     change: WithInterval
 
     def claims(self) -> bool:
-        """Whether the change may be called a gain or a loss: for one run over its problems, or for
-        `TO_CLAIM` seeds or more."""
+        """Return whether the change may be called a gain or a loss. It may be for a single run,
+        whose interval is over problems, and for at least `TO_CLAIM` seeds."""
         return self.seeds == 1 or self.seeds >= TO_CLAIM
 
 
 def mark_change(change: WithInterval, *, claims: bool = True) -> Literal["good", "bad", "open"]:
-    """How to mark a change: open if its interval holds 0 or is unknown, or if it claims nothing."""
+    """Return the mark of a change. It is open if the interval includes 0 or is unknown, or if
+    nothing may be claimed."""
     if claims and change.low > 0:
         return "good"
     if claims and change.high < 0:
@@ -54,11 +55,13 @@ def mark_change(change: WithInterval, *, claims: bool = True) -> Literal["good",
 
 
 def tabulate_held_out(groups: Iterable[Group]) -> list[HeldOutRow]:
-    """Test accuracy and, if it is another number, reward; for a mixture also of each part.
+    """Tabulate each line's test accuracy, and its test reward if this differs from the accuracy.
+    For a mixture, tabulate each part too.
 
-    With one seed the interval is over problems. The change has the interval of Newcombe's rule for
-    two independent samples; it is too wide, because the problems are the same. With two seeds there
-    is no interval. With three or more it is over seeds, see `average_over_seeds`.
+    With one seed, the intervals are over problems. The interval of the change is then by Newcombe's
+    rule for two independent samples; it is too wide, because both sides have the same problems.
+    With two seeds there is no interval. With three or more seeds, the intervals are over seeds
+    (`average_over_seeds`).
     """
     out = []
     for group in groups:
@@ -78,7 +81,8 @@ def tabulate_held_out(groups: Iterable[Group]) -> list[HeldOutRow]:
 def select_whole_pairs(
     sides: Iterable[tuple[Any, Any]],
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The pairs of held-out results with both sides in the form written by `rlkit train`."""
+    """Select the pairs of held-out results whose two sides both have the form written by `rlkit
+    train`."""
 
     def whole(side: Any) -> bool:
         if not isinstance(side, Mapping) or not isinstance(side.get("n"), int):
@@ -101,7 +105,7 @@ def select_whole_pairs(
 
 
 def _parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The results of a mixture's parts; empty without a mixture."""
+    """Return the results of a mixture's parts; empty if the task is not a mixture."""
     found = result.get("parts")
     return found if isinstance(found, Mapping) else {}
 
@@ -109,14 +113,14 @@ def _parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
 def tabulate_figures(
     line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> list[HeldOutRow]:
-    """The rows of one line; `pairs` has one pair per seed."""
+    """Make the rows of one line. `pairs` holds one (before, after) pair for each seed."""
     out = []
     for name, interval in INTERVALS.items():
         if not pairs or (
             name == "reward"
             and all(side["reward"] == side["accuracy"] for pair in pairs for side in pair)
         ):
-            continue  # the reward is the accuracy
+            continue  # the reward equals the accuracy
         both = [[estimate(side[name], side[interval]) for side in pair] for pair in pairs]
         problems = int(pairs[0][1]["n"])
         distinct = count_problems(pairs[0][1])
@@ -144,10 +148,10 @@ def tabulate_figures(
 
 
 def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
-    """The change and its interval, from the intervals of both (Newcombe 1998, method 10, for
-    independent samples).
+    """Compute a change and its interval from the intervals before and after it (Newcombe 1998,
+    method 10, for independent samples).
 
-    low = d - √((after - after_low)² + (before_high - before)²), high likewise, d = after - before
+    d = after - before, low = d - √((after - after_low)² + (before_high - before)²), high likewise
 
     >>> tuple(
     ...     round(v, 3) for v in newcombe(WithInterval(0.5, 0.4, 0.6), WithInterval(0.9, 0.8, 0.95))
@@ -169,14 +173,14 @@ def estimate(value: float | None, interval: Sequence[float | None]) -> WithInter
 def average_over_seeds(
     values: Sequence[float], *, bounded: bool, resolution: float = 0.0
 ) -> WithInterval:
-    """The mean of a figure over seeds, and its 95 % interval by Student's t. The interval is nan
-    below three seeds, because t says nothing there.
+    """Average a figure over seeds, with a 95 % interval by Student's t. Below three seeds the
+    interval is nan, because it would be too wide to say anything.
 
-    The problems are held fixed: the interval is about these problems, whatever the seed.
+    The problems are held fixed: the interval is about the mean on these problems over all seeds.
 
     Args:
-      bounded: True for a figure of a policy; its interval stays within 0 … 1, widened to the values
-        (`estimate_bounded_mean`). False for a change.
+      bounded: True for a figure of a policy: its interval stays within 0 … 1, or within the range
+        of the values if this is wider (`estimate_bounded_mean`). False for a change.
       resolution: the smallest step of a figure.
     """
     known = [value for value in values if math.isfinite(value)]
@@ -192,8 +196,8 @@ def average_over_seeds(
 
 
 class RewardRow(NamedTuple):
-    """A component of a line's reward: means over the first and the last tenth of the steps, and the
-    shares of its statuses in the last tenth."""
+    """A component of a line's reward: its means over the first and the last tenth of the steps, and
+    the shares of its statuses in the last tenth."""
 
     line: str
     name: str
@@ -205,7 +209,7 @@ class RewardRow(NamedTuple):
 
 
 def reward_rows(groups: Iterable[Group]) -> list[RewardRow]:
-    """Every component of every line; the reward itself first."""
+    """Make a row for every component of every line's reward. The total reward comes first."""
     out = []
     for group in groups:
         names = [
@@ -238,14 +242,14 @@ def reward_rows(groups: Iterable[Group]) -> list[RewardRow]:
 
 
 def _ends(curve: Mapping[int, float]) -> tuple[float, float] | None:
-    """Means over the first and the last tenth of a curve, each of at least one value."""
+    """Average the first and the last tenth of a curve, each with at least one value."""
     values = [curve[step] for step in sorted(curve)]
     count = max(1, len(values) // 10)
     return (sum(values[:count]) / count, sum(values[-count:]) / count) if values else None
 
 
 def _mean_end(group: Group, metric: str) -> float:
-    """The mean of a metric over the ends of a line's runs; nan if it was not measured."""
+    """Average a metric over the last tenth of each run of a line; nan if it was not measured."""
     known = [end[1] for run in group.runs if (end := _ends(read_series(run, metric))) is not None]
     return sum(known) / len(known) if known else math.nan
 
@@ -254,16 +258,16 @@ def _mean_end(group: Group, metric: str) -> float:
 
 
 class Symptom(NamedTuple):
-    """A known pathology of a run."""
+    """A known pathology found in a run."""
 
-    check: str  # in words
+    check: str  # its name in words
     steps: Sequence[int]  # steps with the symptom; empty if only the whole run shows it
     text: str  # the check's first message
 
 
 def find_symptoms(run: ReadRun) -> list[Symptom]:
-    """Find the known pathologies of the whole run and of its steps. A step is skipped if its row
-    lacks a check's metrics."""
+    """Find the known pathologies of a whole run and of its steps. A check skips a step whose row
+    lacks the needed metrics."""
     out = [
         Symptom(check.__name__.replace("_", " "), (), text)
         for check in TRENDS

@@ -1,7 +1,7 @@
-"""Find trends visible only in a whole run: figures that drift together and are known to end badly.
+"""Find trends visible only in a whole run: drifts of several figures, known to end badly.
 
-Each check compares thirds of a run. It reports a change if the change is beyond twice its standard
-error and large enough to matter.
+Each check compares the thirds of a run. A check returns a sentence if a change is larger than twice
+its standard error and large enough to matter; otherwise it returns None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rlkit.runs.reading import ReadRun, read_series
 
-FEWEST = 12  # RL steps; in a shorter run a third says nothing
+FEWEST = 12  # RL steps; in a shorter run a third has too few steps
 
 
 class Thirds(NamedTuple):
@@ -23,23 +23,25 @@ class Thirds(NamedTuple):
     first: float
     middle: float
     last: float
-    error: float  # standard error of a difference of two of them
+    error: float  # standard error of the difference of two thirds
 
     def rose(self, since: float) -> bool:
-        """Whether the last third is above an earlier third by more than chance, which is two
-        standard errors."""
+        """Return whether the last third is above an earlier third by more than two standard
+        errors."""
         return self.last - since > 2 * self.error
 
     def fell(self, since: float) -> bool:
-        """Whether the last third is below an earlier third by more than chance."""
+        """Return whether the last third is below an earlier third by more than two standard
+        errors."""
         return since - self.last > 2 * self.error
 
 
 def average_thirds(curve: Mapping[int, float]) -> Thirds | None:
-    """Means by thirds; None below FEWEST values.
+    """Average a curve by thirds; None below FEWEST values.
 
-    The error comes from the values' differences from step to step, so a trend within a third does
-    not enter it: σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n values per third.
+    The standard error is computed from the differences between successive values, so a trend within
+    a third does not increase it: σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n values per
+    third.
     """
     values = [curve[step] for step in sorted(curve)]
     if len(values) < FEWEST:
@@ -52,7 +54,7 @@ def average_thirds(curve: Mapping[int, float]) -> Thirds | None:
 
 
 def entropy_collapse(run: ReadRun) -> str | None:
-    """The entropy is below a fifth of its start, and most prompts are still unsolved."""
+    """Report if the entropy is below a fifth of its start while most prompts are still unsolved."""
     entropy = average_thirds(read_series(run, "policy/entropy"))
     solved = average_thirds(read_series(run, "group/frac_all_good"))
     if (
@@ -71,7 +73,7 @@ def entropy_collapse(run: ReadRun) -> str | None:
 
 
 def reward_loss(run: ReadRun) -> str | None:
-    """The reward ends a fifth below its beginning."""
+    """Report if the reward ends at least a fifth below its start."""
     reward = average_thirds(read_series(run, "reward/mean"))
     if reward is None or not reward.fell(reward.first):
         return None
@@ -84,7 +86,7 @@ def reward_loss(run: ReadRun) -> str | None:
 
 
 def kl_growth(run: ReadRun) -> str | None:
-    """The policy still moves away, and the reward no longer rises with it."""
+    """Report if the policy still moves away from its start while the reward no longer rises."""
     kl = average_thirds(read_series(run, "kl/ref_k3") or read_series(run, "kl/start"))
     reward = average_thirds(read_series(run, "reward/mean"))
     if (
@@ -102,7 +104,7 @@ def kl_growth(run: ReadRun) -> str | None:
 
 
 def length_growth(run: ReadRun) -> str | None:
-    """Replies are more than half as long again, without more reward."""
+    """Report if episodes have become more than 1.5 times as long without more reward."""
     length = average_thirds(read_series(run, "len/mean"))
     reward = average_thirds(read_series(run, "reward/mean"))
     if (
@@ -121,8 +123,8 @@ def length_growth(run: ReadRun) -> str | None:
 
 
 def training_up_validation_down(run: ReadRun) -> str | None:
-    """The training reward rises, and the last fifth of the validations is below the best fifth by
-    more than half an interval."""
+    """Report if the training reward rises while validation accuracy falls. The last fifth of the
+    validations must be below the best fifth by more than half an interval."""
     curve = read_series(run, "eval/accuracy")
     low = read_series(run, "eval/accuracy_low")
     reward = average_thirds(read_series(run, "reward/mean"))
@@ -144,7 +146,8 @@ def training_up_validation_down(run: ReadRun) -> str | None:
 
 
 def reward_hacking(run: ReadRun) -> str | None:
-    """The reward rises, and a shadow reward falls. Nothing is trained on a shadow reward."""
+    """Report if the reward rises while a shadow reward falls. A shadow reward is scored, but not
+    trained on."""
     reward = average_thirds(read_series(run, "reward/mean"))
     if reward is None or not reward.rose(reward.first):
         return None
@@ -164,7 +167,8 @@ def reward_hacking(run: ReadRun) -> str | None:
 
 
 def find_shadow_rewards(run: ReadRun) -> list[str]:
-    """Terms of the reward without weight in any phase: they are scored, but not trained on."""
+    """List the terms of the reward with weight 0 in every phase. They are scored, but not trained
+    on."""
     weights: dict[str, list[object]] = {}
     for key, value in run.settings.items():
         before, found, rest = key.rpartition("reward.terms.")

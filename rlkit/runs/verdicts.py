@@ -1,8 +1,9 @@
-"""Say which line of runs is better, in a plain sentence: differences are paired by seed, and
-corrected for the number of comparisons.
+"""Say in a plain sentence which line of runs is better. Differences are paired by seed, and claims
+are corrected for the number of comparisons.
 
-Runs of one seed share problems, order and sampling noise. So lines are compared within seeds, and
-the seeds are the independent units.
+A line is a group of runs with equal settings and different seeds. Runs with the same seed share
+problems, order and sampling noise. So lines are compared within seeds, and the seeds are the
+independent units.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rlkit.statistics import FEWEST
 # the default difference for counting the needed seeds: one point of accuracy
 EFFECT = 0.01
 LAST = 10  # RL steps at the end of a run, for comparing training rewards
-UNEVEN = 0.02  # a relative difference of two budgets above this is named
+UNEVEN = 0.02  # a note names two budgets whose relative difference is above this
 Unit = Literal["steps", "updates", "samples", "tokens", "seconds"]
 UNITS: Mapping[str, str] = {
     "steps": "RL steps",
@@ -45,7 +46,7 @@ PROBLEMS = ("task.", "evaluation.", "environment.")
 
 
 class Figure(NamedTuple):
-    """A number of each run, for comparing lines."""
+    """A number of each run by which lines are compared."""
 
     name: str
     values: list[dict[int, float]]  # for each line: seed → figure
@@ -53,14 +54,14 @@ class Figure(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The verdict on two lines. found: second - first. p: corrected for the number of
-    comparisons."""
+    """The verdict on two lines. `found` is the difference second - first, and `p` is its p-value,
+    corrected for the number of comparisons."""
 
     first: str
     second: str
     found: Difference
     p: float
-    claim: Literal["better", "worse", "open"]  # about the second line; open: nothing can be claimed
+    claim: Literal["better", "worse", "open"]  # about the second line; open: no claim
     sentence: str
 
 
@@ -73,8 +74,8 @@ def _side(run: ReadRun, side: str, name: str) -> float | None:
 
 
 def _curve(run: ReadRun) -> float | None:
-    """Mean of the validation accuracy over the steps: the area under the curve, by trapezoids,
-    divided by its width."""
+    """Average the validation accuracy over the steps: the area under its curve, by trapezoids,
+    divided by the number of steps."""
     points = sorted(read_series(run, "eval/accuracy").items())
     width = points[-1][0] - points[0][0] if points else 0
     return (
@@ -101,12 +102,14 @@ FIGURES: Mapping[str, tuple[str, Callable[[ReadRun], float | None]]] = {
 def find_shared_figure(
     groups: Sequence[Group], name: str | None = None, at: str | None = None
 ) -> Figure | None:
-    """The figure of this name, or the first figure with values for two lines; None without any.
+    """Return the figure with this name, or the first figure with values for at least two lines.
+    None if no figure has values for two lines.
 
     Args:
-      name: one of FIGURES. at: one of UNITS: the validation accuracy at the largest budget reached
-        by every run.
-    Raises: ConfigError for another name or unit, or if a named figure is missing.
+      name: one of FIGURES.
+      at: one of UNITS. The figure is then the validation accuracy at the largest budget, in this
+        unit, reached by every run.
+    Raises: ConfigError for another name or unit, or if fewer than two lines have the named figure.
     """
     if name is not None and name not in FIGURES:
         raise ConfigError(f"figure={name}: no such figure; there are: {', '.join(FIGURES)}")
@@ -128,7 +131,7 @@ def find_shared_figure(
 
 
 def _find_budget_figure(groups: Sequence[Group], at: str) -> Figure:
-    """The last validation accuracy within the budget spent by all runs."""
+    """Return each run's last validation accuracy within the largest budget spent by all runs."""
     spent = [[read_budget(run, at) for run in group.runs] for group in groups]
     shared = min((max(own.values(), default=0.0) for of in spent for own in of), default=0.0)
     values: list[dict[int, float]] = []
@@ -150,8 +153,8 @@ def _find_budget_figure(groups: Sequence[Group], at: str) -> Figure:
 def _resolution(
     groups: Sequence[Group], values: Sequence[Mapping[int, float]], *, accuracy: bool
 ) -> float:
-    """The smallest step of a figure: for an accuracy 1 / distinct problems; for a reward, with its
-    free scale, the smallest step seen."""
+    """Return the smallest step of a figure. For an accuracy it is 1 / distinct problems. For a
+    reward, whose scale is free, it is the smallest step seen."""
     seen = find_smallest_step([value for own in values for value in own.values()])
     counts = _problem_counts(groups)
     if not counts or (seen and not accuracy):
@@ -160,7 +163,7 @@ def _resolution(
 
 
 def _problem_counts(groups: Sequence[Group]) -> list[int]:
-    """Numbers of distinct problems, from every test or validation result that records it."""
+    """List the number of distinct problems of every test or validation result that records it."""
     sides = [
         run.summary.get(side)
         for group in groups
@@ -173,7 +176,7 @@ def _problem_counts(groups: Sequence[Group]) -> list[int]:
 
 
 def count_problems(result: Mapping[str, Any]) -> int:
-    """Number of distinct problems of an evaluation; 0 if not recorded."""
+    """Return the number of distinct problems of an evaluation; 0 if not recorded."""
     found = result.get("distinct")
     return found if isinstance(found, int) and found > 0 else 0
 
@@ -182,7 +185,7 @@ def count_problems(result: Mapping[str, Any]) -> int:
 
 
 def read_budget(run: ReadRun, unit: str) -> dict[int, float]:
-    """RL step → the run's spending up to the end of the step."""
+    """Read how much a run has spent up to the end of each RL step, in a unit of UNITS."""
     rows = [row for row in run.rows if is_number(row.get("reward/mean"))]
     size = run.settings.get("batch.group_size") or 1
     spent: dict[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -200,7 +203,8 @@ def read_budget(run: ReadRun, unit: str) -> dict[int, float]:
 
 
 def average_budgets(groups: Sequence[Group]) -> dict[str, list[float]]:
-    """Unit → each line's mean spending. A unit not recorded by any run is left out."""
+    """Return unit → mean spending of each line's runs. A unit not recorded by any run is left
+    out."""
     table = {
         unit: [
             _mean([max(read_budget(run, unit).values(), default=0.0) for run in group.runs])
@@ -216,8 +220,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def list_notes(groups: Sequence[Group]) -> list[str]:
-    """Remarks for a reader of the verdicts: unequal budgets, and settings that change the
-    problems."""
+    """List remarks for a reader of the verdicts, about unequal budgets and about settings that
+    change the problems."""
     out = []
     for unit, values in average_budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
@@ -247,14 +251,15 @@ def list_notes(groups: Sequence[Group]) -> list[str]:
 def judge_lines(
     groups: Sequence[Group], compared: Figure, *, every_pair: bool = False, effect: float = EFFECT
 ) -> list[Compared]:
-    """Compare each line with the first, or every pair.
+    """Compare each line with the first line, or compare every pair of lines.
 
-    Student's t of the differences within seeds, with Holm's correction over the comparisons with
-    enough seeds. The intervals match: an interval leaves out 0 exactly if a difference is claimed.
-    Below `TO_CLAIM` common seeds nothing is claimed.
+    The test is Student's t of the differences within seeds, with Holm's correction over the
+    comparisons with enough seeds. The intervals match the claims: an interval leaves out 0 exactly
+    if a difference is claimed. Below `TO_CLAIM` common seeds nothing is claimed.
 
     Args:
-      effect: if nothing can be claimed, the seeds needed for this difference > 0 are counted.
+      effect: a difference, > 0. If nothing can be claimed, the verdict says how many seeds are
+        needed to find a difference this large.
     """
     places = (
         list(combinations(range(len(groups)), 2))
@@ -298,7 +303,7 @@ NOTHING = Difference(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
 def phrase_verdict(
     first: str, second: str, d: Difference, claim: str, *, effect: float, comparisons: int
 ) -> str:
-    """A verdict as a sentence."""
+    """Write a verdict as a sentence."""
     if claim != "open":
         low, high = sorted((abs(d.low), abs(d.high)))
         return (
@@ -327,22 +332,23 @@ def phrase_verdict(
 
 
 class Fall(NamedTuple):
-    """A line with a lower mean accuracy after training than before it."""
+    """A line whose mean accuracy is lower after training than before."""
 
     line: str
     before: float
     found: Difference  # after - before, within seeds
-    # whether it is beyond chance, at a level corrected for the number of lines
+    # whether the fall is beyond chance, at a level corrected for the number of lines
     claim: bool
     sentence: str
 
 
 def find_falls(groups: Sequence[Group]) -> list[Fall]:
-    """Lines with a lower accuracy at the end than at the start, over the runs with both figures: in
-    test accuracy, else in validation accuracy.
+    """Find the lines with a lower accuracy at the end than at the start. The figure is the test
+    accuracy, or the validation accuracy if a run has no test results. Runs without both values are
+    left out.
 
-    Holm's correction over all lines, whether or not they fell. Fewer than `TO_CLAIM` seeds claim
-    nothing.
+    Holm's correction is over all lines, whether or not they fell. With fewer than `TO_CLAIM` seeds
+    nothing is claimed.
     """
     ends = {
         group.label: [pair for run in group.runs if (pair := _ends(run)) is not None]
@@ -364,7 +370,7 @@ def find_falls(groups: Sequence[Group]) -> list[Fall]:
 
 
 def _ends(run: ReadRun) -> tuple[float, float] | None:
-    """Accuracy before and after training."""
+    """Return the accuracy before and after training; None if a value is missing."""
     before, after = (_side(run, side, "accuracy") for side in ("before", "after"))
     if before is not None and after is not None:
         return before, after
@@ -386,8 +392,8 @@ def phrase_fall(line: str, before: float, d: Difference, *, claim: bool) -> str:
 def format_verdicts(
     groups: Sequence[Group], compared: Figure, found: Sequence[Compared]
 ) -> list[str]:
-    """The verdicts as lines of text, with their basis, and with the lines of runs made worse by
-    training."""
+    """Write the verdicts as lines of text. Further lines name the falls, the basis of the verdicts,
+    and remarks."""
     return [
         *(v.sentence for v in found),
         *(fall.sentence for fall in find_falls(groups)),
@@ -397,7 +403,7 @@ def format_verdicts(
 
 
 def describe_basis(compared: Figure, found: Sequence[Compared]) -> str:
-    """The basis of the verdicts."""
+    """Say in one line on which figure and test the verdicts are based."""
     tested = sum(not math.isnan(v.p) for v in found)
     corrected = (
         f"; claims corrected for {tested} comparisons (Holm), each interval at 95 % or more"

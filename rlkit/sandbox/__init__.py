@@ -1,14 +1,15 @@
-"""Run code from a model: each program in one confined child, verdicts computed outside it.
+"""Run code written by a model. Each program runs in one confined child process, and verdicts are
+computed outside the child.
 
 A child is a fresh interpreter with an empty environment, an empty folder, and limits of time,
-memory, output and files. If the kernel has them, it also gets Landlock (files), seccomp (processes,
-network, signals) and namespaces. It reads the standard library, but no package installed beside it.
-A self-test probes the protection: `find_level()` gives the level.
+memory, output and files. If the kernel supports them, the child is also confined by Landlock
+(files), seccomp (processes, network, signals) and namespaces. It can read the standard library, but
+no installed package. A self-test probes the protection, and `find_level()` returns its level.
 
-Some things are not prevented. A program can ask whether a file exists and how large it is (not read
-it). Without namespaces it can fill the disk with many small files until its time is up. On macOS
-there are limits of time alone (untested). A bug of the kernel is beyond all of it: for code from an
-adversary put a virtual machine around the whole run.
+Some things are not prevented. A program can find out whether a file exists and how large it is, but
+cannot read it. Without namespaces it can fill the disk with many small files until its time is up.
+On macOS only time is limited (untested). None of this protects against a bug of the kernel: for
+code from an adversary, put a virtual machine around the whole run.
 
 Files in the order of their imports: _child, values, judge, process, asserts, level, interpreter.
 """

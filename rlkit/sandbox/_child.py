@@ -1,5 +1,5 @@
-"""Runs one untrusted program inside its limits and reports values, never a verdict. A script of its
-own: it imports no rlkit.
+"""Run one untrusted program inside its limits and report values, never a verdict. This file is a
+script of its own and does not import rlkit.
 
     python -I -S -B _child.py < job                    job: marshal of a dict, see `process._job`
     python -I -S -B _child.py session < job, programs  each a length of 8 bytes and that many bytes;
@@ -9,8 +9,8 @@ Records on the old standard output: tag, decimal length, ":", payload.
     R  ready, limits are on       X  limits could not be set, nothing ran (why)
     D  the program ran            P  what it printed       E  it raised (what)
     V  the next call's value      F  the next call raised (what)
-Whatever the program does here, it can only change what this process says; expected values are in
-another process.
+Whatever the program does in this process, it can only change the output of this process. Expected
+values are in another process.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ CWD = 0x2 | 0x4 | 0x8 | 0x20 | 0x100 | 0x4000
 
 
 def checked(result: int, what: str) -> int:
-    """The result of a C call, or OSError naming the call."""
+    """Return the result of a C call, or raise OSError with the name of the call."""
     import ctypes
 
     if result < 0:
@@ -196,22 +196,22 @@ def argument(index: int, half: int = 0) -> Instruction:
 
 
 def allow_values(values: list[int]) -> list[Instruction]:
-    """Allow each of these values of the number loaded last."""
+    """Allow the call if the number loaded last is one of these values."""
     return [x for value in sorted(values) for x in ((EQUAL, 0, 1, value), (GIVE, 0, 0, ALLOW))]
 
 
 def only(number: int, rules: list[Instruction]) -> list[Instruction]:
-    """Rules for the system call of this number, compared with the number loaded last. Anything the
-    rules do not allow is refused."""
+    """Apply rules to the system call with this number only. The number is compared with the number
+    loaded last. The call is refused unless a rule allows it."""
     return [(EQUAL, 0, len(rules) + 1, number), *rules, (GIVE, 0, 0, EPERM)]
 
 
 def fcntl_rules() -> list[Instruction]:
-    """The commands of `FCNTL`, and F_SETFL without O_ASYNC.
+    """Return rules that allow the fcntl commands of `FCNTL`, and F_SETFL without O_ASYNC.
 
-    All 64 bits of a command are compared, although the kernel takes only the low 32. Of flags it
-    reads the low bits alone. The C library leaves the high ones undefined, so they are not looked
-    at.
+    All 64 bits of a command are compared, although the kernel reads only the low 32. Of the flags
+    only the low bits are compared, as the kernel does, because the C library leaves the high bits
+    undefined.
     """
     commands = allow_values(list(FCNTL.values()))
     flags = [(EQUAL, 0, 3, F_SETFL), argument(2), (BITS, 1, 0, O_ASYNC), (GIVE, 0, 0, ALLOW)]
@@ -225,19 +225,19 @@ def fcntl_rules() -> list[Instruction]:
 
 
 def open_rules(index: int) -> list[Instruction]:
-    """Flags, an int of which the kernel reads 32 bits: access mode 3 is refused, and so is O_TRUNC
-    without a writing mode."""
+    """Return rules for the flags of open, an int of which the kernel reads 32 bits. Access mode 3
+    is refused, and so is O_TRUNC without a writing mode."""
     refused = [O_ACCMODE, O_ACCMODE | O_TRUNC, O_TRUNC]
     tests = [(EQUAL, len(refused) - i, 0, value) for i, value in enumerate(refused)]
     return [argument(index), (AND, 0, 0, O_ACCMODE | O_TRUNC), *tests, (GIVE, 0, 0, ALLOW)]
 
 
 def bpf(machine: str) -> list[Instruction]:
-    """The seccomp filter as (code, jump if true, jump if false, constant) instructions.
+    """Build the seccomp filter as instructions (code, jump if true, jump if false, constant).
 
-    Allowed are `ALLOWED`, opening files and fcntl within limits, threads, and asking for one's own
-    limits. clone3 is reported missing, so threads fall back on clone, with flags this filter can
-    read. ioctl says "not a terminal".
+    The filter allows the calls in `ALLOWED`, opening files and fcntl within limits, starting
+    threads, and reading the process's own limits. clone3 is reported as missing, so threads fall
+    back on clone, whose flags this filter can read. ioctl answers "not a terminal".
     """
     column, audit, clone, ioctl, prlimit, fcntl = MACHINES[machine]
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
@@ -269,7 +269,7 @@ def bpf(machine: str) -> list[Instruction]:
 
 
 def seccomp(libc: Any, instructions: list[Instruction]) -> None:
-    """Put the filter on this process and all its threads, for good."""
+    """Install the filter on this process and all its threads, permanently."""
     import ctypes
 
     # each a struct sock_filter
@@ -291,10 +291,11 @@ def seccomp(libc: Any, instructions: list[Instruction]) -> None:
 def landlock(
     libc: Any, paths: list[tuple[str, int]], newest: int | None = None, port: int | None = None
 ) -> None:
-    """Allow only files beneath these paths, each with its rights; later versions also bar TCP and
-    signals.
+    """Allow only files below these paths, each path with its rights. Later versions of Landlock
+    also block TCP and signals.
 
-    `newest` caps the Landlock version (ABI), as on an older kernel. `port` can be connected to.
+    `newest` caps the Landlock version (ABI), to imitate an older kernel. Connections to `port` stay
+    allowed.
     """
     import ctypes
     import os
@@ -385,7 +386,7 @@ def rlimits(job: Mapping[str, Any]) -> None:
 
 
 def confine(job: Mapping[str, Any]) -> None:
-    """Set all limits, in an order without conflicts. Raises if one cannot be set."""
+    """Set all limits, in an order without conflicts. Raises an error if a limit cannot be set."""
     features = job["features"]
     if sys.platform.startswith("linux"):
         import ctypes
@@ -412,7 +413,7 @@ def confine(job: Mapping[str, Any]) -> None:
 
 
 def powerless(libc: Any) -> None:
-    """Root inside a container has no power left."""
+    """Drop all capabilities, so that root inside a container has no special rights left."""
     checked(libc.capset((0x20080522).to_bytes(4, sys.byteorder) + bytes(4), bytes(24)), "capset")
 
 
@@ -420,10 +421,10 @@ def powerless(libc: Any) -> None:
 
 
 def encode(value: Any, room: int, depth: int = 0) -> bytes:
-    """Encode a value of Python's literal types as bytes; a subclass as its base; anything else as
-    its name.
+    """Encode a value of Python's literal types as bytes. A value of a subclass is encoded as its
+    base type, and any other value as the name of its type.
 
-    Raises: ValueError if it is larger than `room` bytes or nested too deeply.
+    Raises: ValueError if the value needs more than `room` bytes or is nested too deeply.
     """
     if depth > 60:
         raise ValueError("the value is nested too deeply")
@@ -483,7 +484,7 @@ def say(fd: int, tag: bytes, payload: bytes = b"") -> None:
 
 
 def reason(error: BaseException) -> bytes:
-    """An exception in one line; its own text may be long, and may raise."""
+    """Describe an exception in one line. Its own text may be long, and producing it may raise."""
     try:
         text = " ".join(str(error).split())[:300]
     except BaseException:
@@ -502,7 +503,7 @@ def reason(error: BaseException) -> bytes:
 
 
 class Printed:
-    """Standard output of the program: kept up to a limit, the rest is dropped."""
+    """The program's standard output: it is kept up to a limit, and the rest is dropped."""
 
     encoding = "utf-8"
 
@@ -524,7 +525,8 @@ class Printed:
 
 
 def interactive(code: str, namespace: dict[str, Any]) -> str:
-    """Run code. Returns the value of its last expression as text, or '', as at Python's prompt."""
+    """Run code, and return the value of its last expression as text, as at Python's prompt; ''
+    without a value."""
     tree: Any = compile(code, "<program>", "exec", 0x400)  # PyCF_ONLY_AST
     last = tree.body.pop() if tree.body and type(tree.body[-1]).__name__ == "Expr" else None
     exec(compile(tree, "<program>", "exec"), namespace)
@@ -537,7 +539,7 @@ def interactive(code: str, namespace: dict[str, Any]) -> str:
 
 
 def attempt(code: str, namespace: dict[str, Any], room: int) -> tuple[bytes, bytes | None]:
-    """Run a program. Returns its prints, with its last expression's value, and its failure, or
+    """Run a program. Return its prints with its last expression's value, and its failure or
     None."""
     printed = sys.stdout = sys.stderr = Printed(room)
     failed = None
@@ -549,8 +551,8 @@ def attempt(code: str, namespace: dict[str, Any], room: int) -> tuple[bytes, byt
 
 
 def given(source: int) -> bytes:
-    """Read the parent's next bytes to a session: a length of 8 bytes, and the bytes. Ends the
-    process if there are no more."""
+    """Read the parent's next message to a session: a length of 8 bytes, and this many bytes. If the
+    parent sends no more, end the process."""
     import os
 
     size = 0
@@ -569,7 +571,7 @@ def given(source: int) -> bytes:
 
 
 def programs(source: int, out: int, namespace: dict[str, Any], room: int) -> None:
-    """Run one program after the other in the same names, until there is none."""
+    """Run one program after another with the same names, until no more arrive."""
     while True:
         printed, failed = attempt(given(source).decode("utf-8", "replace"), namespace, room)
         say(out, b"P", printed)

@@ -1,4 +1,5 @@
-"""Split tests: the calls of the program go to the child, and the parent judges the answers."""
+"""Split tests: the child runs a test's calls of the program, and the parent judges the returned
+values."""
 
 from __future__ import annotations
 
@@ -20,21 +21,22 @@ from rlkit.sandbox.judge import (
 )
 from rlkit.sandbox.process import Result
 
-# of a call: only the program can read its own objects, as in str(Fraction(1, 2))
+# applied by the child: only the program can read its own objects, as in str(Fraction(1, 2))
 READ = ("str", "repr", "int", "float", "bytes")
 PREDICATES = ("all", "any", "isinstance", "issubclass", "hasattr")
-# an expectation may stand in their text
+# refused, because their text may contain an expectation
 EVALUATE = ("eval", "exec", "compile", "globals", "locals", "vars")
 BUILTINS = frozenset(dir(builtins)) - set(EVALUATE)
 
 
 class Unsplittable(ValueError):
-    """A test whose expectation cannot be told apart from the call. The message says why."""
+    """Raised for a test whose expectation cannot be separated from the calls. The message says
+    why."""
 
 
 class Check(NamedTuple):
-    """One test: the expressions for the child, and the verdict as an expression of their values,
-    `value_0`, `value_1`, …"""
+    """One split test: the expressions for the child, and the verdict as an expression of the
+    expressions' values `value_0`, `value_1`, …"""
 
     calls: tuple[str, ...]
     verdict: str
@@ -43,24 +45,24 @@ class Check(NamedTuple):
 class _Split(NamedTuple):
     """State while a test is split."""
 
-    calls: list[str]  # of the program, so far
-    functions: frozenset[str]  # evaluated outside
+    calls: list[str]  # calls of the program found so far
+    functions: frozenset[str]  # functions evaluated outside the program
     given: frozenset[str]  # names from the setup
-    defined: frozenset[str]  # functions among them
+    defined: frozenset[str]  # names of functions from the setup
 
 
 def split(test: str, setup: str = "") -> Check:
-    """The program's calls and the verdict of an assert.
+    """Split an assert into the program's calls and a verdict on their values.
 
-    A call of the program stands on one side of a comparison (==, is, in, <, <=, >, >=), perhaps
-    under a function of `judge.FUNCTIONS`, for example sorted, len, isclose and allclose; `and`,
-    `or` and arithmetic combine them. If the truth of a call is the verdict, as in `assert f(1)`,
-    the call takes plain values only. Comprehensions and lambdas are refused; `allclose` compares
-    lists of numbers.
+    A call of the program must be on one side of a comparison (==, is, in, <, <=, >, >=). It may be
+    inside a function of `judge.FUNCTIONS`, for example sorted, len, isclose and allclose.
+    Comparisons may be combined by `and`, `or` and arithmetic. If the truth of a call is the
+    verdict, as in `assert f(1)`, the call may take plain values only. Comprehensions and lambdas
+    are refused; `allclose` compares lists of numbers.
 
     Args:
-      setup: code run beside the program before the tests. A function defined there is not the
-        program's, and can judge nothing.
+      setup: code run in the program's process before the tests. A function defined in the setup
+        does not count as the program's, and cannot be the judge.
     Raises: Unsplittable if the expectation would be computed in the program's process, if both
       sides of a comparison come from the program, or if the test only excludes a value (!=,
       `is not`, `not in`).
@@ -77,7 +79,7 @@ def split(test: str, setup: str = "") -> Check:
             raise Unsplittable("not one assert")
         node = body[0].test
         s = _Split([], frozenset(FUNCTIONS), *_names(setup))
-        if not _from_program(node, s):  # then the program has a `sum` of its own, say
+        if not _from_program(node, s):  # for example the program's own `sum`
             s = s._replace(
                 functions=s.functions
                 - {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
@@ -93,15 +95,15 @@ def split(test: str, setup: str = "") -> Check:
 
 
 def passes(check: Check, *results: Result) -> bool:
-    """Judge one test, by the parent alone. False if a call gave no value, and if the verdict raises
-    anything."""
+    """Judge one test in the parent process. The test fails if a call returned no value, or if the
+    verdict raises anything."""
     if len(results) != len(check.calls) or any(result.error for result in results):
         return False
     values = {f"value_{i}": result.value for i, result in enumerate(results)}
     try:
         return truth(evaluate(_parse_verdict(check.verdict), values))
     except Exception:
-        # the assert would raise, too: isclose(10**400, 1.0), sorted([1, "a"]), min([]), …
+        # the assert itself would raise too: isclose(10**400, 1.0), sorted([1, "a"]), min([]), …
         return False
 
 
@@ -112,7 +114,7 @@ def _parse_verdict(verdict: str) -> ast.expr:
 
 @functools.lru_cache(4096)
 def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names bound at the top level of code, and those of its functions."""
+    """Return the names bound at the top level of the setup code, and the names of its functions."""
     given = set()
     defined = set()
     for node in ast.parse(setup).body:
@@ -135,9 +137,10 @@ def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _replace_calls(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
-    """The expression with the program's calls replaced by the names of their values.
+    """Replace the program's calls in an expression by the names of their values.
 
-    `asked`: its truth is the verdict, so a call in it must not hold the expectation.
+    `asked` is True if the expression's truth is the verdict, so that a call in it must not contain
+    the expectation.
     """
     if _is_program(node, s):
         return _call(node, s, asked)
@@ -167,7 +170,7 @@ def _replace_calls(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
             return ast.UnaryOp(node.op, _replace_calls(node.operand, s, True))
         case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
             return ast.UnaryOp(node.op, inner(node.operand))
-        # "%d" % x is no arithmetic
+        # "%d" % x is formatting, not arithmetic
         case ast.BinOp() if type(node.op) in ARITHMETIC and not _is_text(node.left):
             return ast.BinOp(inner(node.left), node.op, inner(node.right))
         case ast.BoolOp():
@@ -205,14 +208,15 @@ def _comparison(node: ast.Compare, s: _Split) -> ast.expr:
 
 
 def _are_truths(value: Any) -> bool:
-    """Whether a value is a bool, or consists of bools."""
+    """Return whether a value is a bool, or a nonempty collection of bools."""
     if isinstance(value, list | tuple | set | frozenset):
         return len(value) > 0 and all(map(_are_truths, value))
     return isinstance(value, bool)
 
 
 def _literal(node: ast.expr, s: _Split) -> Any:
-    """The value of an expression without the program. Raises: Unsplittable if it has none."""
+    """Evaluate an expression without calls of the program. Raises: Unsplittable if it has no
+    value."""
     try:
         return evaluate(_replace_calls(node, s, False), {})
     except Unsplittable:
@@ -222,7 +226,7 @@ def _literal(node: ast.expr, s: _Split) -> Any:
 
 
 def _function(node: ast.Call, s: _Split, asked: bool) -> ast.expr:
-    """A call of one of `judge.FUNCTIONS`."""
+    """Split a call of one of `judge.FUNCTIONS`."""
     name = ast.unparse(node.func)
     if name not in s.functions:
         raise Unsplittable(f"{name:.60} cannot be evaluated outside the program")
@@ -244,8 +248,7 @@ def _function(node: ast.Call, s: _Split, asked: bool) -> ast.expr:
             raise Unsplittable(f"isinstance takes a value and one of {', '.join(TYPES)}")
         return ast.Call(node.func, [_replace_calls(node.args[0], s, False), node.args[1]], [])
     asked = asked or name in ("all", "any", "bool")
-    # The child sends a list of the items of the program's value, so the value may be a generator or
-    # a view of a dict.
+    # The child sends the value's items as a list, so the value may be a generator or a dict view.
     form = "[*{}]" if name in ITERATE or (name in ("min", "max") and len(node.args) == 1) else "{}"
     arguments = [
         _call(part, s, asked, form) if _is_program(part, s) else _replace_calls(part, s, asked)
@@ -262,8 +265,8 @@ def _function(node: ast.Call, s: _Split, asked: bool) -> ast.expr:
 
 
 def _is_program(node: ast.expr, s: _Split) -> bool:
-    """Whether a part is a call of the program, or an item, attribute or method of its value. A
-    `READ` function of one is as well."""
+    """Return whether an expression is a call of the program, or an item, attribute or method of its
+    value. A `READ` function of such an expression counts too."""
     called = False
     while True:
         match node:
@@ -283,12 +286,13 @@ def _is_program(node: ast.expr, s: _Split) -> bool:
 
 
 def _from_program(node: ast.AST, s: _Split) -> bool:
-    """Whether the program has a say in the value of a part."""
+    """Return whether the program influences the value of an expression."""
     return any(isinstance(part, ast.expr) and _is_program(part, s) for part in ast.walk(node))
 
 
 def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
-    """Add a call of the program. Raises: Unsplittable if the expectation may stand inside."""
+    """Add a call of the program to the calls. Raises: Unsplittable if the call may contain the
+    expectation."""
     text = ast.unparse(node)
     if asked:
         _require_question(node, s)
@@ -306,8 +310,8 @@ def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
 
 
 def _judges(node: ast.AST) -> bool:
-    """Whether a part decides something about its content: a comparison, a predicate, a library's
-    function of several values."""
+    """Return whether an expression may judge the values inside it: a comparison, a predicate, or a
+    library function of several values."""
     if isinstance(node, ast.Compare | ast.BoolOp) or (
         isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
     ):
@@ -326,7 +330,8 @@ def _judges(node: ast.AST) -> bool:
 
 
 def _is_library(function: ast.expr) -> bool:
-    """Whether a function belongs to a module, as np.abs; `Solution().f` and `Solution.f` do not."""
+    """Return whether a function belongs to a module, as np.abs does. `Solution().f` and
+    `Solution.f` do not."""
     while isinstance(function, ast.Attribute):
         function = function.value
         if isinstance(function, ast.Name):
@@ -335,8 +340,8 @@ def _is_library(function: ast.expr) -> bool:
 
 
 def _require_question(node: ast.expr, s: _Split) -> None:
-    """Require one call of the program, with plain values. Otherwise its truth may come from an
-    expectation inside: check(f(2), 4)."""
+    """Raise Unsplittable unless an expression is a single call of the program with plain values.
+    Otherwise its truth may come from an expectation inside, as in check(f(2), 4)."""
     calls: list[ast.Call] = []
     part: Any = node
     while not isinstance(part, ast.Name):
@@ -364,7 +369,7 @@ def _require_question(node: ast.expr, s: _Split) -> None:
 
 
 def _is_plain(argument: ast.expr, s: _Split) -> bool:
-    """Whether an argument uses only literals, Python's own names, names from the setup, and
+    """Return whether an argument uses only literals, Python's own names, names from the setup, and
     constructors."""
     names = [part for part in ast.walk(argument) if isinstance(part, ast.Name)]
     # of a comprehension

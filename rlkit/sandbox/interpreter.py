@@ -1,4 +1,4 @@
-"""A confined interpreter: it keeps its names from one program to the next, until it is closed or
+"""A confined interpreter. Its names are kept from one program to the next, until it is closed or
 killed."""
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from rlkit.sandbox.process import (
 from rlkit.sandbox.values import split_records
 from rlkit.system.deadline import end_when_left
 
-# seconds of processor time of a session: each program has its own time on the parent's clock
+# seconds of processor time for a whole session; the parent's clock limits each program
 LIFETIME = 1_000_000.0
-# a child is killed with the thread that started it, and each tool call has a thread of its own
+# A child is killed when the thread that started it ends, and each tool call has its own thread. So
+# this lasting thread starts all children.
 STARTER = ThreadPoolExecutor(1, "interpreters")
 
 
 class Interpreter:
-    """One child for many programs, under the limits of `Sandbox`. Each program has its own limits
-    of time and output.
+    """A child process for many programs, under the limits of `Sandbox`. The limits of time and
+    output apply to each program.
 
-    Its first program starts it. If a program runs out of time, writes too much or ends the
-    interpreter, all names are lost, and the next program starts a new child. One program at a time.
+    The first program starts the child. If a program runs out of time, writes too much or ends the
+    interpreter, all names are lost, and the next program starts a new child. Programs run one at a
+    time.
     """
 
     def __init__(self, sandbox: Sandbox | None = None):
@@ -53,7 +55,7 @@ class Interpreter:
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self, code: str) -> Outcome:
-        """Run a program in the names left by the earlier ones.
+        """Run a program with the names defined by earlier programs.
 
         Raises: ConfigError, see `require`; SandboxError if the limits cannot be set. Nothing a
         program does raises an error.
@@ -76,8 +78,7 @@ class Interpreter:
             return outcome
 
     def close(self) -> None:
-        """Kill the interpreter and remove its folder. A program still running in it does not hold
-        this up."""
+        """Kill the interpreter and remove its folder, without waiting for a running program."""
         if self.child is not None:
             self.kill()
         with self.lock:
@@ -99,8 +100,8 @@ class Interpreter:
         require_start(said)
 
     def _send(self, data: bytes, seconds: float) -> bool:
-        """Whether the interpreter has read all of it in time: a thread of an earlier program may
-        keep it from reading."""
+        """Send bytes, and return whether the interpreter has read all of them in time. A thread of
+        an earlier program may keep it from reading."""
         assert self.child is not None and self.child.stdin is not None
         pipe = self.child.stdin.fileno()
         os.set_blocking(pipe, False)
@@ -122,7 +123,7 @@ class Interpreter:
             try:
                 if not self._send(code.encode("utf-8", "replace"), self.sandbox.time_limit):
                     return Outcome("timeout", seconds=monotonic() - start)
-            except BrokenPipeError:  # an earlier program's thread has ended the interpreter since
+            except BrokenPipeError:  # a thread of an earlier program has ended the interpreter
                 return Outcome("died")
             start = monotonic()
             said, how = self._read_answer(self.sandbox.time_limit, "DE")

@@ -2,8 +2,8 @@
 `isclose`, `sorted` and the like.
 
 Only literal values come in (see `values`), so nothing here runs code of the program. There are no
-loops, and an operation that could make a large value from a small one is bounded. So the cost
-depends only on the length of the test and of the values.
+loops, and operations that could make a large value from a small one are bounded. So the cost
+depends only on the lengths of the test and of the values.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ TYPES = {
 
 
 def truth(value: Any) -> bool:
-    """Whether a value counts as true. Raises: TypeError for a value of no literal type, because
-    only the program knows its truth."""
+    """Return whether a value counts as true. Raises: TypeError for a value that has no literal
+    type, because only the program knows its truth."""
     if isinstance(value, Opaque):
         raise TypeError(f"the truth of a {value.type} is not known outside the program")
     return bool(value)
 
 
 def isclose(a: Any, b: Any, *, rel_tol: float = 1e-9, abs_tol: float = 0.0) -> bool:
-    """|a - b| ≤ max(rel_tol · max(|a|, |b|), abs_tol) of two real numbers, as `math.isclose`. bool
-    is no number here."""
+    """Return whether |a - b| ≤ max(rel_tol · max(|a|, |b|), abs_tol) for two real numbers, as
+    `math.isclose` does. A bool does not count as a number."""
     return math.isclose(_real(a), _real(b), rel_tol=rel_tol, abs_tol=abs_tol)
 
 
 def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """|a - b| ≤ atol + rtol · |b| for all numbers of two equally nested lists, as `numpy.allclose`
-    but without broadcasting."""
+    """Return whether |a - b| ≤ atol + rtol · |b| for all numbers of two equally nested lists. This
+    is `numpy.allclose` without broadcasting."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(
             allclose(x, y, rtol, atol) for x, y in zip(a, b, strict=True)
@@ -76,7 +76,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "any": lambda items: any(map(truth, items)),
     "range": _range,
     "bool": truth,
-    "isinstance": isinstance,  # of `TYPES`, see `evaluate`
+    "isinstance": isinstance,  # with a type of `TYPES`, see `evaluate`
     "round": _round,
     "isclose": isclose,
     "math.isclose": isclose,
@@ -120,8 +120,7 @@ KEYWORDS = {
     "sum": {"start"},
     "round": {"ndigits"},
 }
-# These take the items of one argument, whatever it is: of a program's value the child sends the
-# list of its items.
+# Functions of one iterable. Of a program's iterable, the child sends the items as a list.
 ITERATE = {"all", "any", "len", "sorted", "set", "frozenset", "list", "tuple", "sum"}
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -146,7 +145,7 @@ ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 
 def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of an expression of literals, `names`, operators and `FUNCTIONS`.
+    """Evaluate an expression of literals, `names`, operators and `FUNCTIONS`.
 
     Raises: the same errors as Python, TypeError and KeyError for anything else, OverflowError if a
     value becomes too large.

@@ -32,18 +32,17 @@ CHOICES = (
     (),
 )  # strongest first
 
-# Each gives True if it gets through. CANARY is a readable file outside, PARENT the process id of
-# the parent.
+# Each expression is an attack. CANARY is a readable file outside, PARENT the parent's pid.
 ATTACKS = {
     "files": "open(CANARY).read()",
     "writing": "open(CANARY, 'a')",
-    # opened neither to read nor to write; Landlock alone does not look at this
+    # opened neither for reading nor for writing, which Landlock alone does not check
     "truncation": "os.open(CANARY, 3 | os.O_TRUNC)",
     "network": "__import__('_socket').socket()",
     "fork": "os.fork() or os._exit(0)",
     "exec": "os.execv('/bin/sh', ['sh', '-c', 'exit']) if os.fork() == 0 else os.wait()",
     "signals": "os.kill(PARENT, 0)",
-    "signals by the kernel": "fcntl.fcntl(0, fcntl.F_SETOWN, PARENT)",  # sends none by itself
+    "signals by the kernel": "fcntl.fcntl(0, fcntl.F_SETOWN, PARENT)",  # sends no signal by itself
     "parent": "open(f'/proc/{PARENT}/environ', 'rb').read()",
 }
 SELF_TEST = """
@@ -58,13 +57,13 @@ def attempt(text):
 
 
 class Level(NamedTuple):
-    """The protection between a program and this machine. `open` names the successful attacks of the
-    self-test."""
+    """The level of protection between a program and this machine. `open` names the attacks of the
+    self-test that succeeded."""
 
     name: str
     features: tuple[str, ...]
     open: tuple[str, ...]
-    reasons: tuple[str, ...] = ()  # why there is no stronger level
+    reasons: tuple[str, ...] = ()  # reasons why no stronger level is used
 
     def __str__(self) -> str:
         blocked = ", ".join(f"{name} blocked" for name in ATTACKS if name not in self.open)
@@ -74,8 +73,8 @@ class Level(NamedTuple):
 
 @functools.cache
 def find_level() -> Level:
-    """The strongest level whose self-test passes here; found once a process. The weakest, `basic`,
-    has limits of time and memory only.
+    """Find the strongest level whose self-test passes on this machine. It is found once in each
+    process. The weakest level, `basic`, limits time and memory only.
 
     Folders left behind by a killed process are removed first.
     Raises: SandboxError if not even `basic` runs.
@@ -103,8 +102,8 @@ def find_level() -> Level:
 
 
 def self_test(features: Sequence[str]) -> tuple[str, ...]:
-    """The successful attacks under these features. Raises: SandboxError if the features cannot be
-    set, or the test itself fails."""
+    """Run all attacks under these features, and return the names of the successful ones. Raises:
+    SandboxError if the features cannot be set, or if the test itself fails."""
     with make_folder() as outside:
         canary = Path(outside, "canary")
         canary.write_text("readable by all")
@@ -124,8 +123,8 @@ def self_test(features: Sequence[str]) -> tuple[str, ...]:
 
 
 def require(sandbox: Sandbox) -> Level:
-    """The level here. Raises: ConfigError if it is weaker than required without consent, or if a
-    number is out of range."""
+    """Return the level of this machine. Raises: ConfigError if a number of the settings is out of
+    range, or if the level is weaker than `min_level` and the user has not set `allow_weak`."""
     check_settings(sandbox)
     if sandbox.min_level not in LEVELS:
         raise ConfigError(
@@ -143,8 +142,7 @@ def require(sandbox: Sandbox) -> Level:
 
 
 def get_known_level() -> Level | None:
-    """The level, if a program has run or the level was asked for; None if no sandbox was needed so
-    far."""
+    """Return the level if this process has found it already, otherwise None."""
     return find_level() if find_level.cache_info().currsize else None
 
 
@@ -164,14 +162,14 @@ def run_many(
     features: Sequence[str] | None = None,
     landlock_abi: int | None = None,
 ) -> list[Outcome | SandboxError]:
-    """`run` for many programs on a few threads, each with one child at a time; outcomes in the
-    order of the jobs.
+    """Run many programs as `run` does, on a few threads, each with one child at a time. The
+    outcomes are in the order of the jobs.
 
-    If a program's child cannot be set up, a SandboxError stands in place of its outcome, and the
-    others run.
+    If the child of a program cannot be set up, its outcome is a SandboxError, and the other
+    programs still run.
 
     Args:
-      features, landlock_abi: as in `run_with`; None: the level's own.
+      features, landlock_abi: as in `run_with`; None takes those of the level.
     Raises: ConfigError, see `require`.
     """
     if not jobs:

@@ -1,5 +1,5 @@
-"""Run each program in one child process: the parent starts, reads, times and kills it, and never
-runs a line of the program. The parent also chooses the files readable for the program, and its
+"""Run each program in one child process. The parent starts, reads, times and kills the child, and
+never runs a line of the program. The parent also chooses the program's readable files and its
 working folder."""
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rlkit.system.processors import count_cores
 from rlkit.types import ranges, reaches
 
 CHILD = Path(__file__).with_name("_child.py")
-# seconds until the interpreter stands: a loaded machine is not the program's fault
+# seconds for the interpreter to start, not counted as the program's time
 START_LIMIT = 30.0
-DISK_MB = 16  # of the folder in memory, with namespaces only
-# packages installed beside the standard library belong to the trainer, not to the program
+DISK_MB = 16  # size of the program's folder in memory, used with namespaces only
+# folders of installed packages; they are for the trainer and not readable for programs
 PACKAGES = ("site-packages", "dist-packages")
-# a folder of this name has, or had, an owner that holds its lock while it lives
+# prefix of a program's folder; its owner holds a lock on it while the owner lives
 FOLDER = "rlkit-program-"
 
 # Run once, in an interpreter of its own: find the shared libraries loaded by the standard library's
@@ -60,33 +60,34 @@ Ending = Literal["end", "timeout", "flood"]
 
 
 class SandboxError(RLKitError, RuntimeError):
-    """The limits could not be put on a child. Its program did not run."""
+    """Raised if a child could not be started under its limits. The program did not run."""
 
 
 @reaches(min_level="outside", allow_weak="outside")
 @ranges(time_limit=(0.01, None), memory_mb=(64, None), output_kb=(1, None), workers=(1, None))
 class Sandbox(NamedTuple):
-    """How untrusted programs run."""
+    """Settings for running untrusted programs."""
 
-    time_limit: float = 5.0  # seconds of one program, its start not counted
-    memory_mb: int = 512  # address space of one program
+    time_limit: float = 5.0  # seconds for one program, without the start of its interpreter
+    memory_mb: int = 512  # most address space of one program
     output_kb: int = 64  # most output of one program
-    # of isolation; a weaker one is refused
+    # a machine with a weaker level is refused
     min_level: Literal["basic", "kernel", "kernel+ns"] = "kernel"
     allow_weak: bool = False  # run even if min_level cannot be reached
-    workers: int | None = None  # programs at once; None: one for each core, at most 8
+    workers: int | None = None  # programs at the same time; None: one for each core, at most 8
 
 
 @runtime_checkable
 class Sandboxed(Protocol):
-    """A tool that runs programs, or the owner of a method that does. Its isolation is checked
-    before a run begins."""
+    """A tool that runs programs, or an object with a method that does. The isolation on this
+    machine is checked before a run begins."""
 
     sandbox: Sandbox
 
 
 class Job(NamedTuple):
-    """A program, and expressions to evaluate after it ran. Expected values never stand here."""
+    """A program, and expressions to evaluate after it has run. A job never contains expected
+    values."""
 
     code: str
     calls: tuple[str, ...] = ()
@@ -101,11 +102,15 @@ class Result(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a program ended, as told by the parent's clock and by the child.
+    """How a program ended, judged by the parent's clock and the child's output.
 
-    `status`: ok (it ran to its end and every call was answered, perhaps by an exception), error
-    (the program raised, see `error`), timeout, flood (more output than allowed), died (exit,
-    signal, or out of memory for good).
+    `status` is
+
+        ok        the program ran to its end, and every call returned a value or raised
+        error     the program raised an exception, see `error`
+        timeout   its time was up
+        flood     it wrote more output than allowed
+        died      it exited, was killed by a signal, or ran out of memory
     """
 
     status: Status
@@ -116,7 +121,7 @@ class Outcome(NamedTuple):
 
 
 def check_settings(sandbox: Sandbox) -> None:
-    """Raise ConfigError naming a number out of range."""
+    """Raise ConfigError if a number of the settings is out of range."""
     for name, (least, _) in Sandbox.__ranges__.items():  # type: ignore[attr-defined]
         value = getattr(sandbox, name)
         if value is not None and not least <= value:
@@ -124,8 +129,8 @@ def check_settings(sandbox: Sandbox) -> None:
 
 
 def count_workers(sandbox: Sandbox) -> int:
-    """The number of programs at once: the setting, or one for each core up to 8; never more than
-    fit in half of the memory."""
+    """Return the number of programs to run at the same time: the setting, or one for each core up
+    to 8. It is never more than fit into half of the memory."""
     asked = sandbox.workers or min(count_cores(), 8)
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return asked
@@ -136,12 +141,12 @@ def count_workers(sandbox: Sandbox) -> int:
 def run_with(
     job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None
 ) -> Outcome:
-    """Run one program under these features of the kernel, whatever their level. `run` is the
-    function to use.
+    """Run one program under given features of the kernel, without checking the level. Call `run`
+    instead unless you test features.
 
     Args:
-      landlock_abi: the newest version of Landlock to use, as on an older kernel; None for the
-        kernel's own.
+      landlock_abi: the newest version of Landlock to use, to imitate an older kernel; None uses the
+        kernel's own version.
     Raises: SandboxError if the limits cannot be set or this machine cannot start the child.
     """
     check_settings(sandbox)
@@ -157,7 +162,7 @@ def run_with(
 
 
 def _run_child(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
-    """Start the child in a folder of its own, and read its output until its end; see `_read`."""
+    """Start a child in a folder of its own, and read its output until it ends (`_read`)."""
     with make_folder() as path, tempfile.TemporaryFile() as given:
         given.write(job)
         given.seek(0)
@@ -170,8 +175,8 @@ def _run_child(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
 def start_child(
     path: str, stdin: Any, *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
-    """Start a child in a folder, and return it with a function to kill it and all its children. It
-    is killed at the end of the block."""
+    """Start a child in a folder. Yield the child, and a function to kill it with all of its own
+    children. The child is killed at the end of the block."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(CHILD), *arguments],
         stdin=stdin,
@@ -217,12 +222,12 @@ def _job(
 
 
 def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
-    """Read the child's output until it ends, its time is up, or it has said too much. Returns also
-    the seconds since it was ready."""
+    """Read the child's output until the child ends, its time is up, or its output is too long. Also
+    return the seconds since the program started."""
     data = bytearray()
     start = monotonic()
     how = read_output(fd, data, START_LIMIT, sandbox, "RX")
-    if how == "said":  # the first record is ours: the program runs after it
+    if how == "said":  # the child sent its first record; the program runs now
         start = monotonic()
         how = read_output(fd, data, sandbox.time_limit, sandbox)
     return (
@@ -235,13 +240,13 @@ def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
 def read_output(
     fd: int, data: bytearray, seconds: float, sandbox: Sandbox, last: str = ""
 ) -> Ending | Literal["said"]:
-    """Append a child's output to `data`, until a record with one of the tags `last` ("said") or
-    until the child can or may say no more."""
+    """Append a child's output to `data`. Stop at a record with one of the tags in `last` ("said"),
+    at the end of the output, or at the limit of time or size."""
     end = monotonic() + seconds
     poller = select.poll()
     poller.register(fd, select.POLLIN | select.POLLHUP)
     while True:
-        # not the newest alone: more may have come with it
+        # check all records, because several may have arrived together
         if last and any(tag in last for tag, _ in split_records(bytes(data))):
             return "said"
         if len(data) > sandbox.output_kb << 10:
@@ -257,7 +262,7 @@ def read_output(
 
 
 def require_start(said: list[tuple[str, bytes]], how: str = "no answer") -> None:
-    """Raise a SandboxError unless the child has said that the program starts."""
+    """Raise a SandboxError unless the child has reported that its limits are set."""
     if not said or said[0][0] != "R":
         why = said[0][1].decode("utf-8", "replace") if said else f"the child said nothing ({how})"
         raise SandboxError(
@@ -299,12 +304,12 @@ def _result(tag: str, payload: bytes) -> Result:
 
 @functools.cache
 def list_readable() -> tuple[str, ...]:
-    """The files and folders readable for a program besides its own folder: the standard library and
-    the libraries it loads.
+    """List the files and folders a program can read besides its own folder: the standard library
+    and the shared libraries it loads.
 
-    Landlock allows whole subtrees and cannot leave a part of one out. So every entry of the
-    standard library's folders is listed, except the folders of installed packages. Of the system's
-    libraries only the ones loaded by the standard library are listed.
+    Landlock allows a whole folder tree and cannot exclude a part of it. So the entries of the
+    standard library's folders are listed one by one, without the folders of installed packages. Of
+    the system's libraries, only those loaded by the standard library are listed.
     """
     found = {sysconfig.get_config_var("DESTSHARED"), "/usr/share/zoneinfo", "/usr/lib/locale"}
     for name in ("stdlib", "platstdlib"):
@@ -328,21 +333,22 @@ def list_readable() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def make_folder() -> Iterator[str]:
-    """Make an empty folder, and remove it afterwards, whatever a program left in it.
+    """Make an empty folder for this block, and remove it afterwards with everything a program left
+    in it.
 
-    It is locked while its owner lives. The kernel releases the lock however the owner ends, so
-    `remove_leftovers` can tell an abandoned folder from one in use, even if several process
-    namespaces share a temporary folder.
+    The folder is locked while its owner lives. However the owner ends, the kernel releases the
+    lock. So `remove_leftovers` can tell an abandoned folder from a folder in use, even if several
+    process namespaces share the temporary folder.
     """
     made = tempfile.mkdtemp(prefix=".rlkit-")
     lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
     path = made
     try:
-        if _is_locked(lock):  # else it keeps its name and is never swept
+        if _is_locked(lock):  # otherwise it keeps its name, and `remove_leftovers` ignores it
             path = os.path.join(
                 os.path.dirname(made), FOLDER + os.path.basename(made)[len(".rlkit-") :]
             )
-            os.rename(made, path)  # only now: a folder of this name without a lock has no owner
+            os.rename(made, path)  # after locking: unlocked, it would count as abandoned
         yield path
     finally:
         _remove(path)
@@ -350,8 +356,7 @@ def make_folder() -> Iterator[str]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove this user's folders in the temporary folder, if their owner is gone. Returns their
-    paths."""
+    """Remove this user's program folders whose owner is gone, and return their paths."""
     swept = []
     for entry in Path(tempfile.gettempdir()).glob(FOLDER + "*"):
         try:
@@ -368,8 +373,8 @@ def remove_leftovers() -> list[str]:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether this process now holds the lock; no if another does, or if the file system has
-    none."""
+    """Try to lock a folder, and return whether this process now holds the lock. The answer is False
+    if another process holds it, or if the file system has no locks."""
     import fcntl  # not on Windows; nothing here runs there
 
     try:
@@ -382,6 +387,6 @@ def _is_locked(descriptor: int) -> bool:
 def _remove(path: str) -> None:
     with contextlib.suppress(OSError, RecursionError):
         shutil.rmtree(path)
-    if os.path.exists(path):  # folders nested too deeply, or made unreadable (basic level only)
+    if os.path.exists(path):  # nested too deeply, or made unreadable (basic level only)
         subprocess.run(["chmod", "-R", "u+rwx", path], check=False, stderr=subprocess.DEVNULL)
         subprocess.run(["rm", "-rf", path], check=False, stderr=subprocess.DEVNULL)

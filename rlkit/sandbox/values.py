@@ -1,5 +1,5 @@
-"""Values from untrusted programs: decode a child's output, and compare values with literals.
-Nothing here runs their code."""
+"""Values from untrusted programs: decode a child's output, and compare its values with literals.
+Nothing in this file runs code of a program."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value of no literal type. It equals nothing expected, has no items and no order, and is no
-    tuple."""
+    """Stand for a value that has no literal type. It equals no expected value, and has no items and
+    no order."""
 
     type: str
 
@@ -37,12 +37,12 @@ COLLECTIONS: dict[bytes, Callable[[list[Any]], Any]] = {
 
 
 class Malformed(ValueError):
-    """Bytes without a value: the program wrote to the channel itself."""
+    """Raised for bytes that encode no value, because the program itself wrote to the channel."""
 
 
 def split_records(data: bytes) -> list[tuple[str, bytes]]:
-    """The whole records of a child's output: (tag, payload). Reading stops at the first broken
-    record."""
+    """Split a child's output into its complete records, (tag, payload) each. Reading stops at the
+    first broken record."""
     out = []
     position = 0
     while position < len(data):
@@ -101,8 +101,8 @@ def _decode(data: bytes, position: int, depth: int) -> tuple[Any, int]:
 
 
 def are_equal(value: Any, expected: Any) -> bool:
-    """Whether a value equals the expected one, types included: True is not 1, (1, 2) is not [1, 2];
-    2.0 is 2, as numbers are one kind.
+    """Return whether a value equals the expected value and has the same type: True does not equal
+    1, and (1, 2) does not equal [1, 2]. All numbers are one type, so 2.0 equals 2.
 
     NaN equals nothing, as in Python. Dict order does not count.
     >>> are_equal([1, (2.0, "a")], [1, (2, "a")]), are_equal(True, 1), are_equal((1,), [1])
@@ -127,8 +127,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _key(value: Any) -> tuple[str, Any]:
-    """A hashable value with its type, at any depth, since hashing does not keep True and 1
-    apart."""
+    """Pair a hashable value with its type, at any depth, because sets and dicts treat True and 1 as
+    equal."""
     if isinstance(value, tuple):
         return "tuple", tuple(map(_key, value))
     if isinstance(value, frozenset):

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: whether a model has them, and the model below them."""
+"""PEFT adapters: find out whether a model has adapters, and get the model below them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether a model is one of PEFT's. A process that has not imported PEFT has none."""
+    """Return whether a model is a PEFT model. If this process has not imported PEFT, the answer is
+    False, without an import."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel
@@ -16,12 +17,12 @@ def has_adapters(model: Any) -> bool:
 
 
 def base_model(model: Any) -> Any:
-    """The model below the adapters. A model without adapters is returned itself."""
+    """Return the model below the adapters, or the model itself if it has no adapters."""
     return model.get_base_model() if has_adapters(model) else model
 
 
 def lora_layers(model: Any) -> list[Any]:
-    """The layers with LoRA factors, in the order of `modules()`."""
+    """List the layers with LoRA factors, in the order of `modules()`."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.lora import LoraLayer
@@ -30,7 +31,7 @@ def lora_layers(model: Any) -> list[Any]:
 
 
 class LoRAFactors(NamedTuple):
-    """base(x) + scaling · up(down(x))."""
+    """The parts of a LoRA layer. It computes base(x) + scaling · up(down(x))."""
 
     base: Any
     down: Any
@@ -39,11 +40,11 @@ class LoRAFactors(NamedTuple):
 
 
 def plain_lora(layer: Any) -> LoRAFactors | None:
-    """A LoRA layer's factors, if base and factors are all that it computes in evaluation mode; None
-    otherwise.
+    """Return a LoRA layer's factors, or None if in evaluation mode the layer computes anything
+    besides its base and these factors.
 
-    This holds for PEFT's linear layers with one active adapter, if it is neither merged nor
-    disabled nor a variant like DoRA.
+    The factors are returned for PEFT's linear layers with one active adapter. This adapter must not
+    be merged, disabled, or a variant like DoRA.
     """
     if "peft" not in sys.modules:
         return None

@@ -1,9 +1,9 @@
-"""List a run's files in its checkpoints. A resumed run recognises its own files by the list, and
-moves all others to aside/.
+"""List a run's files in its checkpoints. A resumed run recognises its own files by this list, and
+moves all other files to aside/.
 
 A checkpoint lists the files the run appends to, each with its size and the SHA-256 of its bytes. It
-also holds a short digest of each row of metrics.jsonl. So the files need no mark of their run: the
-checkpoint names its run, and thereby the owner of all these files.
+also holds a short digest of each row of metrics.jsonl. So the files themselves need not name their
+run: the checkpoint names the run, and all listed files belong to this run.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ SHOWN = 3  # most files named in a sentence
 
 
 class Hashed(NamedTuple):
-    """The start of a file."""
+    """The measured start of a file."""
 
-    size: int  # bytes
-    digest: Any  # SHA-256 of them, as an object of hashlib open to more bytes
+    size: int  # bytes measured
+    digest: Any  # their SHA-256, a hashlib object to continue with further bytes
 
 
 def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashed]:
-    """Size and digest of every file the run appends to, by its path in the folder. An unreadable
-    file is left out.
+    """Measure the size and digest of every file the run appends to. Returns: path in the folder →
+    Hashed. An unreadable file is left out.
 
     Args:
       before: the result of an earlier call in this process. Only the bytes appended since then are
@@ -84,8 +84,7 @@ def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashe
     for path in _list_appended(folder):
         name = path.relative_to(folder).as_posix()
         with suppress(OSError):
-            # an error on one rank alone would leave the others waiting for their part of the
-            # checkpoint
+            # an error on one rank would leave the others waiting inside the checkpoint's save
             found[name] = _measure_file(path, before.get(name))
     return found
 
@@ -100,8 +99,8 @@ def _measure_file(path: Path, before: Hashed | None) -> Hashed:
 
 
 def list_files(folder: Path, measured: Mapping[str, Hashed]) -> dict[str, Any]:
-    """List the run's files for a checkpoint, in plain types: `files`, name → [size, digest], and
-    `rows`, digests of lines."""
+    """List the run's files for a checkpoint, in plain types. `files` is name → [size, digest], and
+    `rows` holds the digests of the lines of metrics.jsonl."""
     lines: list[bytes] = []
     with suppress(OSError):
         lines = read_regular(folder / METRICS).split(b"\n")
@@ -123,8 +122,8 @@ def _match_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def clear_places(folder: Path) -> None:
-    """Move anything but a regular file away from the places of the run's files, to aside/. Reading
-    a FIFO would never end.
+    """Make sure that no path of the run's files is taken by anything but a regular file. Anything
+    else, such as a FIFO, is moved to aside/, because reading it might never end.
 
     Raises: DataError naming a file or folder without read permission.
     """
@@ -143,7 +142,7 @@ def _clear(folder: Path, path: Path, fits: Callable[[Path], bool], kind: str) ->
 
 
 def require_readable(path: Path) -> None:
-    """Raise DataError if a file or folder of a run cannot be read, or is neither."""
+    """Raise DataError if a path of a run cannot be read, or is neither a file nor a folder."""
     try:
         if path.is_dir():
             os.listdir(path)
@@ -179,7 +178,7 @@ def set_aside(folder: Path, name: str) -> str:
 
 
 def find_free_place(folder: Path, name: str) -> str:
-    """The place `set_aside` would choose for a file, as a path in the folder."""
+    """Return the path in the folder to which `set_aside` would move a file."""
     places = (
         f"{ASIDE}/{name}" if number == 1 else f"{ASIDE}_{number}/{name}"
         for number in itertools.count(1)
@@ -188,10 +187,10 @@ def find_free_place(folder: Path, name: str) -> str:
 
 
 def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: int) -> None:
-    """Compare the run's files with the list in the checkpoint of RL step `step`. Report files that
-    are missing or not the run's own.
+    """Compare the run's files with the list in the checkpoint of RL step `step`. Print a line about
+    missing files and about files of another run.
 
-    A file of another run is moved to aside/ whole. Bytes behind the listed ones belong to later
+    A file of another run is moved to aside/ whole. Bytes after the listed size belong to later
     steps, and stay.
 
     Args:
@@ -217,8 +216,7 @@ def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: i
 
 
 def _find_fault(path: Path, size: int, digest: str, step: int) -> str:
-    """The difference between a file and the run's own bytes, in a few words; empty if there is
-    none."""
+    """Say in a few words how a file differs from the run's own bytes; empty if it does not."""
     try:
         with open_regular(path) as file:
             held = os.fstat(file.fileno()).st_size
@@ -234,7 +232,8 @@ def _find_fault(path: Path, size: int, digest: str, step: int) -> str:
 
 
 def _steps(path: Path) -> Iterator[tuple[int, int]]:
-    """(RL step, its first byte) for each step in a file, as far as known without unpacking it."""
+    """Yield (RL step, position of its first byte) for each step in a file. Only steps readable
+    without unpacking the file are known."""
     if path.name.endswith(".jsonl.gz"):
         yield from ((step, part.start) for step, part in scan_members(path))
     elif path.suffix == ".parquet":

@@ -1,5 +1,5 @@
-"""Copy rows and episodes, so that a user's function may change them without changing them for
-anybody else."""
+"""Copy rows and episodes, so that a user's function may change its copy without affecting other
+code."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 ATOMS = frozenset((str, int, float, bool, bytes, complex, NoneType))
-SHORT = 16  # of a longer tuple only the two ends are looked at
+SHORT = 16  # only the two ends of a longer tuple are looked at
 
 
 def copy_value(value: T) -> T:
     """Copy a value so that no changeable part is shared with the original.
 
     Mappings, lists, sets and (named) tuples are copied at every depth, other objects with
-    `copy.deepcopy`. An object without a copy, for example a lock, is shared. A long tuple with a
-    number at both ends holds token ids or log-probs, so it is not looked through. Copying an
-    episode therefore takes as many operations as it has messages, not as it has tokens.
+    `copy.deepcopy`. An object that cannot be copied, for example a lock, is shared. A long tuple
+    with a number at both ends holds token ids or log-probs, so its entries are not visited. The
+    cost of copying an episode therefore grows with its messages, not with its tokens.
     """
     try:
         return _copy_value(value)

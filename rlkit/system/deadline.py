@@ -1,4 +1,4 @@
-"""Limits for the user's plain Python: its wall-clock time, and a guard against ending the
+"""Limits for the user's plain Python: limit its wall-clock time, and keep it from ending the
 process."""
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from rlkit.system.loops import is_left, leave_behind
 from rlkit.types import plain
 
 T = TypeVar("T")
-MOST_THREADS = 256  # calls of one event loop that run at the same time; further calls wait
+MOST_THREADS = 256  # calls of one event loop at the same time; further calls wait
 
 
 class DeadlinePassed(TimeoutError):
-    """The call gave no result in time. This is not a TimeoutError raised by the call itself."""
+    """A call gave no result in time. A TimeoutError raised by the call itself is passed on as it
+    is."""
 
 
 class ProcessEndAsked(RuntimeError):
@@ -42,9 +43,9 @@ def contain_block(*passing: type[BaseException]) -> Iterator[None]:
     """Keep a block of user code from ending the process or the run; it may await.
 
     SystemExit, KeyboardInterrupt, any other BaseException from the block, and os._exit in its
-    thread become ProcessEndAsked. Interruptions from outside pass: signals handled by rlkit, and
-    Ctrl-C with Python's own handler in place. An exit from C, or a crash, cannot be stopped here,
-    so such code belongs in a child process. Exceptions of `passing` pass too.
+    thread become ProcessEndAsked. Interruptions from outside are passed on: signals handled by
+    rlkit, and Ctrl-C with Python's own handler in place. So are exceptions of the types in
+    `passing`. An exit from C, or a crash, cannot be stopped here; run such code in a child process.
     """
     try:
         with raise_exits():
@@ -61,7 +62,7 @@ def contain_block(*passing: type[BaseException]) -> Iterator[None]:
 
 
 def contain_call(call: Callable[[], T]) -> T:
-    """Return a call's result or raise its exception. The call ends neither the process nor the run
+    """Return a call's result or raise its exception. The call cannot end the process or the run
     (`contain_block`)."""
     with contain_block():
         return call()
@@ -76,7 +77,7 @@ class _Work(Generic[T]):
         self.lock = Lock()
         self.given_up = False
         self.ends = list[Callable[[], None]]()
-        self.waits = waiting.CURRENT.get()  # waits in the thread are inside this wait
+        self.waits = waiting.CURRENT.get()  # waits begun in the thread count as inside this wait
         self.thread = Thread(target=self._run, args=(call,), daemon=True)
         self.thread.start()
 
@@ -93,8 +94,8 @@ class _Work(Generic[T]):
             self.future.set_result(result)
 
     def give_up(self, what: str = "") -> None:
-        """Stop waiting for the call. If the call has said how to end it (`end_when_left`), it is
-        ended; otherwise it goes on, and `what` is named once."""
+        """Stop waiting for the call. If the call has given a function to end it (`end_when_left`),
+        this function is called. Otherwise the call goes on, and one warning names `what`."""
         with self.lock:  # so `end` is never called after the call is over
             if self.future.done() or self.given_up:
                 return
@@ -119,8 +120,8 @@ warn_once = lru_cache(maxsize=64)(warn)
 
 @contextmanager
 def end_when_left(end: Callable[[], None]) -> Iterator[None]:
-    """For a tool or a reward in a thread: `end()` is called when nobody waits for the thread any
-    longer. It has to end the call for which the block waits.
+    """Say how to end a tool or a reward running in a thread. When nobody waits for the thread any
+    longer, `end()` is called. It must end the call for which the block waits.
 
     `end` is called from another thread, and may kill a child process. The block does not end
     before `end` has returned.
@@ -145,10 +146,10 @@ def run_in_thread(call: Callable[[], T], seconds: float | None) -> T:
     """Run a call in a thread of its own, and return its result or raise its exception. The thread
     does not keep the process alive.
 
-    A thread cannot be killed. If a call is given up and has no way to end it (`end_when_left`), it
-    goes on in the background. If a call never releases the interpreter's lock (a single huge power,
-    a C function that holds the lock), the end of the time is not even noticed. Code that may truly
-    hang belongs in a child process, as in the python tool and math_verify.
+    A thread cannot be killed. A call given up without `end_when_left` goes on in the background. If
+    a call never releases the interpreter's lock (a single huge power, a C function holding the
+    lock), even the end of the time is not noticed. Code that may truly hang belongs in a child
+    process, as in the python tool and math_verify.
 
     Args:
       seconds: the time to wait; None waits for ever.
@@ -170,11 +171,11 @@ PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 async def run_in_worker(call: Callable[[], T], seconds: float | None, what: str) -> T:
-    """`run_in_thread` for a coroutine: the event loop goes on meanwhile, with at most MOST_THREADS
-    calls at the same time.
+    """Run a call in a thread as `run_in_thread` does, for a coroutine. The event loop goes on
+    meanwhile. At most MOST_THREADS calls run at the same time.
 
-    A call is given up too if its coroutine is cancelled. `what` names the call, for the warning if
-    it cannot be ended.
+    A call is also given up if its coroutine is cancelled. `what` names the call in the warning
+    about a call that could not be ended.
     """
     async with PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)):
         work = _Work(call)
@@ -186,12 +187,12 @@ async def run_in_worker(call: Callable[[], T], seconds: float | None, what: str)
 
 
 class Countdown:
-    """Seconds for awaiting, shared by several blocks; None: no limit. `spent` is the wall-clock
-    time of the blocks.
+    """A limit on the seconds of awaiting, shared by several blocks. None means no limit. `spent` is
+    the total wall-clock time of the blocks.
 
-    The event loop counts the seconds in small ticks. While it is busy with something else, for
-    example decoding, nothing it awaits can go on. So a busy stretch of any length counts as one
-    tick.
+    The event loop counts the seconds in small ticks. While the loop is busy with other work, for
+    example decoding, nothing that it awaits can go on. So a busy stretch of any length counts as
+    only one tick.
     """
 
     def __init__(self, seconds: float | None):
@@ -202,8 +203,8 @@ class Countdown:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Cancel the block's awaiting when the time is up. GRACE later its task is left behind
-        (`rlkit.system.loops`).
+        """Cancel the block's current await when the time is up. If the task has not ended GRACE
+        seconds later, it is left behind (`rlkit.system.loops`).
 
         Raises: DeadlinePassed when the time is up; Hung in a task returning after it was left
         behind.
@@ -261,13 +262,13 @@ class Countdown:
 
 
 def cancel_after(seconds: float | None) -> AbstractAsyncContextManager[None]:
-    """Cancel a block's awaiting after these seconds (`Countdown`). None: never. Raises:
+    """Cancel a block's current await after `seconds` (`Countdown`); None means never. Raises:
     DeadlinePassed."""
     return Countdown(seconds).running()
 
 
 def is_of_rlkit(function: Any) -> bool:
-    """Whether a function, or the class of an object, belongs to rlkit."""
+    """Return whether a function, or the class of an object, belongs to rlkit."""
     return str(getattr(plain(function), "__module__", "")).startswith("rlkit.")
 
 
@@ -280,16 +281,18 @@ async def call_user(
     closes: bool = False,
     **keywords: Any,
 ) -> Any:
-    """Call a function of the user, plain or async, and return its result. The watcher names it
-    while rlkit waits for it (`rlkit.system.waiting`).
+    """Call a user's function, plain or async, and return its result. While rlkit waits for the
+    function, the watcher names it (`rlkit.system.waiting`).
 
-    rlkit's own functions are only called: they name and limit their own calls.
+    A function of rlkit is called without a name or a limit, because it names and limits its own
+    calls.
 
     Args:
-      what: kind and role, for example "the environment's answer". named: stands for the function in
-        messages. count: waiting episodes.
-      closes: an async function is cancelled after CLOSE_LIMIT seconds, else after CALL_LIMIT. A
-        plain one blocks its event loop, and cannot be cancelled.
+      what: kind and role of the call, for example "the environment's answer".
+      named: the object named in messages instead of the function.
+      count: number of episodes waiting for the call.
+      closes: if True, an async function is cancelled after CLOSE_LIMIT seconds, otherwise after
+        CALL_LIMIT. A plain function blocks its event loop, and cannot be cancelled.
     Raises: Hung at the limit; any exception of the function.
     """
     shown = function if named is None else named

@@ -1,4 +1,4 @@
-"""The device of a run, its threads and precision, and the silencing of framework messages."""
+"""Choose a run's device, threads and precision, and silence messages of the frameworks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load_on_device(x: Any) -> tuple[Any, Any]:
     with guard_state(x.model.load, kinds=[FOLDER]):
         policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
-    # threads of the cached engine's compiled step: they do not spin, so every core helps
+    # the threads of the cached engine's compiled step do not spin, so every core helps
     if isinstance(x.generation.engine, ThreadedEngine):
         available = max(1, count_cores() // x.trainer.devices)
         x.generation.engine.threads = x.trainer.threads or choose_threads(
@@ -63,8 +63,8 @@ def load_on_device(x: Any) -> tuple[Any, Any]:
 
 
 def use_threads(settings: Any, model: Any, device: Any) -> None:
-    """Give torch the number of threads in the settings, or as many as a model of this size can use.
-    With a GPU torch keeps its own number."""
+    """Set torch's number of threads: the number in the settings, or as many as a model of this size
+    can use. On a GPU torch keeps its own number."""
     import torch
 
     parameters = sum(p.numel() for p in model.parameters())
@@ -75,10 +75,12 @@ def use_threads(settings: Any, model: Any, device: Any) -> None:
 
 
 def total_memory(device: Any) -> int:
-    """Bytes of a device for this process: all of a GPU's memory, or on a CPU an equal part of the
-    machine's or its control group's for each rank on this machine.
+    """Return the bytes of memory of a device for this process. On a GPU this is all of its memory.
+    On a CPU, the memory of the machine or of its control group is divided equally among the ranks
+    on this machine.
 
-    It never depends on the memory free at the moment, so decisions resting on it repeat.
+    The result never depends on the memory free at the moment, so decisions based on it are
+    repeatable.
     """
     import torch
 
@@ -91,11 +93,12 @@ def keep_freed_memory() -> None:
     """Let glibc keep freed blocks of up to 32 MiB instead of giving them back to the system. Other
     C libraries stay as they are.
 
-    An update frees and takes the same blocks again and again. Each time the system would first fill
-    every page with zeros: about an eighth of the processor time of an update over 10,000 tokens.
-    The peak memory stays the same, since larger blocks still go back at once.
+    An update frees and takes the same blocks again and again. Each time, the system would first
+    fill every page with zeros. This would take about an eighth of the processor time of an update
+    over 10,000 tokens. The peak memory stays the same, since larger blocks are still given back at
+    once.
     """
-    # names of malloc.h; glibc takes 32 MiB at most
+    # constants of malloc.h; glibc allows at most 32 MiB
     trim_threshold = -1
     mmap_threshold = -3
     try:
@@ -107,16 +110,17 @@ def keep_freed_memory() -> None:
 
 
 def precision(x: Any, device: Any) -> str:
-    """The precision of the trainer. auto is bf16-mixed if all weights are trained on a GPU;
-    otherwise nothing is cast (under LoRA the base is bfloat16 already)."""
+    """Return the trainer's precision. auto means bf16-mixed if all weights are trained on a GPU.
+    Otherwise auto means 32-true, without a cast; under LoRA the base model is bfloat16 already."""
     if x.trainer.precision != "auto":
         return x.trainer.precision
     return "bf16-mixed" if device.type == "cuda" and not x.model.rank else "32-true"
 
 
 def autocast(x: Any, device: Any, *, updates: bool = False) -> AbstractContextManager[Any]:
-    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise. `updates`: the
-    weights change inside the block, so their casts are not kept."""
+    """Return a context with the numerics of training: bfloat16 autocast under bf16-mixed, nothing
+    otherwise. With `updates`, the weights change inside the block, so casts of weights are not
+    cached."""
     import torch
 
     return (
@@ -146,7 +150,7 @@ def silence_frameworks() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages behind a run's numbers."""
+    """Return the versions of all packages with an influence on a run's numbers."""
     own = find_distribution()
     found = {"python": sys.version.split()[0], "rlkit": own.version if own else "not installed"}
     for package in PACKAGES:

@@ -1,8 +1,8 @@
-"""Digests of written files, to find damage before anything is read.
+"""Digests of written files, to find damage before a file is used.
 
-A checkpoint ends with a line with the SHA-256 of all bytes before it. `torch.load` ignores bytes
-after the archive. A folder of weights holds `rlkit.sha256`, a list in the format of
-`sha256sum -c rlkit.sha256`.
+The last line of a checkpoint holds the SHA-256 of all bytes before it. `torch.load` ignores this
+line, because it comes after the archive. A folder of weights holds `rlkit.sha256`, a list in the
+format of `sha256sum -c rlkit.sha256`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 1 << 20
 
 
 class Hashing:
-    """A binary file to write to. It keeps the digest of everything written."""
+    """A binary file for writing that also computes the digest of everything written."""
 
     def __init__(self, file: IO[bytes]):
         self.file = file
@@ -37,7 +37,7 @@ class Hashing:
 
 
 def seal(file: IO[bytes], write: Callable[[Any], object]) -> None:
-    """Let `write` fill a file, and append the digest of its bytes as they were handed over."""
+    """Let `write` fill a file, then append the digest of the bytes written."""
     hashing = Hashing(file)
     write(hashing)
     file.write(MARK + hashing.digest.hexdigest().encode() + b"\n")
@@ -61,7 +61,7 @@ def find_damage(path: Path) -> str:
 
 
 def digest_more(file: IO[bytes], count: int, digest: Any) -> Any:
-    """A digest of hashlib, continued with the next `count` bytes of a file."""
+    """Continue a hashlib digest with the next `count` bytes of a file, and return it."""
     while count and (part := file.read(min(count, CHUNK))):
         digest.update(part)
         count -= len(part)
@@ -79,8 +79,8 @@ def write_sums(folder: Path) -> None:
 
 
 def lists_every_file(folder: Path) -> bool:
-    """Whether rlkit.sha256 lists every file of a folder. If so, deleting the folder loses nobody
-    else's file."""
+    """Return whether rlkit.sha256 lists every file of a folder. If it does, rlkit wrote them all,
+    and deleting the folder loses no other file."""
     try:
         names = {line.partition("  ")[2] for line in (folder / SUMS).read_text().splitlines()}
     except (OSError, ValueError):
@@ -92,11 +92,12 @@ def lists_every_file(folder: Path) -> bool:
 
 
 def find_folder_damage(folder: Path, *, weights: bool = True) -> str:
-    """Name a file whose digest differs from rlkit.sha256, as a phrase; empty if there is none, or
-    no list.
+    """Describe in a phrase the first file whose digest differs from rlkit.sha256. The result is
+    empty if all digests agree, or if the folder has no rlkit.sha256.
 
     Args:
-      weights: whether *.safetensors files are read too, at about a second for each gigabyte or two.
+      weights: if True, *.safetensors files are checked too; this takes about a second for each
+        gigabyte or two.
     """
     try:
         listed = (folder / SUMS).read_bytes()

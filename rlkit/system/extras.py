@@ -16,16 +16,17 @@ from typing import Any
 
 PACKAGE = "rlkit.extras"
 FOLDER = Path(__file__).resolve().parents[1] / "extras"
-GROUP = "rlkit.commands"  # of the entry points of other packages
+GROUP = "rlkit.commands"  # group of entry points by which other packages add commands
 
 
 def list_extras() -> list[str]:
-    """Names of the extras present."""
+    """List the names of the extras present."""
     return sorted(file.parent.name for file in FOLDER.glob("*/__init__.py"))
 
 
 def find_extra(name: str) -> str | None:
-    """The extra in a dotted name; None for a name of the core or of another package.
+    """Return the name of the extra in a dotted name; None for a name in rlkit's core or in another
+    package.
 
     >>> find_extra("rlkit.extras.vllm.VLLM"), find_extra("rlkit.rewards.numeric")
     ('vllm', None)
@@ -35,7 +36,8 @@ def find_extra(name: str) -> str | None:
 
 
 def explain_missing(name: str) -> str | None:
-    """A sentence for a dotted name in a missing extra, else None."""
+    """Explain in a sentence that the extra of a dotted name is missing; None if it is present, or
+    if the name is in no extra."""
     extra = find_extra(name)
     if extra is None or extra in list_extras():
         return None
@@ -46,7 +48,8 @@ def explain_missing(name: str) -> str | None:
 
 
 def find_commands() -> dict[str, str]:
-    """Command → its module, for the extras present. Each is a file commands/COMMAND.py."""
+    """Map each command of the extras present to its module. A command is a file commands/COMMAND.py
+    in the extra."""
     files = sorted(FOLDER.glob("*/commands/*.py"))
     return {
         file.stem: f"{PACKAGE}.{file.parents[1].name}.commands.{file.stem}"
@@ -56,7 +59,8 @@ def find_commands() -> dict[str, str]:
 
 
 def summarize_commands() -> dict[str, str]:
-    """Command → the first line of its module's docstring, read without an import."""
+    """Map each command of the extras present to the first line of its module's docstring, read
+    without an import."""
     lines = {}
     for name, module in find_commands().items():
         file = FOLDER.joinpath(*module.removeprefix(f"{PACKAGE}.").split(".")).with_suffix(".py")
@@ -65,17 +69,18 @@ def summarize_commands() -> dict[str, str]:
 
 
 def find_outside_commands() -> dict[str, importlib.metadata.EntryPoint]:
-    """Command → entry point, for the installed packages that declare the group."""
+    """Map each command of other installed packages to its entry point in the group GROUP."""
     return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
 
 
 def has_command(name: str) -> bool:
-    """Whether an extra or an outside package has the command; nothing is imported."""
+    """Return whether an extra or another package has the command, without importing anything."""
     return name in find_commands() or name in find_outside_commands()
 
 
 def load_command(name: str) -> Callable[[Any], Any] | None:
-    """The function of an extra's or an outside package's command; None if there is none."""
+    """Import and return the function of a command of an extra or of another package; None if
+    neither has the command."""
     module = find_commands().get(name)
     if module is not None:
         return importlib.import_module(module).command

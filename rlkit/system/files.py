@@ -1,8 +1,9 @@
-"""Write a run's files whole or not at all, and handle failed writes: one place for all of them.
+"""Write a run's files whole or not at all, and handle failed writes. All writes of a run use this
+module.
 
-Before the first step, a file that cannot be written refuses the run (`refuse_unwritable`). From
-then on no failed write ends the run: each loss is reported at once, and the end of the run names
-the missing files (`report_write_errors`, `LOST`).
+Before the first step, a run is refused if a file cannot be written (`refuse_unwritable`). From then
+on no failed write ends the run. Each lost file is reported at once, and again at the end of the run
+(`report_write_errors`, `LOST`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from rlkit.errors import ConfigError, Refusal, warn
 
 
 def cache_folder() -> Path | None:
-    """The folder for files rlkit may make again at any time: $XDG_CACHE_HOME/rlkit, else
-    ~/.cache/rlkit. None for a user without a home."""
+    """Return the folder for files rlkit can make again at any time: $XDG_CACHE_HOME/rlkit, else
+    ~/.cache/rlkit. None for a user without a home folder."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     cache = given if os.path.isabs(given) else os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache) / "rlkit" if os.path.isabs(cache) else None
@@ -31,8 +32,8 @@ def cache_folder() -> Path | None:
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file to write into. It takes its place, on the disk, when the block ends. If the block
-    fails, the old file stays."""
+    """Open a temporary file for writing. When the block ends, it replaces `path` and is on the
+    disk. If the block fails, the old file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".tmp")
     try:
@@ -50,10 +51,10 @@ def open_atomically(path: Path) -> Iterator[IO[bytes]]:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file to read it. A plain `open` of a FIFO waits for a writer, possibly
-    forever.
+    """Open a regular file for reading. (A plain `open` of a FIFO would wait for a writer, possibly
+    forever.)
 
-    Raises: OSError, also if the path is anything but a regular file.
+    Raises: OSError if the file cannot be opened, or if the path is not a regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -63,13 +64,13 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_regular(path: Path) -> bytes:
-    """All bytes of a regular file. Raises: OSError, as `open_regular`."""
+    """Read all bytes of a regular file. Raises: OSError, as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -78,14 +79,15 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write beside the target, flush to the disk, rename. A reader never sees half a file."""
+    """Write a file so that a reader never sees half of it: write beside the target, flush to the
+    disk, then rename."""
     with open_atomically(path) as file:
         file.write(data)
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Append to a file, created if missing. Raises: OSError if there is no room for all of the
-    data; then nothing was appended."""
+    """Append all of the data to a file, or nothing. A missing file is created. Raises: OSError if
+    there is no room for all of the data."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         size = file.tell()
@@ -93,14 +95,15 @@ def append_whole(path: Path, data: bytes) -> None:
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            with suppress(OSError):  # a folder made read-only in between
+            with suppress(OSError):  # the folder became read-only in between
                 os.truncate(path, size)
             raise
 
 
 def append_once(path: Path, data: bytes) -> None:
-    """Append to a file; the data are on the disk when this returns. If the file already ends with
-    the data, they were appended before a kill, and nothing is appended. Raises: OSError."""
+    """Append to a file, and return when the data are on the disk. If the file already ends with the
+    data, an earlier process appended them before it was killed, and nothing is appended. Raises:
+    OSError."""
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,21 +115,21 @@ def append_once(path: Path, data: bytes) -> None:
         sync(path)
 
 
-# name of an output that could not be written, and has not been written since → the reason
+# name of an output lost because it could not be written, and not written since → the reason
 LOST: dict[str, str] = {}
 
 
 @contextmanager
 def report_write_errors(what: str, kind: str = "") -> Iterator[None]:
-    """Run a block whose output the run can do without. A full disk or a read-only folder is
-    reported, not raised.
+    """Run a block that writes an output the run can do without. A full disk or a read-only folder
+    is reported, not raised.
 
     The loss is kept in `LOST` until a later block of the same kind succeeds, so the end of the run
     can name it.
 
     Args:
       what: the file, as the user knows it.
-      kind: the key in LOST; `what` by default.
+      kind: the key of this output in LOST; `what` by default.
     """
     try:
         yield
@@ -140,8 +143,8 @@ def report_write_errors(what: str, kind: str = "") -> Iterator[None]:
 
 
 def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
-    """Report an unwritten file once, and remember it for the end of the run; `quiet` if another
-    rank reports it."""
+    """Report an unwritten file once, and remember it for the end of the run. With `quiet`, another
+    rank reports the file."""
     again = LOST.get(what) == why
     LOST[kind or what] = why
     if not quiet and not again:
@@ -151,8 +154,8 @@ def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
 
 @contextmanager
 def refuse_unwritable(place: Path | str) -> Iterator[None]:
-    """Run a block that writes before anything is computed. If it cannot write, the command is
-    refused in one sentence.
+    """Run a block that writes files before anything is computed. If a file cannot be written, the
+    command is refused in one sentence.
 
     Raises: ConfigError naming the place and the reason.
     """
@@ -194,7 +197,8 @@ def explain_write_error(error: BaseException) -> str | None:
 
 @contextmanager
 def convert_write_errors() -> Iterator[None]:
-    """Run a library's writer. Its own errors about the disk become OSErrors, on all ranks alike."""
+    """Run a library's writer, and turn its own errors about the disk into OSErrors, on all ranks
+    alike."""
     try:
         yield
     except Exception as error:
@@ -205,18 +209,18 @@ def convert_write_errors() -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """An error in a few words: No space left on device."""
+    """Describe an error in a few words, for example "No space left on device"."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write readable JSON; nan and infinity become null, as JSON knows neither."""
+    """Write readable JSON. nan and infinity become null, because JSON has neither."""
     write_atomic(path, _json_text(value))
 
 
 def is_json(path: Path, value: Any) -> bool:
-    """Whether a file holds exactly the output of `write_json`."""
+    """Return whether a file holds exactly the output of `write_json` for this value."""
     try:
         return read_regular(path) == _json_text(value)
     except OSError:
@@ -228,7 +232,8 @@ def _json_text(value: Any) -> bytes:
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """The value with None for every number unknown to JSON, and a NamedTuple as a mapping."""
+    """Return the value with None for every nan or infinity, and with each NamedTuple as a
+    mapping."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -239,7 +244,7 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 def put_aside(path: Path, suffix: str) -> Path:
-    """Rename a file to its name with a suffix, plus a number if this name is taken. Nothing is
+    """Add a suffix to a file's name, plus a number if the new name is taken, so that nothing is
     overwritten. Returns the new path."""
     target = path.with_name(path.name + suffix)
     number = 2

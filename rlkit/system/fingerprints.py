@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    """Numbers to tell whether any tensor has changed: of each tensor a hash of the bits and the
-    sum, computed on its device.
+    """Compute numbers to tell whether any tensor has changed: for each tensor a hash of its bits
+    and the sum of its entries. Both are computed on the tensor's device.
 
-    The version counters of autograd cost less, but a fused optimizer does not move them.
+    Autograd's version counters would cost less, but a fused optimizer does not increase them.
     """
     given = [t.detach() for t in tensors]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A run's identity: it stands in the first line of config.yaml from the start, and every resume
+"""The identity of a run. It is in the first line of config.yaml from the start, and every resume
 keeps it."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ LINE = re.compile(rb"# rlkit run ([0-9a-f]{16}):")
 
 
 def identity_line(identity: str) -> bytes:
-    """The first line of a config.yaml, a comment to YAML."""
+    """Return the first line of a config.yaml, a YAML comment with the run's identity."""
     text = f"# rlkit run {identity}: the digest of the config with which this folder was made\n"
     return text.encode()
 
 
 def read_identity(folder: Path) -> str:
-    """The identity of the run in a folder; empty if its config.yaml is missing, cannot be read or
-    names none."""
+    """Read the identity of the run in a folder. It is empty if config.yaml is missing, cannot be
+    read, or has no identity."""
     try:
         with open_regular(folder / "config.yaml") as file:
             found = LINE.match(file.readline(100))

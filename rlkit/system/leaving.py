@@ -1,5 +1,5 @@
-"""End a process after its work is done, whatever threads and exit handlers are left, and not by a
-user's os._exit before that."""
+"""End a process after its work is done, even if threads or exit handlers are left. Before then,
+keep a user's os._exit from ending it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from rlkit.errors import describe_definition, tell_user
 
 SHOWN = 3  # most threads named in the line
-# seconds for threads other than daemons, and for `atexit` handlers of libraries
+# seconds for non-daemon threads and `atexit` handlers to end
 GRACE = 10.0
 end_process = os._exit  # the system's own; `raise_exits` replaces os._exit
 # The process in which this thread or coroutine may not end the process; its forks may exit as they
@@ -24,7 +24,7 @@ GUARDED: ContextVar[int] = ContextVar("GUARDED", default=0)
 
 
 class ExitAsked(SystemExit):
-    """Raised by os._exit where it may not end the process."""
+    """Raised by os._exit in code that may not end the process."""
 
     inner = 2  # `_raise_exit` is its innermost frame
 
@@ -34,8 +34,8 @@ ExitAsked.__name__ = "os._exit"  # as a message names it
 
 @contextmanager
 def raise_exits() -> Iterator[None]:
-    """Turn os._exit in a block of this thread into an exception like that of sys.exit; the block
-    may await."""
+    """Turn os._exit in a block of this thread into an exception, like the one of sys.exit. The
+    block may await."""
     outer = GUARDED.get()
     GUARDED.set(os.getpid())
     os._exit = _raise_exit  # type: ignore[assignment]  # it stays: outside of a block it is the system's own
@@ -52,11 +52,11 @@ def _raise_exit(status: int) -> None:
 
 
 def leave_process(status: int) -> None:
-    """End the process with this status, after all has been written. Does not return.
+    """End the process with this status after flushing its output. This function does not return.
 
-    Non-daemon threads and `atexit` handlers have GRACE seconds together, in Python's usual order.
-    Then a line names the rest, and the process ends all the same. The interpreter does
-    not clean up, so no object's finalizer can delay the end.
+    Non-daemon threads and `atexit` handlers together have GRACE seconds to end, in Python's usual
+    order. After this time a line names the remaining ones, and the process ends all the same. The
+    interpreter does not clean up, so no object's finalizer can delay the end.
     """
     ended = threading.Event()
 
@@ -79,7 +79,7 @@ def leave_process(status: int) -> None:
 
 
 def left_threads() -> list[threading.Thread]:
-    """The threads keeping a process alive, besides the main one."""
+    """List the threads that keep a process alive, except the main thread."""
     return [
         thread
         for thread in threading.enumerate()
@@ -88,8 +88,8 @@ def left_threads() -> list[threading.Thread]:
 
 
 def name_threads(threads: list[threading.Thread]) -> str:
-    """Name the first few of them as "the thread 'upload' of my_reward.send
-    (/home/me/my_reward.py:7)", threads of one function once."""
+    """Name the first few threads, for example as "the thread 'upload' of my_reward.send
+    (/home/me/my_reward.py:7)". Equal names are listed once, with their number."""
     targets = [getattr(thread, "_target", None) for thread in threads]
     names = Counter(
         (

@@ -19,11 +19,11 @@ P = ParamSpec("P")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and return its result. Inside a running loop, for example in a notebook, the
-    outer loop waits meanwhile.
+    """Run a coroutine and return its result. If a loop is already running, for example in a
+    notebook, this outer loop waits meanwhile.
 
-    `asyncio.run` waits without a limit for every task and thread left. Here a task or thread is
-    abandoned if it does not end.
+    At its end, `asyncio.run` waits without a limit for every remaining task and thread. This
+    function abandons a task or thread that does not end.
     """
     with allow_another_loop():
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -46,20 +46,20 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _run_alone(main: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine in a task of its own, so it can be left behind."""
+    """Run a coroutine in a task of its own, which can be left behind, and return its result."""
     return (await run_together([main]))[0]
 
 
 def _end_tasks(runner: asyncio.Runner) -> None:
-    """Cancel every task of a loop once, and wait for them as long as `wind_up` does.
+    """Cancel every task of a loop once, and wait for the tasks as long as `wind_up` does.
 
-    It waits on if a task raises an exception that ends the loop at once, for example
-    KeyboardInterrupt.
+    If a task raises an exception that ends the loop at once, for example KeyboardInterrupt, the
+    wait for the other tasks continues.
     """
     ends: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
     running = asyncio.all_tasks(runner.get_loop())
     for task in running:
-        task.cancel()  # before the loop runs on: a waking task sees this first
+        task.cancel()  # before the loop runs again, so a waking task sees this first
     left = running
     while True:
         try:
@@ -83,15 +83,15 @@ async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
         elif not task.cancelled():
             task.exception()  # otherwise asyncio warns of an unread exception
     if any(not task.done() for task in tasks):
-        return  # the generators of a task left behind are in use
+        return  # a task left behind still uses its generators
     with suppress(TimeoutError):
         async with asyncio.timeout(waiting.GRACE):
             await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def make_blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -> Callable[P, T]:
-    """Wrap a coroutine function as a plain function of the same signature. It runs the coroutine to
-    its end."""
+    """Wrap a coroutine function as a plain function with the same signature. A call runs the
+    coroutine to its end."""
 
     @functools.wraps(function)
     def plain(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -103,10 +103,10 @@ def make_blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -
 
 @contextmanager
 def allow_another_loop() -> Iterator[None]:
-    """Allow another event loop in this block, even inside a running one.
+    """Allow another event loop inside this block, even if a loop is already running.
 
-    It runs in this same thread, because grad mode, autocast and signal handlers belong to the
-    thread.
+    The other loop runs in the same thread, because grad mode, autocast and signal handlers belong
+    to the thread.
     """
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
@@ -121,12 +121,13 @@ async def run_together(
 ) -> list[T]:
     """Run coroutines at the same time and return their results.
 
-    At the first error, or if this task is cancelled, the others are cancelled and awaited. Tasks
-    already closing end by themselves. A task left behind (`leave_behind`) counts as an error,
-    unless it has given a result to take its place.
+    At the first error, or if this task is cancelled, the remaining coroutines are cancelled and
+    awaited. A task inside `closing` is not cancelled, but ends by itself. A task left behind
+    (`leave_behind`) counts as an error, unless it has a substitute result (`set_substitute`).
 
     Args:
-      announced: the first error ends a step, and is printed before the others are awaited.
+      announced: if True, the first error is printed before the remaining coroutines are awaited,
+        because it ends a step.
     Raises: the first error, as it was raised.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
@@ -153,9 +154,9 @@ async def run_together(
 
 # -------------------------------------------------------------------------------- tasks left behind
 
-# task → its result, or the error, in its place
+# task left behind → its substitute result, or the error for its waiter
 LEFT: WeakKeyDictionary[asyncio.Future[Any], Any] = WeakKeyDictionary()
-# of closed loops: the garbage collector would run their `finally` blocks
+# unfinished tasks of closed loops; if freed, they would run their `finally` blocks
 KEPT: list[asyncio.Task[Any]] = []
 INSTEAD: WeakKeyDictionary[asyncio.Future[Any], Callable[[BaseException], Any]] = (
     WeakKeyDictionary()
@@ -166,14 +167,15 @@ LISTENERS: WeakKeyDictionary[asyncio.Future[Any], Callable[[asyncio.Future[Any]]
 
 
 def set_substitute(make: Callable[[BaseException], Any]) -> None:
-    """If this task is left behind, `make(error)` gives the result in its place."""
+    """Set a substitute for the current task's result: if the task is left behind, its result is
+    `make(error)`."""
     task = asyncio.current_task()
     assert task is not None
     INSTEAD[task] = make
 
 
 def leave_behind(task: asyncio.Task[Any], error: BaseException) -> None:
-    """Stop waiting for a task that swallows its cancellation. It may go on; its result is
+    """Stop waiting for a task that swallows its cancellation. The task may go on, but its result is
     ignored."""
     if is_over(task):
         return
@@ -186,18 +188,18 @@ def leave_behind(task: asyncio.Task[Any], error: BaseException) -> None:
 
 
 def is_left() -> bool:
-    """Whether the asking task has been left behind."""
+    """Return whether the current task has been left behind."""
     return asyncio.current_task() in LEFT
 
 
 def is_over(task: asyncio.Future[Any]) -> bool:
-    """Whether a task has ended or was left behind."""
+    """Return whether a task has ended or was left behind."""
     return task in LEFT or task.done()
 
 
 def get_error(task: asyncio.Future[Any]) -> BaseException | None:
-    """The error with which a task ended or was left behind; None without an error, or after a
-    cancellation."""
+    """Return the error with which a task ended or was left behind; None without an error, or after
+    a cancellation."""
     if task in LEFT:
         found = LEFT[task]
         return found if isinstance(found, BaseException) else None
@@ -205,9 +207,9 @@ def get_error(task: asyncio.Future[Any]) -> BaseException | None:
 
 
 def get_result(task: asyncio.Future[T]) -> T:
-    """The result of a task that is over. Raises: its error."""
+    """Return the result of a task that is over, or raise its error."""
     if task not in LEFT:
-        if task.cancelled():  # by user code: a waiter that cancels does not ask for the result
+        if task.cancelled():  # by user code: rlkit never asks for the result after its cancel
             raise EnvironmentFailed(
                 "code of a tool, an environment or a reward cancelled the task of its episode; take"
                 " its cancel() out"
@@ -220,7 +222,7 @@ def get_result(task: asyncio.Future[T]) -> T:
 
 
 def has_failed(task: asyncio.Future[Any]) -> bool:
-    """Whether a task is over with an error."""
+    """Return whether a task is over with an error."""
     return get_error(task) is not None
 
 
@@ -230,10 +232,10 @@ async def wait_for_tasks(
     until: Callable[[asyncio.Future[Any]], bool] = lambda task: False,
     seconds: float | None = None,
 ) -> None:
-    """Wait until all of these tasks are over, or `until` holds for one of them, or the seconds have
-    passed.
+    """Wait until all of these tasks are over, or until `until(task)` is true for one of them, or
+    until `seconds` have passed.
 
-    Like `asyncio.wait`, which does not know tasks left behind.
+    This is like `asyncio.wait`, but a task left behind counts as over.
     """
     missing = {task for task in tasks if not is_over(task)}
     if not missing or any(until(task) for task in tasks if task not in missing):
@@ -266,8 +268,8 @@ async def wait_for_tasks(
 
 
 async def wind_up(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Wait for cancelled tasks. A task that is not over within GRACE is left behind. A closing task
-    may take longer, because its close has a limit of its own."""
+    """Wait for cancelled tasks. A task not over within GRACE seconds is left behind. A task inside
+    `closing` may take longer, because its close has a time limit of its own."""
     told = {task for task in tasks if task not in CLOSING}
     while any(not is_over(task) for task in tasks):
         await wait_for_tasks(tasks, seconds=waiting.GRACE)
@@ -292,8 +294,8 @@ CLOSING: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 @contextmanager
 def closing() -> Iterator[None]:
-    """A block for freeing a task's resources: an error in another task of `run_together` does not
-    cancel it."""
+    """Protect a block that frees the current task's resources: an error in another task of
+    `run_together` does not cancel it."""
     task = asyncio.current_task()
     assert task is not None
     CLOSING.add(task)

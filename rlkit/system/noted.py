@@ -1,9 +1,9 @@
-"""Recognise the user's own run folders: the state folder keeps a digest of each folder rlkit has
-written for this user.
+"""Recognise the user's own run folders. The state folder keeps a digest of each run folder rlkit
+has written for this user.
 
-A note holds the resolved path of a folder, and digests of this path with the bytes of every config
-file in it. A folder that was moved, copied or edited has another digest, and counts as a
-stranger's.
+A note holds the resolved path of a run folder and its digests. A digest covers this path and the
+bytes of every config file in the folder. A folder that was moved, copied or edited has another
+digest, so it counts as made by a stranger.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LARGEST = 4 << 20  # bytes of a config file
 
 
 def state_folder() -> Path | None:
-    """The folder for notes: $XDG_STATE_HOME/rlkit, else ~/.local/state/rlkit. None if the user has
-    no place of his own.
+    """Return the folder for notes: runs/ in $XDG_STATE_HOME/rlkit, else in ~/.local/state/rlkit.
+    None if the user has no such folder of his own.
 
-    A folder that belongs to somebody else, or is writable for others, does not count.
+    A folder owned by another user, or writable for others, is not used.
     """
     home = os.environ.get("HOME", "")
     base = os.environ.get("XDG_STATE_HOME") or (
@@ -46,7 +46,7 @@ def state_folder() -> Path | None:
 
 
 def is_noted(folder: Path) -> bool:
-    """Whether a folder is as rlkit has left it for this user."""
+    """Return whether a folder is unchanged since rlkit wrote it for this user."""
     state = state_folder()
     if state is None:
         return False
@@ -55,11 +55,11 @@ def is_noted(folder: Path) -> bool:
 
 
 def note(folder: Path, files: Mapping[str, bytes] | None = None) -> None:
-    """Note a folder as the user's own. If nothing can be written, nothing is noted.
+    """Note a folder as the user's own. If the note cannot be written, the folder stays unnoted.
 
     Args:
-      files: relative path → the bytes about to be written there. The note comes before the files,
-        so even after a kill the folder is noted.
+      files: relative path → the bytes about to be written to it. The note is written before these
+        files, so the folder is noted even if the process is killed in between.
     """
     state = state_folder()
     digest = _digest(folder, files or {})
@@ -81,9 +81,10 @@ def _name(folder: Path) -> str:
 
 
 def _digest(folder: Path, files: Mapping[str, bytes]) -> str | None:
-    """SHA-256 of the resolved path and of every config file. `files` replace the files present.
+    """Compute the SHA-256 of the resolved path and of every config file. `files` takes precedence
+    over the files in the folder.
 
-    None if a file is too large or cannot be read.
+    Returns None if a file is too large or cannot be read.
     """
     found = dict(files)
     try:
@@ -103,7 +104,7 @@ def _digest(folder: Path, files: Mapping[str, bytes]) -> str | None:
 
 
 def _digests(entry: Path) -> list[str]:
-    """The digests of a note, the newest one last."""
+    """Read the digests of a note, the newest digest last."""
     try:
         return entry.read_bytes().decode(errors="surrogateescape").splitlines()[1:]
     except OSError:
@@ -111,7 +112,7 @@ def _digests(entry: Path) -> list[str]:
 
 
 def _forget_lost(state: Path) -> None:
-    """Remove the notes of missing folders."""
+    """Remove the notes about folders that no longer exist."""
     for entry in state.iterdir():
         with suppress(OSError):
             path = entry.read_bytes().split(b"\n", 1)[0]

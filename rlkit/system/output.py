@@ -1,5 +1,5 @@
-"""Standard output of a command: secrets are covered, and neither a closed terminal nor a full disk
-ends a run."""
+"""The standard output of a command. Secrets in it are covered, and neither a closed terminal nor a
+full disk ends a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Descriptor(io.FileIO):
-    """A file descriptor whose writes never fail. A full disk is remembered; output to a closed
+    """A file descriptor whose writes never fail. A full disk is noted in LOST; output to a closed
     terminal is dropped."""
 
     def write(self, data: Any) -> int:
@@ -38,16 +38,17 @@ class Output(io.TextIOWrapper):
 
 
 def guard_output() -> None:
-    """Replace standard output and standard error by an Output each, if they are the process's own.
+    """Replace standard output and standard error each by an Output, unless a notebook or a test has
+    replaced them.
 
-    A standard stream closed by the parent becomes /dev/null. Otherwise the next opened file would
-    get its number, and the prints of libraries would go into this file.
+    If the parent has closed a standard stream, it becomes /dev/null. Otherwise the next opened file
+    would get its descriptor number, and prints of libraries would go into this file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, so `number`
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name) or open(number, "w", closefd=False)  # noqa: SIM115
         try:
@@ -71,9 +72,9 @@ def guard_output() -> None:
 
 
 def hold_unawaited(held: set[str], show: Any, message: Any, *place: Any) -> None:
-    """Show a warning of Python, or keep it in `held` if a coroutine was never awaited.
+    """Show a Python warning, but keep a warning about a never awaited coroutine in `held`.
 
-    A command that refuses such a coroutine says so in its own sentence.
+    The command refuses such a coroutine and says so in its own sentence.
     """
     if "was never awaited" in str(message):
         held.add(str(message))
@@ -82,7 +83,7 @@ def hold_unawaited(held: set[str], show: Any, message: Any, *place: Any) -> None
 
 
 def clock(seconds: float) -> str:
-    """1:04, or 2:01:04."""
+    """Format seconds as 1:04 or 2:01:04."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     return (
         f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

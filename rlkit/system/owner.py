@@ -1,23 +1,25 @@
-"""Let one process at a time work in a run folder: find its owner, tell whether the owner lives, and
-replace it on request.
+"""Let only one process at a time work in a run folder: find the folder's owner, tell whether the
+owner is alive, and replace it on request.
 
-The owner writes owner.json when it starts, renews its `beat` every 30 seconds, and removes the file
-when it ends. A second process is refused while the owner lives:
+The owner writes owner.json when it starts, renews the `beat` in it every 30 seconds, and removes
+the file when it ends. A second process is refused while the owner is alive. An owner counts as
+alive
 
-    the same machine   its process id exists, with the same start time
-    another machine    its beat is younger than 5 minutes, by the clocks of the two
+    on the same machine   if its process id exists, with the same start time
+    on another machine    if its beat is younger than 5 minutes, by the clocks of the two
 
-A beat in the future means that the two clocks differ. It says nothing about how long the owner has
+A beat in the future means that the two clocks differ. Then it is unknown how long the owner has
 been silent. So the second process is refused, and the refusal names both times.
 
-A machine that was started again counts as another machine, and so does another container: the
-owner's process cannot be seen from either. If a SLURM job was queued again, its earlier process is
-known to be gone.
+A restarted machine counts as another machine, and so does another container, because the owner's
+process cannot be seen from there. If a SLURM job was queued again, its earlier process is known to
+be gone.
 
 The file is created with O_EXCL and changed while the folder is locked. So if several processes find
-a dead owner, exactly one takes its place. On a file system without locks two may do so at the
-same instant. Then the later one has the folder, and the other one finds out at its next check. An
-owner that finds another name in the file ends, and writes nothing more.
+a dead owner, exactly one of them takes its place. On a file system without locks, two processes may
+take its place at the same instant. Then the later process owns the folder, and the earlier process
+notices at its next check. An owner that finds another process in the file ends, and writes nothing
+more.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ from rlkit.system.files import read_regular, reason
 
 NAME = "owner.json"
 BEAT = 30.0  # seconds between two signs of life
-DEAD = 300.0  # seconds without one until an owner on another machine counts as dead
-UNKNOWN = "unknown"  # start time of an existing process this process may not inspect
+DEAD = 300.0  # seconds without a beat until an owner on another machine counts as dead
+UNKNOWN = "unknown"  # start time of an existing process that this process may not inspect
 
 
 class Occupied(Refusal):
-    """Another process works in the run folder."""
+    """Raised if another process works in the run folder."""
 
 
 class TakenOver(RLKitError, RuntimeError):
-    """Another process has taken the run folder over while this one worked in it."""
+    """Raised if another process has taken over the run folder of this process."""
 
 
 # run folder → the token of this process's record, and the event to end its beat
@@ -59,16 +61,16 @@ HELD: dict[Path, tuple[str, threading.Event]] = {}
 
 @contextmanager
 def own_folder(folder: Path, *, takeover: bool = False) -> Iterator[None]:
-    """Own a run folder inside this block. The folder is made if it is missing.
+    """Own a run folder inside this block. A missing folder is created.
 
-    A thread renews the beat, because an RL step may take longer than five minutes. So a hanging
-    process counts as alive: it might go on and write.
+    A thread renews the beat, because an RL step may take longer than five minutes. A hanging
+    process therefore counts as alive; it might still go on and write.
 
     Args:
-      folder: the run's.
-      takeover: take it even from a living owner.
-    Raises: Occupied if another process owns it. If owner.json cannot be written, a warning says so
-      and the block runs.
+      folder: the run folder.
+      takeover: if True, take the folder even from a living owner.
+    Raises: Occupied if another process owns the folder. If owner.json cannot be written, the block
+      runs after a warning.
     """
     folder = folder.resolve()
     record = identify_process() | {"token": secrets.token_hex(8)}
@@ -93,8 +95,8 @@ def own_folder(folder: Path, *, takeover: bool = False) -> Iterator[None]:
 
 
 def identify_process() -> dict[str, Any]:
-    """Identify this process: host, pid, boot and container of the host, start time, SLURM job, and
-    the time as its first beat."""
+    """Return the record of this process: host, pid, boot and container of the host, start time,
+    SLURM job, and the current time as its first beat."""
     job = os.environ.get("SLURM_JOB_ID")
     return {
         **describe_process(os.getpid()),
@@ -106,8 +108,8 @@ def identify_process() -> dict[str, Any]:
 
 
 def describe_process(pid: int) -> dict[str, Any]:
-    """Identify a process of this machine: host, pid, boot and container, start time. A later
-    process with its number differs."""
+    """Return a record of a process of this machine: host, pid, boot and container, start time. A
+    later process with the same pid has another record."""
     return {
         "host": socket.gethostname(),
         "pid": pid,
@@ -117,8 +119,8 @@ def describe_process(pid: int) -> dict[str, Any]:
 
 
 def _place() -> str:
-    """The scope of a pid here: the boot of the kernel and the namespace of process ids; empty if
-    the system has neither."""
+    """Return the scope in which a pid is unique: the boot of the kernel and the namespace of
+    process ids. It is empty on a system without them."""
     try:
         return (
             f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
@@ -129,8 +131,8 @@ def _place() -> str:
 
 
 def find_start_time(pid: int) -> str | None:
-    """When a process of this machine was started, in the system's own words; None if there is none,
-    or only a zombie."""
+    """Return when a process of this machine was started, in the system's own format. None if no
+    such process exists, or only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -146,12 +148,13 @@ def find_start_time(pid: int) -> str | None:
 
 
 def is_here(found: Mapping[str, Any]) -> bool:
-    """Whether the process id of a record means a process of this machine."""
+    """Return whether a record is from this machine, so that its process id can be checked."""
     return found.get("host") == socket.gethostname() and found.get("place") == _place()
 
 
 def runs_here(found: Mapping[str, Any]) -> bool:
-    """Whether the process of a record, and no later one with its number, runs on this machine."""
+    """Return whether the process of a record runs on this machine. A later process with the same
+    pid does not count."""
     if not is_here(found):
         return False
     now = find_start_time(found["pid"])
@@ -159,7 +162,7 @@ def runs_here(found: Mapping[str, Any]) -> bool:
 
 
 def lives(found: Mapping[str, Any]) -> bool:
-    """Whether the process of a record may still work in its folder."""
+    """Return whether the process of a record may still work in its folder."""
     if is_here(found):
         return runs_here(found)
     mine = identify_process()["slurm"]
@@ -170,8 +173,8 @@ def lives(found: Mapping[str, Any]) -> bool:
 
 
 def find_occupant(folder: Path) -> str:
-    """Name the process at work in a folder, in a sentence on how to go on. Empty if there is none,
-    or if it cannot be found out."""
+    """Return a sentence with the process at work in a folder, and with advice on how to go on.
+    Empty if no process works there, or if this cannot be found out."""
     try:
         found = _read(folder)
     except OSError:
@@ -207,7 +210,7 @@ def find_occupant(folder: Path) -> str:
 
 
 def _format_time(seconds: float) -> str:
-    """A time of the system in words; a number without a date stays a number."""
+    """Format a system time as date and time; a number out of range stays a number."""
     try:
         return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
     except (ValueError, OverflowError, OSError):
@@ -215,10 +218,11 @@ def _format_time(seconds: float) -> str:
 
 
 def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) -> str:
-    """Write a record to the folder's owner.json. Returns a text about an earlier owner, or nothing.
+    """Write a record to the folder's owner.json. Returns a text about an earlier owner; empty
+    without one.
 
-    Raises: Occupied if another process lives there and `takeover` is not set; OSError if the file
-    cannot be written.
+    Raises: Occupied if a living process owns the folder and `takeover` is not set; OSError if the
+      file cannot be written.
     """
     with _lock_folder(folder):
         try:
@@ -226,7 +230,7 @@ def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) ->
                 _write(folder, record, os.O_CREAT | os.O_EXCL)
                 return ""
         except OSError:
-            (folder / NAME).unlink(missing_ok=True)  # created, and not written
+            (folder / NAME).unlink(missing_ok=True)  # it was created, but could not be written
             raise
         found = _read(folder)
         living = find_occupant(folder)
@@ -242,8 +246,8 @@ def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) ->
 
 
 def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> None:
-    """Renew a record until `ended` is set or another process has the folder. A deleted file is
-    written again."""
+    """Renew the beat of a record until `ended` is set or another process owns the folder. A deleted
+    file is written again."""
     while not ended.wait(BEAT):
         with suppress(OSError), _lock_folder(folder):
             with suppress(FileNotFoundError):
@@ -254,22 +258,21 @@ def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> Non
 
 
 def check_owner(folder: Path) -> None:
-    """Raise TakenOver if this process owned a run folder and another one does now; nothing if it
-    never did."""
+    """Raise TakenOver if this process has owned a run folder and another process owns it now."""
     said = explain_loss(folder)
     if said:
         raise TakenOver(said)
 
 
 def check_path(path: Path) -> None:
-    """`check_owner` for the run folder around a path."""
+    """Call `check_owner` for each owned run folder that contains a path."""
     for folder in [folder for folder in HELD if folder in path.resolve().parents]:
         check_owner(folder)
 
 
 def explain_loss(folder: Path) -> str:
-    """Say which process has taken a run folder from this one; empty if it is still its own, or
-    never was."""
+    """Say which process has taken over a run folder of this process. Empty if this process still
+    owns the folder, or never owned it."""
     folder = folder.resolve()
     if folder not in HELD:
         return ""
@@ -286,7 +289,7 @@ def explain_loss(folder: Path) -> str:
 
 
 def release(folder: Path) -> None:
-    """Give a run folder up: the file is removed if it is still this process's."""
+    """Give up a run folder: remove its owner.json if this process still owns the folder."""
     folder = folder.resolve()
     token, ended = HELD.pop(folder, ("", None))
     if ended is None:
@@ -302,7 +305,7 @@ def release(folder: Path) -> None:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder against every other process and thread. It takes milliseconds."""
+    """Lock a folder against every other process and thread. The lock is held for milliseconds."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -313,8 +316,8 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The record of a folder. If it cannot be read, for example while it is being written, the
-    record only has a beat: the time of the file's last change."""
+    """Read the record of a folder. If it is not readable, for example while it is being written,
+    return a record with only a beat: the time of the file's last change."""
     file = folder / NAME
     try:
         found = json.loads(read_regular(file).decode())
@@ -330,7 +333,8 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, record: Mapping[str, Any], flags: int = 0) -> None:
-    """Overwrite the file in place, so the folder's time of change stays."""
+    """Write a record into owner.json in place, so that the folder's modification time does not
+    change."""
     data = (json.dumps(record, indent=1) + "\n").encode()
     descriptor = os.open(folder / NAME, os.O_RDWR | flags, 0o644)
     try:

@@ -5,8 +5,8 @@ by this file as a script:
 
     python -I -S -B parent.py PID COMMAND …
 
-The script runs the command and ends with its exit status. Once its parent, process PID, is gone, it
-kills its process group.
+The script runs the command and ends with the command's exit status. Once its parent, process PID,
+is gone, the script kills its own process group.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import threading
 import time
 from collections.abc import Sequence
 
-PARENT = "RLKIT_PARENT"  # in the environment of a child: the process it must not outlive
+PARENT = "RLKIT_PARENT"  # environment variable of a child: the process it must not outlive
 DEATH_SIGNAL = 1  # of prctl, linux/prctl.h
 LOOK = 0.2  # seconds between two checks for the parent, if the kernel does not report its end
 
 
 def make_child_environment() -> dict[str, str]:
-    """Environment for a child of rlkit's own, to make it end with this process."""
+    """Return environment variables that make one of rlkit's own children end with this process."""
     return {PARENT: str(os.getpid())}
 
 
 def end_with_parent() -> None:
-    """Tie this process to its parent, if the parent asked for it by `make_child_environment`.
-    Children of this process are not tied."""
+    """Make this process end with its parent, if the parent started it with
+    `make_child_environment`. Children of this process are not affected."""
     parent = os.environ.pop(PARENT, "")
     if parent.isdecimal():
         end_with(int(parent))
@@ -40,8 +40,8 @@ def end_with_parent() -> None:
 def end_with(parent: int) -> None:
     """Have this process killed when its parent ends.
 
-    On Linux the kernel does this when the parent's thread that started this process ends. Elsewhere
-    a thread of this process checks for the parent.
+    On Linux the kernel kills this process when the thread that started it ends. On other systems a
+    thread of this process checks for the parent.
 
     Args:
       parent: the parent's process id, as the parent knows it. If the parent is gone already, this
@@ -66,7 +66,8 @@ def _watch(parent: int) -> None:
 
 
 def guard_command(command: Sequence[str]) -> list[str]:
-    """Wrap a command to kill it when this process is gone. It needs a session of its own."""
+    """Wrap a command so that it is killed when this process is gone. Start the wrapped command in a
+    session of its own."""
     return [sys.executable, "-I", "-S", "-B", __file__, str(os.getpid()), *command]
 
 

@@ -1,5 +1,5 @@
-"""Read a file somebody else may have made: never hang, and never read another file than the one of
-this name."""
+"""Read a file that somebody else may have made. Reading never hangs, and never follows a link to
+another file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 
 def read_plain_file(path: str | Path, *, most: int, folder: int | None = None) -> bytes:
-    """The bytes of a regular file with one name.
+    """Read the bytes of a regular file that has only one name.
 
     Args:
-      most: the largest size in bytes, >= 0.
-      folder: a descriptor of the open folder for a relative path. Renaming the folder changes
-        nothing.
-    Raises: OSError if the path is a link, a FIFO, a folder, a device or a socket, has a second name
-      (a hard link shows a file of somebody else), is larger, or cannot be read. The message never
-      shows the content.
+      most: the largest allowed size in bytes, >= 0.
+      folder: descriptor of the open folder to which a relative path belongs. If the folder is
+        renamed meanwhile, the same folder is still used.
+    Raises: OSError if the path is a link, a FIFO, a folder, a device or a socket, if the file has a
+      second name (a hard link may show a file of somebody else), if it is larger than `most`, or if
+      it cannot be read. The message never shows the content.
     """
-    # a device may notice being opened
+    # before opening it, because a device may notice being opened
     check_plain(os.stat(path, dir_fd=folder, follow_symlinks=False), most)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     descriptor = os.open(path, flags, dir_fd=folder)
@@ -33,7 +33,7 @@ def read_plain_file(path: str | Path, *, most: int, folder: int | None = None) -
 
 
 def check_plain(found: os.stat_result, most: int) -> None:
-    """Raise OSError unless this is a regular file with one name and at most so many bytes."""
+    """Raise OSError unless this is a regular file with only one name and at most `most` bytes."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file")
     if found.st_nlink > 1:
@@ -43,5 +43,5 @@ def check_plain(found: os.stat_result, most: int) -> None:
 
 
 def make_size_error(most: int) -> OSError:
-    """The error for a file of more bytes than it may have."""
+    """Return the error for a file of more than `most` bytes."""
     return OSError(errno.EFBIG, f"it is larger than {most:,} bytes")

@@ -1,4 +1,5 @@
-"""Cores and memory for this process, and the number of threads for a model."""
+"""Find the cores and memory available to this process, and choose the number of threads for a
+model."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def count_cores() -> int:
-    """Cores for this process: its affinity, limited by its container's share of processor time,
-    rounded up; at least 1."""
+    """Count the cores available to this process: the cores of its affinity, or its container's
+    share of processor time, rounded up, if this is less. At least 1."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -24,7 +25,7 @@ def count_cores() -> int:
 
 
 def list_control_groups() -> list[Path]:
-    """The folders of this process's control groups (version 2), the innermost first."""
+    """List the folders of this process's control groups (version 2), the innermost first."""
     try:
         inner = next(
             CGROUP / line[3:].lstrip("/")
@@ -37,7 +38,7 @@ def list_control_groups() -> list[Path]:
 
 
 def quota(folder: Path) -> float:
-    """Cores' worth of processor time for a control group; inf without a limit."""
+    """Return the processor time of a control group, in cores; inf without a limit."""
     try:
         limit, period = (folder / "cpu.max").read_text().split()
         return float(limit) / float(period)
@@ -46,14 +47,14 @@ def quota(folder: Path) -> float:
 
 
 def machine_memory() -> int:
-    """Bytes of memory this process may ever use: the machine's, or a control group's limit if
-    smaller. The memory free at the moment does not count."""
+    """Return the bytes of memory this process may ever use: the machine's memory, or a control
+    group's limit if smaller. It does not depend on the memory free at the moment."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(min([machine, *map(memory_limit, list_control_groups())]))
 
 
 def memory_limit(folder: Path) -> float:
-    """Bytes a control group may hold; inf without a limit."""
+    """Return the memory limit of a control group in bytes; inf without a limit."""
     try:
         return float((folder / "memory.max").read_text())
     except (OSError, ValueError):  # no file, or "max": no limit
@@ -61,10 +62,11 @@ def memory_limit(folder: Path) -> float:
 
 
 def choose_threads(parameters: int, available: int) -> int:
-    """Threads to compute a model of so many parameters with on so many cores.
+    """Choose the number of threads for a model of `parameters` parameters on `available` cores.
 
-    It depends only on the model and the machine, never on how busy the machine is. Sums in another
-    order round differently, so another number of threads would give other weights.
+    The number depends only on the model and the machine, never on how busy the machine is. With
+    another number of threads, sums are added in another order and round differently, so the trained
+    weights would differ.
     """
     # set by the user, or by a sweep with several jobs at once
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -73,8 +75,8 @@ def choose_threads(parameters: int, available: int) -> int:
 
 
 def wait_without_spinning() -> None:
-    """Have OpenMP's threads sleep between operations instead of spinning. Acts only before torch is
-    imported.
+    """Have OpenMP's threads sleep between operations instead of spinning. Call this before torch is
+    imported; later it has no effect.
 
     A spinning thread keeps a core from other processes, and small operations end every few
     microseconds.

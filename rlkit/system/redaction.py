@@ -1,10 +1,11 @@
-"""Keep secrets out of every text of a run: its files, its prints, and its loggers' displays.
+"""Keep secrets out of every text of a run: files, prints, and loggers.
 
-A secret is found in three ways. From then on its value is covered wherever it turns up:
+A secret is found in three ways. From then on its value is covered wherever it appears.
+
 by name     the value of a key in SECRET_KEYS, or of an environment variable with a secret's name
-by origin   a value taken from the environment (`${oc.env:NAME}`); these words replace it, so a
-            reader knows the source
-by form     the password of a URL, and a token among the parameters of one
+by origin   a value taken from the environment (`${oc.env:NAME}`); this expression replaces it, so
+            a reader knows the source
+by form     the password in a URL, and a token among the parameters of a URL
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 REDACTED = "<redacted>"
-# Keys of a config for secrets, in small letters and with _ in place of -.
+# Config keys that hold secrets, in lower case and with _ in place of -.
 SECRET_WORDS = """
 access_key access_key_id access_token api_key api_keys api_secret api_token apikey
 auth_token authorization bearer_token client_secret cookie cookies credential credentials
@@ -46,9 +47,9 @@ FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)[^{}]*\}")
 # found by its name, TAKEN for a value found by its origin.
 NAMED = 8
 TAKEN = 6
-# values without information
+# values too common to be covered
 PLAIN = re.compile(r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE)
-KNOWN: dict[str, str] = {}  # secret value → its replacement; of this process
+KNOWN: dict[str, str] = {}  # secret value → its replacement, in this process
 
 
 def learn(config: Any, raw: Any = None) -> None:
@@ -56,8 +57,8 @@ def learn(config: Any, raw: Any = None) -> None:
 
     Args:
       config: composed and resolved, in plain containers.
-      raw: the same before its interpolations were resolved. A value written out here is no secret,
-        even if a variable holds it too.
+      raw: the config before its interpolations were resolved. A value written out in it is no
+        secret, even if an environment variable has the same value.
     """
     for value in _variables():
         _add(value, REDACTED)
@@ -78,8 +79,8 @@ def learn(config: Any, raw: Any = None) -> None:
 
 
 def _add(value: str, place: str) -> None:
-    """Add a secret in each form it may be written in: as it is, line by line, in JSON or Python, in
-    a URL."""
+    """Add a secret in each of its possible spellings: as it is, line by line, escaped for JSON or
+    Python, and quoted for a URL."""
     lines = [line for line in value.splitlines() if len(line) >= 2 * NAMED] if "\n" in value else []
     for form in (value, *lines):
         KNOWN.update(
@@ -91,7 +92,7 @@ def _add(value: str, place: str) -> None:
 
 
 def cover(text: str) -> str:
-    """The text without known secrets, and without passwords in URLs."""
+    """Replace the known secrets in a text, and the passwords in its URLs."""
     return _cover_secrets(text, KNOWN)
 
 
@@ -105,8 +106,8 @@ def _cover_secrets(text: str, known: Mapping[str, str]) -> str:
 
 
 def redact_config(config: Any) -> Any:
-    """The config as it may be written: secrets under their keys are replaced, and their values
-    wherever else they stand. Names of functions stay as they are."""
+    """Return the config in a form that may be written. Secrets under their keys are replaced, and
+    so are their values anywhere else in the config. Names of functions stay as they are."""
     known = KNOWN | {
         value: KNOWN.get(value, REDACTED) for value in _variables() | _find_secrets(config)
     }
@@ -125,7 +126,7 @@ def redact_config(config: Any) -> Any:
 
 
 def _variables() -> set[str]:
-    """The values of environment variables with a secret's name."""
+    """Return the values of environment variables with a secret's name."""
     return {
         value for name, value in os.environ.items() if len(value) >= NAMED and _names_secret(name)
     }
@@ -138,10 +139,10 @@ def _names_secret(variable: str) -> bool:
 
 @functools.cache
 def is_secret_key(key: str) -> bool:
-    """Whether a config holds a secret under this key.
+    """Return whether a config key holds a secret.
 
-    A key in capitals is the name of an environment variable, as in the `env` of an MCP server, and
-    is judged as one.
+    A key in capitals is treated as the name of an environment variable, as in the `env` of an MCP
+    server.
     """
     if CAPITALS.fullmatch(key) and _names_secret(key):
         return True
@@ -149,7 +150,7 @@ def is_secret_key(key: str) -> bool:
 
 
 def _find_secrets(config: Any) -> set[str]:
-    """The secret texts of a config, by name and by form."""
+    """Find the secret texts of a config, by name and by form."""
     out = set()
     for key, text in _texts(config):
         if is_secret_key(key):
@@ -161,7 +162,7 @@ def _find_secrets(config: Any) -> set[str]:
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(nearest key, text) for every text of a config."""
+    """Yield (nearest key, text) for every text of a config."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             yield from _texts(value, str(name))

@@ -1,8 +1,9 @@
-"""Save and restore the generators of python, numpy and torch, as plain types.
+"""Seed, save and restore the random generators of Python, numpy and torch. A saved state has plain
+types.
 
-rlkit's own sampling does not draw from them (it is a function of seed, step, prompt and sample). A
-user's reward or environment may: then its draws are a function of the same numbers
-(`await_with_seed`, `seed_block`), whatever else runs, in whichever process.
+rlkit's own sampling does not draw from these generators; it is a function of seed, step, prompt and
+sample. A user's reward or environment may draw from them. Then its draws are a function of the same
+four numbers (`await_with_seed`, `seed_block`), whatever else runs, in any process.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ T = TypeVar("T")
 
 
 def seed(value: int) -> None:
-    """Seed every generator; any integer."""
+    """Seed every generator with any integer."""
     _seed_on_host(value)
     torch.manual_seed(value)
 
 
 def _seed_on_host(value: int) -> None:
-    """Seed all generators except those of devices; this takes a tenth of the time (9 us)."""
+    """Seed all generators except the GPU generators. This takes a tenth of the time of `seed` (9
+    us)."""
     import numpy as np
 
     random.seed(value)
@@ -36,7 +38,8 @@ def _seed_on_host(value: int) -> None:
 
 
 def state() -> dict[str, Any]:
-    """The state of every generator, as numbers and tensors for `torch.load(weights_only=True)`."""
+    """Return the state of every generator, as numbers and tensors that
+    `torch.load(weights_only=True)` can load."""
     import numpy as np
 
     version, keys, gauss = random.getstate()
@@ -56,7 +59,8 @@ def state() -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """The inverse of `state`. Generators of missing devices are left out."""
+    """Restore every generator to a result of `state`. Generators of missing devices are left
+    out."""
     import numpy as np
 
     version, keys, gauss = saved["python"]
@@ -70,7 +74,7 @@ def restore(saved: dict[str, Any]) -> None:
 
 @contextmanager
 def seed_block(value: int) -> Iterator[None]:
-    """Seed every generator inside this block, and put all of them back after it."""
+    """Seed every generator at the start of this block, and restore all of them after it."""
     with keep_generators():
         seed(value)
         yield
@@ -78,7 +82,7 @@ def seed_block(value: int) -> Iterator[None]:
 
 @contextmanager
 def keep_generators() -> Iterator[None]:
-    """Put every generator back after this block."""
+    """Restore every generator after this block."""
     before = state()
     try:
         yield
@@ -88,11 +92,13 @@ def keep_generators() -> Iterator[None]:
 
 @types.coroutine
 def await_with_seed(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Await a coroutine whose draws depend on this seed alone, whatever runs while it waits.
+    """Await a coroutine, and make its random draws depend on this seed alone, whatever runs while
+    it waits.
 
-    The generators are not put back after it: put `keep_generators` around all coroutines of a loop
-    together. A thread the coroutine waits for has no generators of its own. Whenever the coroutine
-    waits, shared state it has changed is put back (`rlkit.system.shared_state`).
+    The generators are not restored after it; put one `keep_generators` around all coroutines of a
+    loop. If the coroutine waits for a thread, this thread has no generators of its own. Whenever
+    the coroutine waits, any process-wide state it has changed is put back
+    (`rlkit.system.shared_state`).
     """
     _seed_on_host(value)
     resume = coroutine.send

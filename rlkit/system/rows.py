@@ -1,5 +1,5 @@
-"""Keep metrics.jsonl, the truth of a run: append rows, read them, cut them back for a resumed run,
-and repeat them in metrics.csv."""
+"""Keep metrics.jsonl, the record of a run's metrics. Append rows, read them, cut off late rows for
+a resumed run, and copy all rows to metrics.csv."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from rlkit.system.files import (
 # beside metrics.jsonl
 DISCARDED = "metrics.discarded.jsonl"
 UNREADABLE = "metrics.unreadable"
-# file → rows without room so far; a checkpoint waits until they are written
+# file → rows not written yet because the disk is full; a checkpoint waits for them
 WAITING: dict[Path, bytes] = {}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All readable rows; none without a file. A broken line, for example one cut by a kill, is
-    passed over."""
+    """Read all readable rows; without a file there are none. A broken line, for example cut short
+    by a kill, is skipped."""
     return [row for _, row in read_lines(path) if row is not None]
 
 
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """(line, its row or None) for every nonempty line."""
+    """Read (line, row) for every nonempty line. The row is None if the line is broken."""
     lines = read_regular(path).split(b"\n") if path.exists() else []
     return [(line, _parse_row(line)) for line in lines if line]
 
@@ -55,21 +55,22 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def digest_line(line: bytes) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a line. A checkpoint knows the line by
-    them."""
+    """Return the first 16 hexadecimal digits of a line's SHA-256. A checkpoint identifies the line
+    by this digest."""
     return hashlib.sha256(line).hexdigest()[:16]
 
 
 def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
-    """Move the rows after `step` to metrics.discarded.jsonl, because a resumed run writes them
-    again, and unreadable lines to metrics.unreadable. Print both moves.
+    """Cut metrics.jsonl back to `step`. A resumed run writes later rows again, so they are moved to
+    metrics.discarded.jsonl. Unreadable lines are moved to metrics.unreadable. Both moves are
+    printed.
 
     Args:
-      own: digests of the lines the run had written up to `step`, by its checkpoint. If one of them
-        is missing, the file was damaged or exchanged. Then other lines up to `step` go to
-        aside/metrics.jsonl. If no line is the run's own, the whole file goes there. None: no
-        checkpoint lists them.
-    Raises: DataError, with everything in its place, if a file cannot be written.
+      own: digests of the lines written by the run up to `step`, as its checkpoint lists them. If a
+        listed line is missing, the file was damaged or exchanged. Then all unlisted lines up to
+        `step` are moved to aside/metrics.jsonl. If no listed line is in the file, the whole file is
+        moved to it. None means that no checkpoint lists lines.
+    Raises: DataError if a file cannot be written. metrics.jsonl is then unchanged.
     """
     lines = read_lines(path)
     missing = Counter(own or ()) - Counter(digest_line(line) for line, _ in lines)
@@ -125,7 +126,7 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
 def _describe_loss(
     path: Path, lines: Sequence[object], own: int, missing: int, step: int, others: int
 ) -> str:
-    """A sentence on rows known to a checkpoint and missing in metrics.jsonl."""
+    """Describe in a sentence the rows listed by a checkpoint but missing in metrics.jsonl."""
     kept = f"; {others} other line(s) are kept in aside/{path.name}" if others else ""
     if missing < own:
         return (
@@ -145,8 +146,8 @@ def _join_lines(lines: Sequence[bytes]) -> bytes:
 
 
 def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
-    """Append a line; nan becomes null. On a full disk the row waits for the next call; the file
-    always ends with a whole line."""
+    """Append a row as a line of JSON; nan becomes null. On a full disk the row waits in WAITING for
+    the next call. The file always ends with a whole line."""
     waiting = (
         WAITING.get(path, b"")
         + (json.dumps(replace_nonfinite({"step": step, **row})) + "\n").encode()
@@ -166,7 +167,8 @@ def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
 
 
 def export_csv(path: Path) -> Path:
-    """Write metrics.csv beside metrics.jsonl: all columns of all rows, blank if a row lacks one."""
+    """Write metrics.csv beside metrics.jsonl, with all columns of all rows. A cell is blank if its
+    row lacks the column."""
     rows = read_rows(path)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     target = path.with_suffix(".csv")

@@ -1,4 +1,4 @@
-"""Whether the weights of a model lie in shards over several ranks (FSDP2)."""
+"""Find out whether a model's weights are sharded over several ranks (FSDP2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import nn
 
 
 def holds_shards(module: Any) -> bool:
-    """Whether a module is one of FSDP's. A process that has not imported FSDP has none."""
+    """Return whether a module is an FSDP module. If this process has not imported FSDP, the answer
+    is False, without an import."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -18,7 +19,7 @@ def holds_shards(module: Any) -> bool:
 
 
 def find_sharded_modules(*models: Any) -> list[Any]:
-    """All sharded submodules of the models."""
+    """List all sharded submodules of the models."""
     return [
         module
         for model in models
@@ -29,7 +30,7 @@ def find_sharded_modules(*models: Any) -> list[Any]:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a value is a tensor in shards, a DTensor of torch."""
+    """Return whether a value is a sharded tensor (torch's DTensor)."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor

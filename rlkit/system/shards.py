@@ -1,12 +1,12 @@
-"""Keep the lines of each RL step in few files: one gzip member per step, with the step and its
-length in the header.
+"""Keep the lines of many RL steps in few files. Each step is one gzip member, with the step's
+number and the member's length in its header.
 
     rollouts/steps_000001-000100.jsonl.gz:  [step 1, its bytes | compressed lines] [step 2, its
     bytes | compressed lines] …
 
-The header alone finds a step, and a file cut off in the middle still holds the steps before. To
-other programs it is one gzip file. Step and length are a subfield of the header's extra field (RFC
-1952, 2.3.1.1), as in bgzip's files.
+A step is found by reading headers only. A file cut off in the middle still has the steps before the
+cut. For other programs it is an ordinary gzip file. Step and length are a subfield of the header's
+extra field (RFC 1952, 2.3.1.1), as in bgzip's files.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from rlkit.errors import DataError
 from rlkit.system.files import append_once, append_whole, open_regular, reason
 
 STEPS = 100  # RL steps in a file
-HEAD = struct.Struct("<16sQQ")  # the bytes equal in every header, step, bytes of the member
-# deflated, with an extra field, without a time
+HEAD = struct.Struct("<16sQQ")  # constant bytes, step, length of the member in bytes
+# the constant bytes: deflated, with an extra field, without a time
 SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)
 
 
 class Part(NamedTuple):
-    """The bytes of one step in a file."""
+    """The place of one step's bytes in a file."""
 
     path: Path
     start: int = 0
-    stop: int | None = None  # None: to its end
+    stop: int | None = None  # None: to the end of the file
 
     def __str__(self) -> str:
         return f"{self.path} from byte {self.start}" if self.start else str(self.path)
 
     def read(self) -> bytes:
-        """Read the bytes present. Raises: OSError."""
+        """Read the bytes from start to stop, or to the end of a shorter file. Raises: OSError."""
         with open_regular(self.path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(self.start)
@@ -47,17 +47,17 @@ class Part(NamedTuple):
 
 
 def append_lines(folder: Path, step: int, lines: bytes) -> None:
-    """Append the lines of an RL step after the earlier ones. Raises: OSError; then nothing was
-    added."""
-    data = gzip.compress(lines, compresslevel=3, mtime=0)[10:]  # its own header has 10 bytes
+    """Append the lines of an RL step after the earlier steps. If it raises OSError, nothing was
+    appended."""
+    data = gzip.compress(lines, compresslevel=3, mtime=0)[10:]  # without gzip's own header
     append_whole(
         folder / f"{stem(step)}.jsonl.gz", HEAD.pack(SAME, step, HEAD.size + len(data)) + data
     )
 
 
 def stem(step: int) -> str:
-    """The name, without its ending, of an RL step's file. Lines from before the first step go with
-    it.
+    """Return the name, without its ending, of an RL step's file. Lines from before the first step
+    are in the first step's file.
 
     >>> stem(101)
     'steps_000101-000200'
@@ -67,7 +67,7 @@ def stem(step: int) -> str:
 
 
 def index_steps(folder: Path) -> dict[int, Part]:
-    """Step → its place, for each RL step in the folder, in order; none without a folder."""
+    """Map each RL step in a folder to its place, in order. Without a folder the result is empty."""
     found: dict[int, Part] = {}
     for path in list_shards(folder):
         found |= scan_members(path)
@@ -75,13 +75,13 @@ def index_steps(folder: Path) -> dict[int, Part]:
 
 
 def list_shards(folder: Path) -> list[Path]:
-    """The files of recorded steps, in their order."""
+    """List the files of recorded steps, in order of the steps."""
     return sorted(folder.glob("steps_*.jsonl.gz"))
 
 
 def scan_members(path: Path) -> Iterator[tuple[int, Part]]:
-    """(step, its place) for each step in a file, even if the file ends in the middle of the last.
-    After a damaged header the search goes on with the next one."""
+    """Yield (step, place) for each step in a file, even if the file ends in the middle of the last
+    step. After a damaged header, the scan continues at the next valid header."""
     if path.stat().st_size < HEAD.size:
         return
     with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -96,9 +96,9 @@ def scan_members(path: Path) -> Iterator[tuple[int, Part]]:
 
 def cut_steps(folder: Path, step: int) -> None:
     """Move everything after an RL step to NAME.discarded.jsonl.gz beside the folder, because a
-    resumed run writes it again, and print this.
+    resumed run writes it again. A line about the move is printed.
 
-    Raises: DataError, with everything in its place, on failure.
+    Raises: DataError if a file cannot be written. Its steps then stay in the folder.
     """
     target = folder.with_name(f"{folder.name}.discarded.jsonl.gz")
     moved = 0

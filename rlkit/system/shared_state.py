@@ -1,13 +1,14 @@
-"""Guard state of the whole process against changes by a user's function: gradients off, another
-default type, another folder.
+"""Guard process-wide state against changes by a user's function, for example gradients off, another
+default dtype, or another working directory.
 
-rlkit reads the state before a stretch of user code, and compares it at points at which no user code
-runs. Every difference is put back, so the run's numbers do not depend on it, and one sentence names
-the functions that made it. A change holds until its function returns or waits.
+rlkit reads the state before a stretch of user code, and compares it whenever no user code runs.
+Every change is put back, so the run's numbers do not depend on it. One sentence names the functions
+behind the change. A change lasts until its function returns or waits.
 
 Some changes are left alone, because they are usually intended and affect no number of a run:
-environment variables, warning filters, the recursion limit, `sys.path`. The umask cannot be read
-without being set. Random generators have rules of their own (`rlkit.system.rng`).
+environment variables, warning filters, the recursion limit, `sys.path`. The umask is left alone
+too, because reading it means setting it. Random generators have rules of their own
+(`rlkit.system.rng`).
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ DEVICES = ("cpu", "cuda")
 
 
 class SharedStateError(RLKitError, RuntimeError):
-    """User code changed state of the whole process, and rlkit cannot put it back."""
+    """Raised if user code changed process-wide state and rlkit cannot put it back."""
 
 
 class Kind(NamedTuple):
-    """A piece of state that code may change for all other code.
+    """A kind of state that code may change for all other code.
 
-    place   process: one value for all threads
+    read    returns the current value, or several values by name
+    write   sets the value
+    place   process: all threads share one value
             thread: each thread has its own value, until the thread ends
-            both: a thread has its own value, but setting it reaches the others too
+            both: each thread has its own value, but setting it in one thread also sets the others
     """
 
-    read: Callable[[], Any]  # a value, or several by name
+    read: Callable[[], Any]
     write: Callable[[Any], Any]
     place: Literal["process", "thread", "both"] = "process"
 
@@ -62,8 +65,8 @@ def _handlers() -> dict[str, Any]:
 
 
 def _handler(number: signal.Signals) -> Any:
-    """The handler of a signal. An event loop's own handler of Ctrl-C comes and goes with the loop,
-    so it counts as Python's."""
+    """Return the handler of a signal. An event loop's own handler of Ctrl-C comes and goes with the
+    loop, so Python's default handler is returned in its place."""
     found = signal.getsignal(number)
     of_loop = isinstance(found, partial) and getattr(found.func, "__name__", "") == "_on_sigint"
     return signal.default_int_handler if of_loop else found
@@ -90,7 +93,8 @@ def _read_blocked_signals() -> set[Any]:
 
 
 def describe_change(was: Any, now: Any) -> str:
-    """Say how a value changed, from old to new; of several named values only the changed ones."""
+    """Say how a value changed, from old to new. Of several named values, only the changed values
+    are named."""
     if isinstance(was, dict):
         return " and ".join(
             f"{name} {describe_change(was[name], now[name])}"
@@ -127,7 +131,7 @@ OF_PYTHON: Mapping[str, Kind] = {
 
 @cache
 def list_kinds() -> Mapping[str, Kind]:
-    """The kinds of Python and of torch; this imports torch."""
+    """Return the kinds of state of Python and of torch. This imports torch."""
     import torch
 
     cuda = torch.backends.cuda
@@ -186,7 +190,8 @@ def list_kinds() -> Mapping[str, Kind]:
 
 
 def select_kinds(names: Sequence[str]) -> Mapping[str, Kind]:
-    """The kinds of these names; all of them if none is named."""
+    """Return the kinds with these names, or all kinds without a name. Only Python's kinds can be
+    named."""
     return {name: OF_PYTHON[name] for name in names} if names else list_kinds()
 
 
@@ -199,7 +204,8 @@ def read_state(kinds: Mapping[str, Kind]) -> SharedState:
 
 
 def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
-    """Put back every difference. Returns: for each a text with the old and the new value.
+    """Restore the state `before`. Returns: for each changed kind, a text with the old and the new
+    value.
 
     Raises: SharedStateError if a value cannot be put back.
     """
@@ -227,7 +233,7 @@ NAMED: dict[tuple[str, ...], str] = {}
 
 
 def say_once(sentences: Mapping[tuple[str, ...], str]) -> None:
-    """Print the sentences of functions and changes not named before."""
+    """Print each sentence whose functions and changes were not named before in this process."""
     for key, sentence in sentences.items():
         if key not in NAMED:
             NAMED[key] = sentence
@@ -235,12 +241,13 @@ def say_once(sentences: Mapping[tuple[str, ...], str]) -> None:
 
 
 class Watch:
-    """The state before a stretch of user code, and the functions run since the last look.
+    """Watch a stretch of user code. It keeps the state before the stretch, and the functions run
+    since the last look.
 
     Args:
       parts: functions, or values with functions inside, for example an Environment. They are named
-        if it is not known more precisely which function ran. A text stands for itself.
-      kinds: the state to compare; by default all of it.
+        for a change if it is not known which of them ran. A text is used as the name itself.
+      kinds: names of the kinds of state to compare; by default all kinds.
     """
 
     def __init__(self, *parts: Any, kinds: Sequence[str] = ()):
@@ -252,12 +259,12 @@ class Watch:
         self.ran = list[Any]()
 
     def look(self, *, over: bool = False) -> None:
-        """Put back every difference and name the functions behind it. Call it while no user code
-        runs in this thread.
+        """Put back every change and name the functions behind it. Call this while no user code runs
+        in this thread.
 
-        While user code runs in other threads, state of the whole process is left alone: a change
-        may be theirs, and still be needed. Once the stretch is `over`, only functions that were
-        given up can still run, so then it is put back too.
+        While user code runs in other threads, state shared by all threads is left alone, because
+        another thread may have changed it and may still need it. Once the stretch is `over`, only
+        abandoned functions can still run, so this state is put back too.
         """
         with self.lock:
             self._compare(
@@ -266,7 +273,8 @@ class Watch:
 
     @contextmanager
     def watch_call(self, function: Any) -> Iterator[None]:
-        """Call a function in this thread inside this block; it is named for its changes."""
+        """Watch a call of a function in this thread, inside this block. The function is named for
+        its changes."""
         self._note(function)
         try:
             yield
@@ -275,7 +283,7 @@ class Watch:
 
     @contextmanager
     def watch_worker(self, function: Any) -> Iterator[None]:
-        """The same for a call in a thread of its own."""
+        """Watch a call of a function in a thread of its own, like `watch_call`."""
         with self.lock:
             self.elsewhere += 1
             self._note(function)
@@ -330,7 +338,7 @@ WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)  # of the st
 
 @contextmanager
 def guard_state(*parts: Any, kinds: Sequence[str] = ()) -> Iterator[Watch]:
-    """Guard a stretch of user code: all shared state is put back after it."""
+    """Guard a stretch of user code: put all shared state back after it."""
     watch = Watch(*parts, kinds=kinds)
     token = WATCH.set(WATCH.get() if kinds else watch)
     try:
@@ -341,7 +349,7 @@ def guard_state(*parts: Any, kinds: Sequence[str] = ()) -> Iterator[Watch]:
 
 
 def get_current_watch() -> Watch:
-    """The watch of the stretch under way; a new one outside of any."""
+    """Return the watch of the current stretch of user code, or a new watch outside of a stretch."""
     return WATCH.get() or Watch()
 
 
@@ -349,13 +357,13 @@ def get_current_watch() -> Watch:
 
 
 def is_own(function: Any) -> bool:
-    """Whether a function is one of rlkit's, torch's or Python's."""
+    """Return whether a function belongs to rlkit, torch or Python."""
     return str(getattr(plain(function), "__module__", None)).partition(".")[0] in OWN
 
 
 def find_user_functions(part: Any, depth: int = 6) -> list[Any]:
-    """The functions and classes in a value, except rlkit's own, even if rlkit's functions hold
-    them."""
+    """Find the user's functions and classes in a value, even inside closures of rlkit's functions.
+    rlkit's own functions are left out."""
     found: list[Any] = []
     if depth == 0 or part is None or isinstance(part, str | bytes | int | float):
         return found

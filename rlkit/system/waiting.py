@@ -1,11 +1,11 @@
-"""Keep track of waits: calls of the user's code and requests to servers.
+"""Keep track of waits: waits for calls of the user's code, and for requests to servers.
 
     with waiting("the tool", tool):      # any thread, any coroutine; two operations on a dict
         …
 
-One watcher thread for a process prints a line about each call after NAMED_AFTER seconds of waiting.
-It ends the process if nothing has moved for `trainer.max_step_time` (`limit_waiting`). It lives
-while there is a wait or a limit.
+Each process has one watcher thread. After NAMED_AFTER seconds of waiting for a call, the watcher
+prints a line about the call. If nothing has moved for `trainer.max_step_time`, it ends the process
+(`limit_waiting`). The thread exists only while there is a wait or a limit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rlkit.system.leaving import end_process
 from rlkit.system.redaction import cover
 
 NAMED_AFTER = 20.0  # seconds of waiting until a line names the function
-GRACE = 10.0  # seconds after its cancellation until a call is abandoned
+GRACE = 10.0  # seconds from a call's cancellation until it is abandoned
 LOOK = 1.0  # seconds between two checks of the watcher, while there is a wait
-# seconds of an async call without an option for its limit, for example an environment's answer
+# most seconds of an async call without a limit option, for example an environment's answer
 CALL_LIMIT = 1800.0
-CLOSE_LIMIT = 30.0  # seconds of an async close
+CLOSE_LIMIT = 30.0  # most seconds of an async close
 THREAD = "rlkit watcher"
 MAX_STEP_TIME = "trainer.max_step_time"
 # Seconds after the limit at which the process ends even if a call holds the interpreter's lock and
@@ -43,9 +43,10 @@ LATE = 5.0
 class Wait:
     """A call in progress.
 
-    what: kind and role, for example "the tool". function: the called function, or its name as a
-    text. count: episodes waiting for it. inner: further waits inside this one; they are named in
-    its place.
+    what: kind and role, for example "the tool".
+    function: the called function, or its name as a text.
+    count: number of episodes waiting for the call.
+    inner: number of waits inside this wait. If there are any, they are named instead of this wait.
     """
 
     __slots__ = ("count", "function", "inner", "since", "task", "thread", "what", "worked")
@@ -67,8 +68,8 @@ class Wait:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A block in which the awaited call itself waits for something. After it the time begins
-        anew."""
+        """Mark a block in which the awaited call itself waits for something else. After the block,
+        the time of this wait starts again at 0."""
         self.inner += 1
         try:
             yield
@@ -78,8 +79,8 @@ class Wait:
             WATCHER.moved = self.since
 
     def age(self, now: float) -> float:
-        """Seconds so far. For a coroutine, seconds in which a decoder keeps its event loop do not
-        count."""
+        """Return the seconds waited so far. For a coroutine, seconds during which a decoder blocks
+        the event loop do not count."""
         return (
             now - self.since - (WORK.seconds(now) - self.worked if self.task is not None else 0.0)
         )
@@ -89,27 +90,30 @@ class Wait:
 
 
 class Work:
-    """Computation in this process, and computation elsewhere for it."""
+    """The computation in this process, and waits of this process for computation elsewhere."""
 
     def __init__(self) -> None:
-        # seconds in which a decoder kept the event loop, up to its last block
+        # seconds during which a decoder blocked the event loop, up to its last finished block
         self.total = 0.0
-        self.decoding: float | None = None  # since when it does now
-        self.begun: float | None = None  # since when the model decodes or learns
-        self.outside = 0  # blocks waiting for a model, a rank or a process outside of this one
+        self.decoding: float | None = None  # start of the present decoder block; None: none
+        self.begun: float | None = None  # start of the present decoding or learning
+        self.outside = 0  # number of blocks waiting for a model, a rank or a process outside
 
     def seconds(self, now: float) -> float:
-        """Seconds in which a decoder kept the event loop, up to now."""
+        """Return the seconds during which a decoder has blocked the event loop, up to now."""
         begun = self.decoding
         return self.total + (0.0 if begun is None else now - begun)
 
 
 class Limit:
-    """A time limit; the process ends at it.
+    """A time limit at which the process ends.
 
-    key: the option behind it. place: a function for the run's place, as "step 3 hangs in generate";
-    "" if it need not move. whole: the limit counts the time of the whole block; otherwise only the
-    time without movement.
+    minutes: length of the limit.
+    key: the option with this limit, for the message.
+    place: a function that says where the run is, for example "step 3 hangs in generate". It returns
+    "" while the run need not move.
+    whole: if True, the limit counts the time of the whole block; otherwise only the time since the
+    last movement.
     """
 
     def __init__(self, minutes: float, key: str, place: Callable[[], str], *, whole: bool):
@@ -120,13 +124,13 @@ class Limit:
         self.since = monotonic()
 
     def left(self, now: float) -> float:
-        """Seconds until it is reached, if nothing moves."""
+        """Return the seconds until the limit is reached if nothing moves."""
         return 60 * self.minutes - (
             now - (self.since if self.whole else max(self.since, WATCHER.moved))
         )
 
     def is_reached(self, now: float) -> bool:
-        """Whether the process has to end."""
+        """Return whether the limit is reached, so that the process must end."""
         if self.left(now) > 0:
             return False
         begun = WORK.begun
@@ -134,7 +138,7 @@ class Limit:
             return True
         if WORK.outside:
             return False
-        if begun is not None:  # an engine of the user's is called while the model "computes"
+        if begun is not None:  # a user's engine is called while the model counts as computing
             return any(wait.since >= begun for wait in list(WAITS.values()))
         return bool(WAITS) or bool(self.place())
 
@@ -142,10 +146,10 @@ class Limit:
 WAITS: dict[int, Wait] = {}
 NUMBERS = count()
 WORK = Work()
-# the innermost one of this thread or coroutine
+# the innermost wait of this thread or coroutine
 CURRENT: ContextVar[Wait | None] = ContextVar("CURRENT", default=None)
 LOCK = threading.Lock()
-# held until a line is printed, so the next check knows of it
+# held until a line is printed, so the next check knows about the line
 LOOKING = threading.Lock()
 
 
@@ -155,10 +159,10 @@ class Watcher:
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.limits: list[Limit] = []
-        self.moved = monotonic()  # when a wait began or ended last, or the model did something
-        # function → seconds of waiting until it is named again
+        self.moved = monotonic()  # last time a wait began or ended, or the model computed
+        # function → seconds of waiting after which it is named again
         self.named: dict[str, float] = {}
-        # also gets each line, for a process with unread output
+        # receives each line too, for a process whose output nobody reads
         self.tell: Callable[[str], None] = lambda line: None
 
 
@@ -166,8 +170,8 @@ WATCHER = Watcher()
 
 
 def find_name(function: Any) -> str:
-    """The name of a function and the place of its definition; a text as it is. A function made by
-    rlkit may carry another name in `shown`."""
+    """Return the name of a function and the place of its definition. A text is returned as it is. A
+    function made by rlkit may have another name in its attribute `shown`."""
     shown = function if isinstance(function, str) else getattr(function, "shown", None)
     return str(shown or describe_definition(function))
 
@@ -177,12 +181,12 @@ def find_name(function: Any) -> str:
 
 @contextmanager
 def waiting(what: str | Wait, function: Any = None, *, count: int = 1) -> Iterator[None]:
-    """Wait for a call of `function` in this block.
+    """Record this block as a wait for a call of `function`.
 
     Args:
-      what: kind and role, for example "the tool", or a Wait made before. function: a function or a
-        text that names the wait.
-      count: episodes waiting in it.
+      what: kind and role, for example "the tool"; or an existing Wait.
+      function: the function, or a text as its name.
+      count: number of episodes waiting.
     """
     outer = CURRENT.get()
     wait = Wait(what, function, count) if isinstance(what, str) else what
@@ -205,13 +209,13 @@ def waiting(what: str | Wait, function: Any = None, *, count: int = 1) -> Iterat
 
 
 def note_movement() -> None:
-    """Report progress: the time until a limit begins anew."""
+    """Report progress: the time towards a limit starts again at 0."""
     WATCHER.moved = monotonic()
 
 
 @contextmanager
 def working() -> Iterator[None]:
-    """A block of computation by the model, of any length. Blocks inside count once."""
+    """Mark a block of computation by the model, of any length. Nested blocks count as one."""
     outer = WORK.begun
     if outer is None:
         WORK.begun = monotonic()
@@ -224,7 +228,8 @@ def working() -> Iterator[None]:
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """`working` in the event loop: no coroutine goes on meanwhile."""
+    """Mark a block of `working` that blocks the event loop, so that no coroutine goes on
+    meanwhile."""
     WORK.decoding = monotonic()
     try:
         with working():
@@ -236,9 +241,9 @@ def decoding() -> Iterator[None]:
 
 @contextmanager
 def waiting_outside() -> Iterator[None]:
-    """A block of waiting for a model, a rank or a process of rlkit outside of this process.
+    """Mark a block of waiting for a model, a rank or a process of rlkit outside of this process.
 
-    Each of them has a limit of its own, so this process is not ended meanwhile.
+    The other side has a limit of its own, so this process is not ended meanwhile.
     """
     WORK.outside += 1
     try:
@@ -249,7 +254,7 @@ def waiting_outside() -> Iterator[None]:
 
 
 def describe_wait(task: asyncio.Task[Any] | None) -> str:
-    """The innermost call a task waits for, in words; "a call" if none is known."""
+    """Name the innermost call a task waits for; "a call" if no call is known."""
     own = [
         wait
         for wait in list(WAITS.values())
@@ -259,7 +264,7 @@ def describe_wait(task: asyncio.Task[Any] | None) -> str:
 
 
 def forget(*, task: asyncio.Task[Any] | None = None, thread: int | None = None) -> None:
-    """A task or a thread is abandoned: no one waits for its calls any more."""
+    """Forget the waits of an abandoned task or thread."""
     for number, wait in list(WAITS.items()):
         own = task is not None and wait.task is not None and wait.task() is task
         if own or (thread is not None and wait.thread == thread):
@@ -270,14 +275,15 @@ def forget(*, task: asyncio.Task[Any] | None = None, thread: int | None = None) 
 def limit_waiting(
     minutes: float | None, key: str, place: Callable[[], str], *, whole: bool = False
 ) -> Iterator[None]:
-    """Limit the time of a block. At the limit the process says what hangs, prints the stack of each
-    thread, and ends with status 1.
+    """Limit the time of a block. At the limit the process says which call hangs, prints the stack
+    of each thread, and ends with status 1.
 
-    Nothing milder ends plain code of the user that never returns. Only waiting can stand still:
-    while the model computes, no limit is reached, except the limit of a `whole` block.
+    Nothing milder can end plain user code that never returns. Only waiting counts as hanging: while
+    the model computes, no limit is reached, except the limit of a `whole` block.
 
     Args:
-      minutes: None: no limit. The rest as for `Limit`.
+      minutes: length of the limit; None is no limit.
+      key, place, whole: as for `Limit`.
     """
     if minutes is None:
         yield
@@ -307,7 +313,7 @@ def _start() -> None:
 
 
 def _watch() -> None:
-    """Look from time to time, as long as there may be something to see."""
+    """Check all waits and limits repeatedly, as long as there are any."""
     looked = monotonic()
     while True:
         time.sleep(min([LOOK, *(15 * limit.minutes for limit in WATCHER.limits)]))
@@ -316,15 +322,15 @@ def _watch() -> None:
         looked = now
         look_safely(now)
         with LOCK:
-            WATCHER.thread = None  # first, so that a wait beginning now starts another thread
+            WATCHER.thread = None  # set first, so a wait beginning now starts a new thread
             if not WAITS and not WATCHER.limits:
                 return
             WATCHER.thread = threading.current_thread()
 
 
 def _pass_over(stopped: float) -> None:
-    """Subtract seconds in which the whole process stood still, for example under SIGSTOP: nothing
-    hung meanwhile."""
+    """Subtract the seconds during which the whole process was stopped, for example by SIGSTOP.
+    Nothing hung meanwhile."""
     if stopped > 0:
         WATCHER.moved += stopped
         for wait in list(WAITS.values()):
@@ -334,8 +340,8 @@ def _pass_over(stopped: float) -> None:
 
 
 def look_safely(now: float) -> None:
-    """`look`, printing its own failure. A call at its limit looks too, because the watcher's thread
-    may have had no turn on a busy machine."""
+    """Call `look`, and print its failure instead of raising it. A call that reaches its own limit
+    calls this too, because on a busy machine the watcher thread may not have had its turn."""
     try:
         with LOOKING:
             look(now)
@@ -344,7 +350,7 @@ def look_safely(now: float) -> None:
 
 
 def look(now: float) -> None:
-    """Name waits that take too long; end the process at a limit."""
+    """Name the waits that take too long, and end the process if a limit is reached."""
     reached = [limit for limit in WATCHER.limits if limit.is_reached(now)]
     groups: dict[str, tuple[int, float]] = {}
     for wait in list(WAITS.values()):
@@ -355,7 +361,7 @@ def look(now: float) -> None:
     lines = {name: _line(name, *group) for name, group in groups.items()}
     for name, (_, age) in groups.items():
         if not reached and age >= WATCHER.named.get(name, NAMED_AFTER):
-            # a hanging call is named again, each time after twice the time
+            # a hanging call is named again whenever its time has doubled
             WATCHER.named[name] = 2 * age
             line = f"rlkit: {_rank()}{lines[name]}"
             tell_user(line)
@@ -370,14 +376,14 @@ def _line(name: str, number: int, age: float) -> str:
 
 
 def _rank() -> str:
-    """The start of a message that names its rank; empty for a single process."""
+    """Return the start of a message, with this rank; empty for a single process."""
     return (
         f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     )
 
 
 def end_at(limit: Limit, lines: list[str]) -> None:
-    """Say what hangs, print the stack of each thread, and end the process with status 1."""
+    """Say which calls hang, print the stack of each thread, and end the process with status 1."""
     place = limit.place() or "the run hangs"
     within = f"nothing within {limit.key}={limit.minutes:g} minutes"
     waited = f"; {'; '.join(lines)}" if lines else ""
@@ -390,8 +396,8 @@ def end_at(limit: Limit, lines: list[str]) -> None:
 
 
 def _arm(now: float) -> None:
-    """End the process a little after its limit even if a call holds the interpreter and the watcher
-    cannot run."""
+    """Set a timer to end the process LATE seconds after its next limit. It fires even if a call
+    holds the interpreter's lock and the watcher cannot run."""
     if WATCHER.limits:
         left = [limit.left(now) if limit.whole else 60 * limit.minutes for limit in WATCHER.limits]
         faulthandler.dump_traceback_later(max(0.0, min(left)) + LATE, exit=True, file=2)
@@ -400,7 +406,7 @@ def _arm(now: float) -> None:
 
 
 def _after_fork() -> None:
-    """In a new process no thread watches, and no one waits."""
+    """Reset the state in a forked process, where no watcher runs and nothing waits."""
     global LOCK, LOOKING
     LOCK = threading.Lock()
     LOOKING = threading.Lock()

@@ -1,8 +1,8 @@
 """Small tasks with a known optimum, and the matrix of runs behind `rlkit bench`.
 
 `tasks` has the tasks, `lists` their rewards, `fresh` the small policy to start from, `matrix` the
-runs, their rows and the page, `prove` the expected updates of `rlkit prove`. Nothing is imported
-before it is asked for.
+runs, their rows and the page, `prove` the expected updates of `rlkit prove`. A module is imported
+only when it is needed.
 
 Files in the order of their imports: fresh, lists, tasks, matrix, prove, commands.
 """

@@ -1,5 +1,5 @@
-"""A very small policy made on the spot: the start of the bench's tasks. It replies at random in a
-given form."""
+"""Make a very small policy, the start of the bench's tasks. It replies at random in a given
+form."""
 
 from __future__ import annotations
 
@@ -60,30 +60,30 @@ def fresh_policy(
     """Make a Qwen3 of a few thousand parameters with single characters as its vocabulary, and teach
     it to draw well-formed replies at random.
 
-    The lessons are conversations of random prompts and random replies, so the policy knows the form
-    and nothing about right answers. Without opinions the chance of each reply is nearly that of a
-    uniform draw, for any prompt. Such a policy has never used its prompt, so training first makes
-    it give one reply to all problems, and only later tell them apart.
+    It is taught on conversations of random prompts and random replies, so it knows the form and
+    nothing about right answers. Without opinions the chance of each reply is nearly that of a
+    uniform draw, for any prompt. A policy without opinions has never used its prompt. So training
+    first makes it give the same reply to all problems, and only later tell the problems apart.
 
-    With opinions, each prompt has a distribution of its own, p ∝ exp(opinions · z), with a standard
-    normal z for each place and character. z has nothing to do with right answers.
+    With opinions, each prompt has its own distribution of replies, p ∝ exp(opinions · z), with a
+    standard normal z for each place and character. z is independent of the right answers.
 
     Args:
       replies: the characters for each place of a reply, for example ["0123456789", "+-",
         "0123456789"]. A place that ends in "*" is repeated, with one half as the chance of each
         further repetition, and may be absent.
-      symbols: characters of prompts, beside those of replies.
-      turns, prompt: the longest conversation of the lessons, and the longest prompt in it, in
-        characters.
+      symbols: characters of prompts, besides those of replies.
+      turns, prompt: most turns of a conversation in the lessons, and most characters of a prompt.
       opinions: standard deviation of the log-odds of characters between prompts. From the second
-        turn on, the first prompt and the latest one count half each.
-      width, layers: of the model; a width is a multiple of 8.
-      init_std: standard deviation of the weights as drawn. 0.02 is Qwen3's, for widths above 1,000.
+        turn on, the first prompt and the latest prompt count half each.
+      width, layers: size of the model; a width is a multiple of 8.
+      init_std: standard deviation of the initial weights. 0.02 is Qwen3's, for widths above 1,000.
         1/√width keeps the size of activations, so that the policy tells prompts apart from the
         first steps on.
-      steps, rate: of AdamW on 64 conversations each; 0 leaves the weights as drawn.
-      seed: of weights and lessons.
-      lora: adapters, added after the lessons; rank 0 trains everything.
+      steps, rate: number of AdamW steps on 64 conversations each, and their learning rate; 0 steps
+        keep the initial weights.
+      seed: seed of weights and lessons.
+      lora: adapters added after the lessons; rank 0 trains all weights.
     """
     alphabet = sorted({*symbols, *(c for place in replies for c in place.removesuffix("*"))})
     with torch.random.fork_rng(devices=[]):
@@ -115,8 +115,8 @@ def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
     """Run `taught` once for all processes with the same folder in RLKIT_STARTS; without the folder,
     run it here.
 
-    A file's name holds everything that the weights depend on. It is made under a lock, and made
-    again if damaged.
+    A file's name holds every argument on which the weights depend. The file is written under a
+    lock, and made again if it is damaged.
     """
     folder = os.environ.get(STARTS)
     if not folder:
@@ -139,14 +139,14 @@ def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
                 return found
             data = save(dict(taught(**given)))
             write_atomic(path, hashlib.sha256(data).digest() + data)
-    except OSError:  # no room, no locks: every job makes its own, an equal one
+    except OSError:  # no room or no locks: every job makes an equal start of its own
         pass
     return taught(**given)
 
 
 def read_weights(path: Path) -> Mapping[str, torch.Tensor]:
-    """Read the weights in a file of `kept_start`; empty if there is none, or if its digest shows
-    damage."""
+    """Read the weights in a file of `kept_start`; empty if the file is missing, or if its digest
+    shows damage."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -202,7 +202,7 @@ def taught(
 
 
 def character_tokenizer(alphabet: Sequence[str]) -> Any:
-    """Make a fast tokenizer of one token a character; unknown characters are left out."""
+    """Make a fast tokenizer with one token for each character. Unknown characters are left out."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -223,7 +223,7 @@ def character_tokenizer(alphabet: Sequence[str]) -> Any:
 
 
 def small_model(vocabulary: int, *, width: int, layers: int, init_std: float) -> Any:
-    """Random weights, from torch's generator."""
+    """Make a model with random weights from torch's generator."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -257,7 +257,8 @@ class Opinions:
         self.known: dict[tuple[str, int, str], list[float]] = {}
 
     def weights(self, prompts: Sequence[str], place: int, characters: str) -> list[float]:
-        """One weight a character: exp(strength · z), z the sum over prompts / √(their number)."""
+        """Compute one weight for each character: exp(strength · z), z the sum over prompts /
+        √(their number)."""
         drawn = [self.drawn(text, place, characters) for text in prompts]
         return [
             math.exp(self.strength * sum(own) / math.sqrt(len(own)))
@@ -265,7 +266,7 @@ class Opinions:
         ]
 
     def drawn(self, prompt: str, place: int, characters: str) -> list[float]:
-        """Standard normal numbers by the seed and the arguments only."""
+        """Draw standard normal numbers that depend on the seed and the arguments only."""
         key = (prompt, place, characters)
         if key not in self.known:
             rng = random.Random(f"opinion {self.seed} {key}")
@@ -297,7 +298,7 @@ def lesson(
 def random_reply(
     rng: random.Random, replies: Sequence[str], prompts: Sequence[str], opinions: Opinions
 ) -> str:
-    """One reply of the form, to the first prompt and the latest one."""
+    """Draw a reply of the given form, to the first and the latest prompt."""
     out = ""
     for i, place in enumerate(replies):
         characters = place.removesuffix("*")
@@ -311,7 +312,8 @@ def random_reply(
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded ids [B, T], and the next ids [B, T-1] in replies and at their ends, -100 elsewhere."""
+    """Return padded ids [B, T], and targets [B, T-1]: the next id inside replies and at their ends,
+    -100 elsewhere."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     speaks = torch.zeros(len(rows), dtype=torch.bool)

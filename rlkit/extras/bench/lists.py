@@ -1,4 +1,5 @@
-"""A score by the row's own list, for generated problems with a computed optimum."""
+"""Score a reply by the row's own list of right replies, for generated problems with a computed
+optimum."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from rlkit.types import Rollout, gives
 @no_gold
 @reads_fields("right")
 def listed(rollout: Rollout) -> float | None:
-    """1 if the last reply is one of `task.metadata["right"]`, else 0; None, cannot be scored, if
-    the row has no list.
+    """Score 1 if the last reply is one of `task.metadata["right"]`, else 0. If the row has no list,
+    the rollout is unscored (None).
 
-    With `metadata["among"]` it is enough for the reply to contain a listed one, and with
-    `metadata["any"]` every reply is right. A row with `metadata["flip"]` has a verifier with
-    errors: with this chance, drawn for each rollout on its own, the score is 1 - score. The draw is
-    a hash of row, group and sample, so arms of one seed share it. With a chance of one half the
-    score is a coin.
+    With `metadata["among"]` it is enough if the reply contains a listed reply, and with
+    `metadata["any"]` every reply is right. `metadata["flip"]` is the chance of an error of the
+    verifier, drawn for each rollout on its own: then the score becomes 1 - score. The draw is a
+    hash of row, group and sample, so arms with the same seed share it. With a chance of one half,
+    the score is a coin flip.
     """
     row = rollout.task.metadata
     if row.get("right") is None:
@@ -36,7 +37,8 @@ def listed(rollout: Rollout) -> float | None:
 @no_gold
 @reads_fields("right")
 def paid(rollout: Rollout) -> float | None:
-    """`listed`, times the number >= 0 `task.metadata["pay"]` if there is one."""
+    """Score as `listed`, multiplied by the number `task.metadata["pay"]` >= 0 if the row has
+    one."""
     score = listed(rollout)
     return None if score is None else score * rollout.task.metadata.get("pay", 1.0)
 

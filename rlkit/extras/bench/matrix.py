@@ -1,9 +1,9 @@
-"""A matrix of short runs, tasks × arms × seeds, run as a sweep; their results as rows and as one
-page.
+"""Run a matrix of short runs, tasks × arms × seeds, as a sweep. Write their results as rows and as
+one page.
 
 A run is `rlkit train` in <folder>/TASK/ARM/SEED, on one thread, with as many at a time as there are
-cores. A finished run is not repeated, unless its settings differ. A run's score is its regret
-(rlkit/extras/bench/tasks.py): 1 as good as a random policy, 0 as good as possible.
+cores. A finished run is not repeated, unless its settings have changed. A run's score is its regret
+(rlkit/extras/bench/tasks.py): 1 is as good as a random policy, 0 as good as possible.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def matrix(
     seeds: Sequence[int],
     common: Sequence[str],
 ) -> list[MatrixRun]:
-    """All runs, seeds outermost, so that a matrix stopped early has whole seeds. `common` goes to
-    every run."""
+    """List all runs of the matrix. Seeds vary slowest, so that a matrix stopped early has complete
+    seeds. `common` is added to the overrides of every run."""
     return [
         MatrixRun(
             task,
@@ -115,14 +115,14 @@ def run_all(
 ) -> tuple[list[RunJob], list[int]]:
     """Run the unfinished runs, `jobs` at a time, on one thread each.
 
-    A run with other settings, finished or not, is set aside and run anew. The caller owns `folder`
-    (`owner.own_folder`), the parent of all cells.
+    A run whose settings have changed, finished or not, is set aside and run again. The caller owns
+    `folder` (`owner.own_folder`), the parent of all runs.
 
     Args:
-      start: starts a job's process. By default, as a copy of a process that has imported the
-        modules of a run.
-    Returns: the outcome of each cell, in their order, and the signals that stopped the queue.
-    Raises: Occupied or ConfigError if one of the runs is in use; nothing has begun then.
+      start: a function to start a job's process. By default, a job is a copy of a process that has
+        imported the modules of a run.
+    Returns: the outcome of each run, in order, and the signals that stopped the queue.
+    Raises: Occupied or ConfigError if one of the runs is in use. No run has begun then.
     """
     refuse_running(folder)
     overrides = {cell: [*cell.overrides, "resume=auto"] for cell in cells}
@@ -162,7 +162,8 @@ def prepare(
     overrides: Mapping[MatrixRun, Sequence[str]],
     config_dir: str | None,
 ) -> int:
-    """Set aside the runs of other settings, and say so; return the devices of each run."""
+    """Set aside the runs whose settings have changed, and print this. Return the devices of each
+    run."""
     from rlkit.config.compose import compose
 
     first = compose(overrides[cells[0]], config_dir=config_dir).config
@@ -209,7 +210,7 @@ def read_row(cell: MatrixRun) -> Row | None:
 
 
 def read_value(folder: Path) -> Any:
-    """The random and the best expected reward of the test problems of a run."""
+    """Read the expected rewards of the random and the best policy on a run's test problems."""
     from rlkit.config.schema import build
     from rlkit.extras.bench.tasks import average_value
 
@@ -218,7 +219,7 @@ def read_value(folder: Path) -> Any:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write one line a run."""
+    """Write one line for each run."""
     with io.StringIO(newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -230,37 +231,37 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 class Scores(NamedTuple):
-    """1 - regret of the seeds common to all arms on their tasks: arm → [n seeds, tasks]; NaN on a
-    task without a finished run of the arm."""
+    """The scores 1 - regret, for the seeds common to all arms on their tasks: arm → [n seeds,
+    tasks]. A score is NaN on a task without a finished run of the arm."""
 
     tasks: list[str]
     seeds: list[int]
     of: dict[str, np.ndarray]
 
     def select_task(self, task: int) -> dict[str, np.ndarray]:
-        """The arms with runs on a task: arm → [n seeds]."""
+        """Select the arms with runs on a task: arm → [n seeds]."""
         return {
             arm: own[:, task] for arm, own in self.of.items() if not np.isnan(own[:, task]).any()
         }
 
     def step(self, task: int) -> float:
-        """The smallest step between the scores of two runs on a task: three equal differences of a
-        coarse score are not certain."""
+        """Find the smallest step between the scores of two runs on a task. With it, equal
+        differences of a coarse score do not count as certain."""
         return find_smallest_step(
             [value for own in self.select_task(task).values() for value in own.tolist()], ROUNDED
         )
 
     def select_complete(self) -> dict[str, np.ndarray]:
-        """The arms with runs on all tasks: arm → [n seeds, tasks]."""
+        """Select the arms with runs on all tasks: arm → [n seeds, tasks]."""
         return {arm: own for arm, own in self.of.items() if not np.isnan(own).any()}
 
 
 def arrange_scores(rows: Sequence[Row]) -> Scores:
-    """Arrange the rows as a cube. A seed without some run is left out for all arms, so that every
-    comparison is within pairs.
+    """Arrange the rows as arms × seeds × tasks. If a run of a seed is missing, the seed is left out
+    for all arms, so that every comparison is within pairs.
 
-    If an arm has no run at all on a task, for example because the task refuses it, the arm is left
-    out there, and no seed is.
+    If an arm has no run at all on a task, for example because the task refuses the arm, only the
+    arm is left out on this task, and no seed.
     """
     found = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
     tasks, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "arm"))
@@ -293,7 +294,7 @@ class Pair(NamedTuple):
     sees: float  # the difference that these seeds would claim four times in five
 
     def order(self) -> tuple[str, str]:
-        """The better arm, then the other."""
+        """Return the better arm, then the other arm."""
         return (self.second, self.first) if self.mean > 0 else (self.first, self.second)
 
 
@@ -301,8 +302,8 @@ def compare_arms(found: Scores) -> list[Pair]:
     """Compare every pair of arms on every task, by Student's t within seeds, with the
     false-discovery rate over all of them.
 
-    Pairs with a placebo have a correction of their own. Nearly all of them differ, so beside them
-    another pair would pass with a larger p-value.
+    Pairs with a placebo are corrected separately. Nearly all of them differ, so in a common
+    correction the other pairs would pass with larger p-values.
     """
     places = [
         (t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.select_task(t), 2)
@@ -361,7 +362,7 @@ def format_page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
 
 
 def shares_rate(rows: Sequence[Row]) -> bool:
-    """Whether no arm has a learning rate of its own, so no rate was chosen for any."""
+    """Return whether no arm sets its own learning rate, so that all arms share the default rate."""
     rates = {
         re.search(r"(?:^|\s)optimizer\.lr=(\S+)", row.get("overrides", ""))
         for row in rows
@@ -389,7 +390,8 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def tabulate_by_task(found: Scores) -> str:
-    """Mean over seeds, its 95 % interval, and the rank; equal means share a rank."""
+    """Tabulate for each task the mean over seeds, its 95 % interval, and the rank. Equal means
+    share a rank."""
     cells = {arm: ["did not run"] * len(found.tasks) for arm in found.of}
     for t in range(len(found.tasks)):
         there = found.select_task(t)
@@ -403,17 +405,19 @@ def tabulate_by_task(found: Scores) -> str:
 
 
 def score_interval(scores: Sequence[float], step: float) -> tuple[float, float, float]:
-    """Mean score over seeds and its 95 % interval. Scores lie between -1, or the lowest score, and
-    the best possible, 1."""
+    """Compute the mean score over seeds and its 95 % interval. Scores are between -1, or the lowest
+    score if it is lower, and the best possible score, 1."""
     return estimate_bounded_mean(
         scores, resolution=step, bounds=(min(-1.0, *scores), max(1.0, *scores))
     )
 
 
 def tabulate_over_tasks(found: Scores) -> str:
-    """IQM and mean with their intervals, mean rank, profile, and the chance to beat the first arm.
+    """Tabulate over tasks: IQM and mean with their intervals, mean rank, profile, and the chance to
+    beat the first arm.
 
-    Only for arms that ran on all tasks, because means over different tasks are not comparable.
+    Only arms with runs on all tasks are listed, because means over different tasks are not
+    comparable.
     """
     arms = found.select_complete()
     if not arms:
@@ -455,8 +459,8 @@ def tabulate_over_tasks(found: Scores) -> str:
 
 
 def list_claims(found: Scores) -> str:
-    """List the pairs separated at a false-discovery rate of 5 % over all pairs and tasks, the
-    largest first; then the others; then the placebos."""
+    """List the pairs of arms separated at a false-discovery rate of 5 % over all pairs and tasks,
+    the largest difference first. Then list the other pairs, and then the placebos."""
     n = len(found.seeds)
     if n < TO_CLAIM:
         known = " comparisons.csv has each difference with its interval." if n >= FEWEST else ""
@@ -502,7 +506,7 @@ def list_claims(found: Scores) -> str:
 
 
 def rate(q: float) -> str:
-    """Write a false-discovery rate with four digits, and a tiny one as a bound."""
+    """Write a false-discovery rate with four digits, or as an upper bound if it is tiny."""
     return f"q = {q:.4f}" if q >= 0.00005 else "q < 0.0001"
 
 
@@ -527,8 +531,8 @@ def list_above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
 
 
 def tabulate_budgets(rows: Sequence[Row]) -> str:
-    """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task, with a
-    note on unequal ones."""
+    """Tabulate the mean optimiser steps, samples, tokens and processor seconds of a run, by arm and
+    task, with a note on unequal amounts."""
     spent = {
         (task, arm): [
             _mean([row[unit] for row in rows if (row["task"], row["arm"]) == (task, arm)])
@@ -581,5 +585,5 @@ def find_unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
 
 
 def _mean(values: Sequence[Any]) -> float:
-    """The mean of the numbers; nan if one is missing."""
+    """Average the numbers; nan if one is missing."""
     return float(np.mean([math.nan if value == "" else float(value) for value in values]))

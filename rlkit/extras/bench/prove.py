@@ -1,12 +1,13 @@
-"""The expected update of an algorithm, by enumeration, beside the true gradient.
+"""Compute the expected update of an algorithm by enumeration, and compare it with the true
+gradient.
 
 The game has an easy and a hard problem. In each of at most three turns the policy gives the right
-answer, gives a wrong one, or looks. An answer ends the episode, so the policy decides when to stop;
-so does the third look. The right answer earns 1, and all else 0. A turn is one token and the policy
-is a table of logits, so a problem has seven routes.
+answer, gives a wrong answer, or looks. An answer ends the episode, so the policy decides when to
+stop. The third look ends the episode too. The right answer earns 1, everything else 0. A turn is
+one token and the policy is a table of logits, so a problem has seven possible episodes (routes).
 
 A batch is one group: n routes of one problem, drawn by the sampler. Its update is the gradient of
-the training loss, by the same functions and with the same parts, before any optimizer. The
+the training loss, computed by the functions and parts of a real run, before any optimizer. The
 expectation runs over both problems and all multisets of routes, in float64. It is exact for parts
 without a preferred order of rollouts.
 
@@ -14,8 +15,8 @@ The truth is the gradient of the expected reward, less the coefficient times KL(
 episodes if the experiment has a KL. `max_rl` has an objective of its own: the mean over problems
 of -Σ_k (1 - p)^k / k for k = 1 … n - 1, with p the chance of a right answer.
 
-Left out are later updates of the same batch, refills, and streams beside the reward's. A critic is
-perfect: it knows the expected return of every state.
+Later updates on the same batch, refills, and streams other than the reward's are left out. A critic
+is perfect: it knows the expected return of every state.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ STEP = 6.0
 
 
 class Figures(NamedTuple):
-    """An expected update u beside the truth g, both [problem, turn, token]."""
+    """Figures of an expected update u compared with the true gradient g, both [problem, turn,
+    token]."""
 
     angle: float  # between u and g, in degrees; nan if u is 0
     scale: float  # u·g / g·g; a learning rate absorbs it
@@ -67,7 +69,7 @@ class Figures(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The routes of a problem, each once."""
+    """All routes (possible episodes) of a problem, each once."""
 
     batch: Scored
     scores: TokenLogprobs  # of the policy; carries the gradient
@@ -75,11 +77,11 @@ class Problem(NamedTuple):
 
 
 def prove(x: Experiment, size: int, staleness: int) -> Figures:
-    """The figures of an experiment for groups of `size` rollouts.
+    """Compute the figures of an experiment for groups of `size` rollouts.
 
     Args:
-      x: with plain numbers, from `rlkit.config.problems.schedules.build_first_steps`.
-      staleness: 0: the policy has sampled the rollouts. 1: the policy one step before has.
+      x: an experiment with plain numbers, from `rlkit.config.problems.schedules.build_first_steps`.
+      staleness: 0 if the policy itself sampled the rollouts, 1 if the policy one step earlier did.
     Raises: ConfigError if the loss has no reward.
     """
     if not x.algorithm.reward_coef or x.algorithm.episodes is not None:
@@ -112,7 +114,7 @@ def prove(x: Experiment, size: int, staleness: int) -> Figures:
 
 @contextmanager
 def use_float64() -> Iterator[None]:
-    """Make weights and other tensors without a dtype of their own in float64."""
+    """Within this block, make weights and other tensors without an explicit dtype in float64."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -122,7 +124,8 @@ def use_float64() -> Iterator[None]:
 
 
 def compare(mean: Tensor, truth: Tensor, size: int, square: float) -> Figures:
-    """The figures of an expected update, from the expected square of a single update's length."""
+    """Compute the figures of an expected update. They also need the expected squared length of a
+    single update."""
     scale = (mean * truth).sum() / truth.square().sum()
     along = float((scale * truth).norm())
     across = float((mean - scale * truth).norm())
@@ -139,7 +142,7 @@ def compare(mean: Tensor, truth: Tensor, size: int, square: float) -> Figures:
 
 
 def list_routes() -> tuple[Tensor, Tensor]:
-    """Tokens of the seven routes [7, 3], and a mask of the sampled ones [7, 3]."""
+    """Return the tokens of the seven routes [7, 3], and a mask of the sampled tokens [7, 3]."""
     ids = torch.full((2 * TURNS + 1, TURNS), LOOK)
     for looks, answer in itertools.product(range(TURNS), (RIGHT, WRONG)):
         ids[2 * looks + answer, looks] = answer
@@ -160,13 +163,13 @@ def score_routes(logits: Tensor) -> TokenLogprobs:
 
 
 def compute_expected_reward(logits: Tensor) -> Tensor:
-    """The chance of the right answer to a problem."""
+    """Compute the chance of the right answer to a problem."""
     ids, _ = list_routes()
     return score_routes(logits).logprobs.sum(1).exp()[(ids == RIGHT).any(1)].sum()
 
 
 def compute_objective(x: Experiment, logits: Tensor, size: int) -> Tensor:
-    """The value that the update on a problem should climb."""
+    """Compute the objective whose gradient the update on a problem should follow."""
     value = compute_expected_reward(logits)
     if plain(x.algorithm.advantage) is F.max_rl:
         orders = torch.arange(1.0, size)
@@ -181,7 +184,7 @@ def compute_objective(x: Experiment, logits: Tensor, size: int) -> Tensor:
 
 
 def make_problem(x: Experiment, logits: Tensor, sampler: Tensor, staleness: int) -> Problem:
-    """The routes of a problem in the form of a step before its update."""
+    """Make the routes of a problem, in the form of a step before its update."""
     ids, mask = list_routes()
     n = len(ids)
     right = (ids == RIGHT).double()
@@ -218,7 +221,7 @@ def make_problem(x: Experiment, logits: Tensor, sampler: Tensor, staleness: int)
 
 
 def compute_perfect_values(batch: Scored, kl: KL) -> Tensor:
-    """The policy's expected return at each state [7, 3], less the KL in the reward."""
+    """Compute the policy's expected return at each state [7, 3], minus the KL in the reward."""
     assert batch.logprobs_old is not None
     later = (batch.token_rewards - penalize(batch, kl)).flip(1).cumsum(1).flip(1)
     reached = batch.logprobs_old.sum(1, keepdim=True).exp() * batch.response_mask
@@ -226,7 +229,8 @@ def compute_perfect_values(batch: Scored, kl: KL) -> Tensor:
 
 
 def list_multisets(chances: Sequence[float], size: int) -> Iterator[tuple[list[int], float]]:
-    """Yield every multiset of so many routes, and its chance as a group."""
+    """Yield every multiset of the given number of routes, and its chance of being drawn as a
+    group."""
     for rows in itertools.combinations_with_replacement(range(len(chances)), size):
         orders = math.factorial(size)
         for count in Counter(rows).values():
@@ -235,7 +239,7 @@ def list_multisets(chances: Sequence[float], size: int) -> Iterator[tuple[list[i
 
 
 def compute_loss(x: Experiment, problem: Problem, rows: list[int]) -> Tensor:
-    """The policy's loss on a group of routes, as in the first update of a training step."""
+    """Compute the policy's loss on a group of routes, as in the first update of a training step."""
     n = len(rows)
     tensors = {
         name: value[rows]

@@ -1,13 +1,13 @@
 """Small generated tasks with a computed optimum. Each isolates one difference between algorithms.
 
-Every problem lists its right replies, or is a game with countable states. So the expected reward of
-a random policy and of the best possible one are known. A run's score is its regret between the two:
-1 as good as random, 0 as good as possible. All splits hold the same problems: the score measures
-how fast they are learned, not how far this carries.
+Every problem lists its right replies, or is a game with countable states. So the expected rewards
+of a random policy and of the best possible policy are known. A run's score is its regret between
+the two: 1 is as good as random, 0 as good as possible. All splits have the same problems. So the
+score measures how fast the problems are learned, not how well the policy generalises.
 
 Every factory takes `placebo`: "coin" makes the rewards of training rows a coin, "format" makes them
-1 for any reply. Validation and test rows stay as they are. A method counts only above these two
-(Shao et al. 2025, "Spurious Rewards", arXiv:2506.10947).
+1 for any reply. Validation and test rows stay as they are. A method counts only if it is better
+than both placebos (Shao et al. 2025, "Spurious Rewards", arXiv:2506.10947).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ OF_A_GAME: Mapping[str, int] = {"truth": 0, "none": 1000, "coin": 2000, "format"
 
 
 class Value(NamedTuple):
-    """Expected reward of a policy with random well-formed replies, and of the best one."""
+    """The expected rewards of a policy with random well-formed replies, and of the best policy."""
 
     random: float
     best: float
 
     def regret(self, reward: float) -> float:
-        """The distance of a reward from the best: 0 there, 1 at the random policy."""
+        """Compute the regret of a reward: 0 for the best policy's reward, 1 for the random
+        policy's."""
         return (self.best - reward) / (self.best - self.random)
 
 
@@ -115,7 +116,7 @@ def make_games(
 
 
 def average_value(tasks: Sequence[Task]) -> Value:
-    """Mean over tasks of the expected rewards in their metadata."""
+    """Average over tasks the expected rewards in their metadata."""
     return Value(*(sum(task.metadata["value"][i] for task in tasks) / len(tasks) for i in (0, 1)))
 
 
@@ -132,13 +133,13 @@ def needle(
     letters: int = 16,
     depths: int = 3,
 ) -> list[Task]:
-    """Exploration: find two symbols. A random reply to problem i finds them with chance 1/letters,
-    half of it, a quarter, …
+    """Make the task of exploration: find two symbols. A random reply to a problem is right with a
+    chance of 1/letters, or half, a quarter, … of this, by problem.
 
     Args:
-      problems: their number, at most 32. letters: number of letters for each place of a reply, a
-        power of 2 up to 32.
-      depths: number of different chances; they repeat every so many problems.
+      problems: number of problems, at most 32.
+      letters: number of letters for each place of a reply, a power of 2 up to 32.
+      depths: number of different chances; problem i has the chance number i modulo depths.
     """
     rng = random.Random(f"needle of {seed}")
     rows = []
@@ -165,8 +166,8 @@ def scales(
     placebo: Placebo = "none",
     problems: int = 16,
 ) -> list[Task]:
-    """Normalisation: one of eight letters is right. In training it pays 1, 10, 100 or 1000, by
-    problem; in evaluations it pays 1."""
+    """Make the task of normalisation: one of eight letters is right. In training it pays 1, 10, 100
+    or 1000, by problem; in evaluations it pays 1."""
     rng = random.Random(f"scales of {seed}")
     rows = [
         Question(LETTERS[i], [rng.choice(LETTERS[:8])], pay=10.0 ** (i % 4))
@@ -191,8 +192,8 @@ def noisy(
     placebo: Placebo = "none",
     problems: int = 16,
 ) -> list[Task]:
-    """A verifier with errors: one of eight letters is right. The training verifier errs with a
-    chance of 0, 0.15, 0.3 or 0.45, by problem."""
+    """Make the task of a verifier with errors: one of eight letters is right. The training verifier
+    errs with a chance of 0, 0.15, 0.3 or 0.45, by problem."""
     rng = random.Random(f"noisy of {seed}")
     rows = [
         Question(LETTERS[i], [rng.choice(LETTERS[:8])], flip=0.15 * (i % 4))
@@ -217,8 +218,8 @@ def stale(
     placebo: Placebo = "none",
     problems: int = 16,
 ) -> list[Task]:
-    """Off-policy corrections: one of eight letters is right. The difficulty is in the preset, which
-    samples with old weights."""
+    """Make the task of off-policy corrections: one of eight letters is right. The difficulty comes
+    from the preset, which samples with old weights."""
     rng = random.Random(f"stale of {seed}")
     rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])]) for i in range(problems)]
     return deal_tasks(
@@ -242,16 +243,17 @@ def proxy(
     problems: int = 16,
     fooled: int = 3,
 ) -> list[Task]:
-    """Reward hacking: the first letter of three is right or wrong, and a reply that ends in "aa"
-    fools the verifier of some problems.
+    """Make the task of reward hacking: the first letter of three is right or wrong, but a reply
+    that ends in "aa" fools the verifier of some problems.
 
-    This verifier passes one random reply in eight for the right reason and one in 73 by the trick,
-    and does not tell them apart. The trick is the same for all its problems, the right letter is
-    not. In evaluations a reply with the trick is wrong. A policy kept close to the start, π ∝
-    π_start · exp(r/β), has the right reason eight times as often as the trick, however small β.
+    A fooled verifier passes one random reply in eight for the right reason and one in 73 by the
+    trick, and does not tell them apart. The trick is the same for all of these problems, but the
+    right letter is not. In evaluations a reply with the trick is wrong. A policy kept close to the
+    start, π ∝ π_start · exp(r/β), has the right reason eight times as often as the trick, however
+    small β.
 
     Args:
-      fooled: one problem in so many has this verifier.
+      fooled: one problem in `fooled` has a verifier open to the trick.
     """
     rng = random.Random(f"proxy of {seed}")
     rows = []
@@ -285,15 +287,15 @@ def lengthy(
     problems: int = 16,
     price: float = 0.05,
 ) -> list[Task]:
-    """Length: a reply with the right letter of eight among others is right, too, and every letter
-    after the first costs.
+    """Make the task of length: a reply is right if the right letter of eight is among its letters,
+    and every letter after the first costs a price.
 
-    To name all eight is easier to learn than the right one, and earns less. A random reply has one
-    letter and n more, and n is the sum of three geometric numbers of mean 1. So its expected score
-    is 1 - 7/8 · E[(7/8)ⁿ] - 3 · price, with E[(7/8)ⁿ] = (8/9)³.
+    To reply with all eight letters is easier to learn than the right letter, and earns less. A
+    random reply has 1 + n letters, where n is the sum of three geometric numbers of mean 1. So its
+    expected score is 1 - 7/8 · E[(7/8)ⁿ] - 3 · price, with E[(7/8)ⁿ] = (8/9)³.
 
     Args:
-      price: of a letter, in training and in evaluations.
+      price: price of a letter, in training and in evaluations.
     """
     rng = random.Random(f"lengthy of {seed}")
     tasks = []
@@ -324,11 +326,11 @@ def chain(
     problems: int = 8,
     choices: int = 8,
 ) -> list[Task]:
-    """Credit: the game `Chain`, with one turn that counts.
+    """Make the task of credit: the game `Chain`, in which one turn counts.
 
     Args:
-      problems: number of them. Each has one turn that counts, and a right letter for it. choices:
-        letters of the game.
+      problems: number of problems. Each has one turn that counts, and a right letter for this turn.
+      choices: number of letters in the game.
     """
     return make_games(
         "chain",
@@ -341,12 +343,12 @@ def chain(
 
 
 class Chain:
-    """Of `length` turns one counts; the problem decides which. The others pay `coin` or -`coin` in
-    training, and nothing in evaluations.
+    """A game of `length` turns. One turn counts, and the problem decides which. The other turns pay
+    `coin` or -`coin` at random in training, and nothing in evaluations.
 
-    The first observation is the problem, each later one the number of the turn. Every reward stands
-    at its turn. So an algorithm with a credit for each turn does not see the coins, and one with
-    the episode's reward on all turns sees little else.
+    The first observation is the problem, each later one the number of the turn. Every reward is
+    given at its turn. So in an algorithm with credit for each turn, the coins do not disturb the
+    turn that counts. In an algorithm with the episode's reward on all turns, they nearly drown it.
     """
 
     def __init__(self, *, length: int = 6, choices: int = 8, coin: float = 1.0):
@@ -386,10 +388,11 @@ def lake(
     holes: int = 3,
     length: int = 10,
 ) -> list[Task]:
-    """Many turns without a way back: the game `Lake`.
+    """Make the task of many turns without a way back: the game `Lake`.
 
     Args:
-      problems: maps. holes, length: of the game.
+      problems: number of maps.
+      holes, length: holes of a map, and most turns of the game.
     """
     values = [compute_crossing(draw_holes(number, holes), length) for number in range(problems)]
     return make_games(
@@ -402,12 +405,12 @@ GOAL = 15  # the last of 4 × 4 cells; the first is the start
 
 
 class Lake:
-    """FrozenLake without slipping: cross 4 × 4 cells from corner to corner within `length` turns,
-    by u, d, l and r, and fall into no hole.
+    """The game FrozenLake without slipping. Cross 4 × 4 cells from corner to corner within `length`
+    turns, by the moves u, d, l and r, without falling into a hole.
 
     The goal pays 1 and ends the episode; a hole and the last turn end it with nothing. A move off
-    the ice, or a reply that is no move, stays in place. The first observation is the problem, which
-    decides the holes; each later one is the cell.
+    the ice, or a reply that is no move, leaves the player in place. The first observation is the
+    problem, which decides the holes. Each later observation is the cell.
 
     Source: the environment FrozenLake-v1 of Gymnasium (Towers et al. 2024, arXiv:2407.17032), with
     is_slippery=False and maps of its own.
@@ -435,7 +438,7 @@ class Lake:
 
 
 def find_neighbour(cell: int, action: str) -> int:
-    """The cell after a move; the 4 × 4 cells are numbered by rows."""
+    """Return the cell after a move. The 4 × 4 cells are numbered row by row."""
     down, right = MOVES.get(action, (0, 0))
     row = cell // 4 + down
     column = cell % 4 + right
@@ -443,7 +446,7 @@ def find_neighbour(cell: int, action: str) -> int:
 
 
 def draw_holes(number: int, holes: int) -> frozenset[int]:
-    """Draw the holes of a map until there is a way past them."""
+    """Draw the holes of a map, again and again until a way leads past them."""
     rng = random.Random(f"lake {number}")
     while not compute_crossing(thin := frozenset(rng.sample(range(1, GOAL), holes)), 16).best:
         pass

@@ -1,4 +1,4 @@
-"""Why a run does not learn: findings in its folder, and the run continued with one change.
+"""Find out why a run does not learn, from its folder and by continuing it with one change.
 
 `evidence` reads a run folder. `data`, `settings` and `attacks` look for causes, and `findings` puts
 them in order. `remedies` proposes changes, `forks` continues the run with them, and `effects`

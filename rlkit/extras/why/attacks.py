@@ -1,4 +1,5 @@
-"""Whether the run's reward pays an empty or constant answer, or a wrong one more than the truth."""
+"""Test whether the run's reward pays an empty or constant answer, or pays a wrong answer more than
+the truth."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ ADDRESS = ("address", "addresses", "url", "base_url", "host", "endpoint", "clien
 def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
     """Score truths and constant answers on the first distinct problems with a truth.
 
-    Errors of the reward are not raised: if it fails on one of the answers, there is no finding.
+    Errors of the reward are not raised. If the reward fails on an answer, there is no finding.
     """
     distinct = {identify_problem(task): task for task in tasks if task.answer.strip()}
     rows = [*distinct.values()][:TRIED]
@@ -66,13 +67,13 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
 
 
 def find_negative_weights(reward: Reward) -> list[tuple[str, float]]:
-    """Dotted key and weight of the terms with a weight below 0."""
+    """Return dotted key → weight for the reward terms with a weight below 0."""
     named = ((f"reward.terms.{name}.weight", term.weight) for name, term in reward.terms.items())
     return [(key, weight) for key, weight in named if weight < 0]
 
 
 def mean_reward(reward: Reward, tasks: Sequence[Task], answers: Sequence[str]) -> float | None:
-    """The mean reward of these texts as replies; None if none is scored."""
+    """Compute the mean reward of texts given as replies; None if no reply is scored."""
     played = [make_episode(task, text) for task, text in zip(tasks, answers, strict=True)]
     scored = [r.total_reward for r in score_rollouts(played, reward)]
     values = [value for value in scored if value is not None]
@@ -105,8 +106,8 @@ def explain_unsafe(reward: Reward, tasks: Sequence[Task]) -> str:
 def list_functions(
     reward: Reward, tasks: Sequence[Task]
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Name and function of the terms that count; for a term by row, the functions named by the
-    rows."""
+    """List the name and function of each reward term with a weight. For a term by row, list the
+    functions named in the rows."""
     asked = {task.reward for task in tasks}
     for name, term in reward.terms.items():
         known: Mapping[str, Callable[..., Any]] = list_named_rewards(term.fn)
@@ -117,7 +118,7 @@ def list_functions(
 
 
 def list_parameters(fn: Callable[..., Any]) -> list[str]:
-    """Names of the bound and the possible keywords of a function."""
+    """List the bound keywords and the parameters of a function."""
     try:
         return [*bound(fn), *inspect.signature(plain(fn)).parameters]
     except (TypeError, ValueError):

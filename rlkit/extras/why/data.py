@@ -1,5 +1,5 @@
-"""Causes outside the settings: failing rewards and tools, truths that cannot be read or stand in
-the prompt, repeated rows, an engine with old weights."""
+"""Find causes outside the settings: failing rewards and tools, truths that are unreadable or
+visible in the prompt, repeated rows, and an engine with old weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlkit.types import Rollout, Task, ToolResult
 
 FAILED = 0.02  # share of episodes with a failure of the reward or the environment
 UNREAD = 0.05  # share of rows without any scored reply
-BROKEN = 0.9  # share of a tool's failed calls
-CALLS = 10  # fewer calls of a tool say nothing
+BROKEN = 0.9  # share of failed calls from which a tool counts as broken
+CALLS = 10  # fewest calls of a tool to judge it
 # An engine has old weights if its difference from the trainer grew by this factor, and by more than
 # this many nats a token.
 GREW = 30
 ROUNDING = 0.001
 GIVEN = 0.3  # share of prompts with their own truth, beyond the share with another row's
 REPEATED = 0.3  # share of the rows with the same problem
-ROWS = 8  # fewer rows say nothing
+ROWS = 8  # fewest rows to judge them
 
 
 def failing_reward(e: Evidence) -> Finding | None:
-    """A term of the reward raises or hangs."""
+    """Find a reward term that raises or hangs."""
     rates: dict[str, float] = defaultdict(float)
     for metric in e.run.rows[-1] if e.run.rows else ():
         name, _, kind = metric.removeprefix("reward/").rpartition("/")
@@ -47,7 +47,7 @@ def failing_reward(e: Evidence) -> Finding | None:
 
 
 def failing_environment(e: Evidence) -> Finding | None:
-    """Episodes end because their environment fails."""
+    """Find an environment whose failures end episodes."""
     rate = e.mean("stop_reason/error")
     if not rate > FAILED:
         return None
@@ -61,7 +61,7 @@ def failing_environment(e: Evidence) -> Finding | None:
 
 
 def unread_truths(e: Evidence) -> Finding | None:
-    """Find rows without a score for any reply."""
+    """Find rows for which no reply gets a score."""
     scored: dict[str, bool] = defaultdict(bool)
     for rollout in e.rollouts:
         if rollout.truncation != "error":
@@ -79,8 +79,8 @@ def unread_truths(e: Evidence) -> Finding | None:
 
 
 def failing_tool(e: Evidence) -> Finding | None:
-    """Find a tool with failures in nearly every call. It must already fail in the first step: later
-    calls may come from a policy that forgot how to call it."""
+    """Find a tool that fails in nearly every call. It must already fail in the first step, because
+    later the policy may have forgotten how to call it."""
     every = group_results(e.rollouts)
     first = group_results(next(iter(e.played.values()), ()))
     for name, results in every.items():
@@ -98,7 +98,8 @@ def failing_tool(e: Evidence) -> Finding | None:
 
 
 def group_results(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
-    """Tool → results of its calls. An unreadable call names no tool, and no tool is to blame."""
+    """Group the results of calls by tool. An unreadable call is left out, because no tool is to
+    blame for it."""
     found: dict[str, list[ToolResult]] = defaultdict(list)
     for rollout in rollouts:
         for step in rollout.steps:
@@ -109,9 +110,9 @@ def group_results(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
 
 
 def stale_engine(e: Evidence) -> Finding | None:
-    """The engine samples with other weights than the trainer's, in a run without a lag.
+    """Find an engine that samples with other weights than the trainer's, in a run without a lag.
 
-    In the first step both have the same weights, so their difference is then rounding.
+    In the first step both have the same weights, so a difference in this step is due to rounding.
     """
     gaps = e.values("mismatch/logp_abs_mean")
     if not gaps or e.number("asynchrony.staleness") > 0:
@@ -134,7 +135,8 @@ def stale_engine(e: Evidence) -> Finding | None:
 
 
 def given_truths(e: Evidence) -> Finding | None:
-    """Prompts hold their own truth more often than another row's."""
+    """Find prompts that contain their own truth, more often than they contain another row's
+    truth."""
     tasks = [task for task in e.tasks if task.answer.strip() and task.messages]
     if len(tasks) < ROWS:
         return None
@@ -154,13 +156,13 @@ def given_truths(e: Evidence) -> Finding | None:
 
 
 def holds(task: Task, answer: str) -> bool:
-    """Whether the prompt holds an answer as a word."""
+    """Return whether the prompt contains an answer as a word."""
     text = "\n".join(str(m.get("content") or "") for m in task.messages)
     return re.search(rf"(?<!\w){re.escape(answer.strip())}(?!\w)", text) is not None
 
 
 def repeated_rows(e: Evidence) -> Finding | None:
-    """One problem makes up much of the rows."""
+    """Find one problem that makes up a large share of the rows."""
     counts = Counter(map(identify_problem, e.tasks))
     total = sum(counts.values())
     if total < ROWS:
@@ -179,7 +181,7 @@ def repeated_rows(e: Evidence) -> Finding | None:
 
 
 def disagreeing_rewards(e: Evidence) -> Finding | None:
-    """The training reward rises and the verifier's accuracy falls."""
+    """Report if the training reward rises while the verifier's accuracy falls."""
     curve = e.values("eval/accuracy") or e.values("test/accuracy")
     if len(curve) < 2 or not e.progress.rose or not curve[-1] < curve[0] - 0.05:
         return None

@@ -1,5 +1,5 @@
-"""Results of forks: paired effects over prompts, corrected for the number of remedies, in
-sentences."""
+"""Compute the effects of remedies from their forks, and say them in sentences. Effects are paired
+over prompts and corrected for the number of remedies."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ class Effect(NamedTuple):
 
     fork: Fork
     found: Difference  # remedy - unchanged run, within prompts
-    claim: bool  # no chance, at 5 % over all remedies
+    claim: bool  # beyond chance, at 5 % over all remedies
 
     @property
     def helps(self) -> bool:
-        """Whether the reward is higher with the remedy."""
+        """Return whether the reward is higher with the remedy."""
         return self.claim and self.found.mean > 0
 
 
 def list_effects(control: Fork, forks: Sequence[Fork]) -> list[Effect]:
-    """Student's t over the prompts with scores in both forks; Holm's correction over the remedies,
-    with intervals to match. Fewer than ten prompts claim nothing."""
+    """Compute the effect of each remedy by Student's t over the prompts with scores in both forks,
+    with Holm's correction over the remedies and matching intervals. With fewer than ten prompts
+    nothing is claimed."""
     resolution = find_smallest_step([*control.rewards.values()])
     tried = [fork for fork in forks if control.rewards.keys() & fork.rewards.keys()]
     sides = [pair_rewards(control, fork) for fork in tried]
@@ -48,7 +49,7 @@ def list_effects(control: Fork, forks: Sequence[Fork]) -> list[Effect]:
 
 
 def pair_rewards(control: Fork, fork: Fork) -> tuple[list[float], list[float]]:
-    """The rewards of the prompts with scores in both, in one order."""
+    """Return the rewards of the prompts with scores in both forks, in the same order."""
     shared = sorted(control.rewards.keys() & fork.rewards.keys())
     return [control.rewards[task] for task in shared], [fork.rewards[task] for task in shared]
 
@@ -69,8 +70,8 @@ def say_effect(effect: Effect) -> str:
 
 
 def judge_findings(findings: Sequence[Finding], effects: Sequence[Effect]) -> list[str]:
-    """Say which findings their trial confirmed: those whose change raises the reward, with an
-    interval without 0."""
+    """Say which findings are confirmed: their remedy was tried and raised the reward, with an
+    interval above 0."""
     tried = {tuple(own.fork.overrides): own for own in effects}
     lines = []
     for number, finding in enumerate(findings, 1):
@@ -88,8 +89,8 @@ def sum_up(
     effects: Sequence[Effect],
     findings: Sequence[Finding] = (),
 ) -> list[str]:
-    """List the baseline, the effects, the largest first, what they say of the findings, and their
-    basis."""
+    """Write lines on the baseline, the effects from the largest down, the confirmed findings, and
+    the basis of the effects."""
     ordered = sorted(effects, key=lambda own: (not own.claim, -abs(own.found.mean)))
     lines = []
     if control.rewards:

@@ -1,4 +1,4 @@
-"""The evidence in a run folder: its rows, its settings, its rollouts."""
+"""Read the evidence in a run folder: rows, settings and rollouts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NONE = "none"
 class Finding(NamedTuple):
     """A cause supported by the evidence.
 
-    cause     one word, for rows and tests
+    cause     one word, for tables and tests
     title     the cause as a sentence
     evidence  the sentence with its numbers
     advice    the remedy in words
-    remedy    the same as overrides of the run; empty if no setting mends it
+    remedy    the remedy as overrides of the run; empty if no setting helps
     """
 
     cause: str
@@ -47,12 +47,12 @@ class Progress(NamedTuple):
 
     @property
     def chance(self) -> float:
-        """Two standard errors, and at least 0.02: a smaller change may be chance."""
+        """Return the change that may be chance: two standard errors, and at least 0.02."""
         return max(0.02, 2 * self.error)
 
     @property
     def rose(self) -> bool:
-        """Whether the reward rose by more than chance."""
+        """Return whether the reward rose by more than chance."""
         return self.last - self.first > self.chance
 
 
@@ -63,12 +63,12 @@ class Evidence(NamedTuple):
     played: Mapping[int, Sequence[Rollout]]  # RL step → all its rollouts, of a few steps
 
     def setting(self, key: str, otherwise: Any = None) -> Any:
-        """A value of config.yaml by its dotted key."""
+        """Return a value of config.yaml by its dotted key."""
         value = self.run.settings.get(key)
         return otherwise if value is None else value
 
     def number(self, key: str) -> float:
-        """A setting as a number; nan for anything else."""
+        """Return a setting as a number; nan if it is not a number."""
         value = self.setting(key)
         return float(value) if isinstance(value, int | float) else math.nan
 
@@ -81,11 +81,11 @@ class Evidence(NamedTuple):
             return []
 
     def values(self, metric: str) -> list[float]:
-        """A metric's values in order, for the steps that have it."""
+        """List a metric's values in the order of the steps, without steps that lack it."""
         return list(read_series(self.run, metric).values())
 
     def mean(self, metric: str, third: int | None = None) -> float:
-        """The mean of a metric over the run, or over its first (0) or last (-1) third; nan without
+        """Average a metric over the run, or over its first (0) or last (-1) third; nan without
         values."""
         values = self.values(metric)
         size = max(1, len(values) // 3)
@@ -94,19 +94,20 @@ class Evidence(NamedTuple):
         return fmean(values) if values else math.nan
 
     def lasting(self, metric: str) -> float:
-        """The smaller of a share's mean and its value in the first step: true of the policy before
-        any update, and ever since. A later change is a consequence."""
+        """Return the smaller of a share's mean and its value in the first step. A high result means
+        that the share was high before any update and stayed high, so it is not a consequence of
+        training."""
         return min(self.mean(metric), *self.values(metric)[:1], math.inf)
 
     @property
     def steps(self) -> int:
-        """RL steps with a reward."""
+        """The number of RL steps with a reward."""
         return len(self.values("reward/mean"))
 
     @property
     def progress(self) -> Progress:
-        """The course of the reward. The error comes from the differences between steps: σ² ≈
-        Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n steps a third."""
+        """The change of the reward over the run. The error comes from the differences between
+        steps: σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n steps a third."""
         values = self.values("reward/mean")
         if len(values) < 3:
             return Progress(self.mean("reward/mean"), self.mean("reward/mean"), math.inf)
@@ -116,7 +117,7 @@ class Evidence(NamedTuple):
 
     @property
     def rewarded(self) -> bool:
-        """Whether the run learns from rewards, and not from a teacher or demonstrations."""
+        """Whether the run learns from rewards only, not from a teacher or demonstrations."""
         names = {name for row in self.run.rows for name in row}
         others = [
             name for name in names if name.startswith("streams/") and name != "streams/reward"
@@ -130,7 +131,7 @@ class Evidence(NamedTuple):
 
     @property
     def groups(self) -> list[list[Rollout]]:
-        """The same rollouts, group by group."""
+        """All rollouts read from the folder, by group."""
         found: dict[tuple[int, int], list[Rollout]] = {}
         for step, own in self.played.items():
             for rollout in own:
@@ -139,7 +140,7 @@ class Evidence(NamedTuple):
 
     @property
     def tasks(self) -> list[Task]:
-        """The rows of these rollouts, each once."""
+        """The distinct tasks of all rollouts read from the folder."""
         return list({rollout.task.id: rollout.task for rollout in self.rollouts}.values())
 
 
@@ -166,16 +167,16 @@ def read_played(folder: Path) -> dict[int, Sequence[Rollout]]:
 
 
 def share_of_copies(groups: Sequence[Sequence[Rollout]]) -> float:
-    """The share of rollouts equal to an earlier one of their group word for word; nan without
-    groups."""
+    """Compute the share of rollouts that equal an earlier rollout of their group word for word; nan
+    without groups."""
     total = sum(len(own) - 1 for own in groups)
     different = sum(len({tuple(map(str, r.conversation)) for r in own}) - 1 for own in groups)
     return 1 - different / total if total else math.nan
 
 
 def spread_within(groups: Sequence[Sequence[Rollout]]) -> float:
-    """Standard deviation of the rewards within a group: √ of the mean of s² over the groups; nan
-    without a group of two scored rollouts."""
+    """Compute the standard deviation of the rewards within groups: √ of the mean of s² over the
+    groups; nan without a group of at least two scored rollouts."""
     squares = []
     for own in groups:
         scored = [r.total_reward for r in own if r.total_reward is not None]

@@ -1,4 +1,4 @@
-"""All free findings of a run, the likeliest cause first."""
+"""List the findings of a run that need no further training, the likeliest cause first."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ EXPLAINS: Mapping[str, Sequence[str]] = {
 
 
 def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
-    """Findings on broken parts; then on the reward, the rows, the settings; then on the whole run.
+    """List the findings of a run: first on broken parts, then on the reward, the rows and the
+    settings, then on the whole run.
 
     Args:
-      reward: of the run, to try answers on; None tries none.
+      reward: the run's reward, to score trial answers; None tries no answers.
     """
     broken = [check(e) for check in data.CHECKS[:BROKEN]]
     paid = attack(reward, e.tasks) if reward is not None else None
@@ -46,15 +47,15 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
 
 
 def drop_symptoms(findings: Sequence[Finding]) -> list[Finding]:
-    """Drop findings explained by an earlier one: a cut reply earns nothing, so its problem only
-    looks too hard."""
+    """Drop findings that an earlier finding explains. For example, a cut reply earns nothing, so
+    its problem only looks too hard."""
     causes = {finding.cause for finding in findings}
     hidden = {own for cause in causes for own in EXPLAINS.get(cause, ())}
     return [finding for finding in findings if finding.cause not in hidden]
 
 
 def say_findings(findings: Sequence[Finding], given: Sequence[str] = ()) -> list[str]:
-    """Write cause, evidence and remedy of each, in lines.
+    """Write the cause, evidence and remedy of each finding in lines.
 
     Args:
       given: overrides of the user's train command.
@@ -82,7 +83,7 @@ def say_change(remedy: Sequence[str], given: Sequence[str]) -> str:
 
 
 def say_healthy(e: Evidence) -> str:
-    """Say that nothing was found, and of a reward that does not rise how to see more."""
+    """Say that nothing was found. If the reward does not rise, also say how to find out more."""
     said = f"No known fault was found in these {e.steps} steps."
     if e.progress.rose:
         return said

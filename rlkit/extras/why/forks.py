@@ -1,5 +1,5 @@
-"""A run continued with one change: a few steps from one place, on the same prompts with the same
-noise, then further prompts with the resulting policy."""
+"""Continue a run with one change (a fork). All forks take a few steps from the same place, on the
+same prompts with the same noise. Then the resulting policy is measured on further prompts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlkit.training.metrics import Clock
 from rlkit.training.run import ready
 from rlkit.types import Policy, Splits, Task
 
-PROBE = 1_000_000  # the step number for the noise of these replies
+PROBE = 1_000_000  # step number that seeds the replies to the measuring prompts
 LATE = 2 / 3  # no fork begins after this share of a run's steps, because scheduled numbers run out
 FILE = Path("why") / "forks.jsonl"
 
@@ -49,20 +49,21 @@ class Fork(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The start of forks."""
+    """The place in a run from which forks start."""
 
     step: int
     state: dict[str, Any] | None  # the checkpoint; None: the start
 
     @property
     def stream(self) -> StreamState:
-        """The prompts drawn before it."""
+        """The state of the prompt stream at this place."""
         return StreamState(*self.state["rlkit"]["stream"]) if self.state else StreamState()
 
 
 def choose_place(folder: Path, e: Evidence, asked: int | None) -> Place:
-    """Choose the checkpoint of the given step. By default, choose the newest within the first two
-    thirds of a run whose reward rose at first, and the start of any other.
+    """Choose the checkpoint of the given step. Without a step, choose the start of the run if its
+    reward did not rise. Otherwise choose the newest checkpoint within the first two thirds of the
+    run.
 
     Raises: ConfigError if there is no such checkpoint.
     """
@@ -81,7 +82,8 @@ def choose_place(folder: Path, e: Evidence, asked: int | None) -> Place:
 
 
 def choose_probes(x: Experiment, tasks: Splits, place: Place, steps: int) -> list[Task]:
-    """Distinct problems later in the stream than the prompts of the forks' steps."""
+    """Choose distinct problems that come later in the stream than the prompts of the forks'
+    steps."""
     taken = steps * x.batch.prompts
     drawn, _ = take(tasks.train, place.stream, taken + 2 * PROBES, seed=x.seed)
     return list({identify_problem(task): task for task in drawn[taken:]}.values())[:PROBES]
@@ -99,7 +101,7 @@ def run_fork(x: Experiment, setting: Setting, tasks: Splits, place: Place, steps
     """Continue a run by a setting, and measure the resulting policy.
 
     Args:
-      x: the unchanged run; its rewards and its temperature are the measure.
+      x: the unchanged run; the policy is measured with its rewards and its temperature.
     Raises: every error of a step.
     """
     begun = time.perf_counter()
@@ -138,8 +140,8 @@ def take_step(learner: Learner, source: GroupSource, flight: Flight) -> Flight:
 
 
 def restore(learner: Learner, source: GroupSource, state: dict[str, Any]) -> Flight:
-    """Go on from a checkpoint. A remedy may have removed a critic or a reference; the rest of them
-    is not read."""
+    """Restore the learner from a checkpoint. If a remedy has removed a critic or a reference, its
+    part of the checkpoint is ignored."""
     learner.load(state)
     learner.nets.load_state_dict(state["state_dict"], strict=False)
     saved = state["optimizer_states"]
@@ -153,8 +155,8 @@ def restore(learner: Learner, source: GroupSource, state: dict[str, Any]) -> Fli
 def measure(
     x: Experiment, learner: Learner, policy: Policy, probes: Sequence[Task]
 ) -> dict[str, float]:
-    """Mean reward of the replies to each prompt, by the run's own reward and temperature; lengths
-    and environment are the fork's."""
+    """Measure the mean reward of the replies to each prompt, with the unchanged run's reward and
+    temperature, and with the fork's lengths and environment."""
     first = next(iter(build_first_steps(x).values()))
     temperature = first.generation.temperature
     probing = learner.x._replace(
@@ -175,7 +177,8 @@ def measure(
 
 
 def read_forks(folder: Path, place: Place, steps: int) -> dict[tuple[str, ...], Fork]:
-    """Overrides → their finished fork from this place. A line cut by a kill is passed over."""
+    """Read the finished forks from this place, by their overrides. A line cut short by a kill is
+    skipped."""
     done = {}
     file = folder / FILE
     for line in file.read_text().splitlines() if file.is_file() else ():
@@ -189,7 +192,7 @@ def read_forks(folder: Path, place: Place, steps: int) -> dict[tuple[str, ...], 
 
 
 def write_fork(folder: Path, fork: Fork) -> None:
-    """Append a row."""
+    """Append a fork as a row to why/forks.jsonl."""
     file = folder / FILE
     file.parent.mkdir(exist_ok=True)
     with file.open("a") as out:

@@ -1,5 +1,5 @@
-"""Choose changes to continue a run with, and forecast their cost: first the findings' own, then
-general ones for a run that stands still."""
+"""Choose the changes with which a run is continued, and forecast their cost. The findings' remedies
+come first, then general remedies for a run that stands still."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from rlkit.extras.why.evidence import NONE, Evidence, Finding
 
-STEPS = 8  # of a fork
+STEPS = 8  # RL steps of a fork
 PROBES = 64  # further prompts to measure every fork on
-SAMPLES = 4  # replies to each of them
-FACTOR = 3.0  # of the learning rate, each way
+SAMPLES = 4  # replies to each of these prompts
+FACTOR = 3.0  # factor by which the learning rate is raised and lowered
 UNTRIED = ("reward", "task", "seed", "model")  # a change of these groups would change the measure
 
 
 class Remedy(NamedTuple):
-    """A change of a run."""
+    """A change to try on a run."""
 
     title: str  # the beginning of a sentence
     overrides: tuple[str, ...]
@@ -36,8 +36,9 @@ def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
 
 
 def list_general_remedies(e: Evidence) -> Iterator[Remedy]:
-    """Rate, KL, groups, normalisation, temperature, lengths, critic, prompts, exact sampling, if
-    the run's settings and figures leave room for them."""
+    """List general changes: learning rate, KL, groups, normalisation, temperature, lengths, critic,
+    prompts, exact sampling. A change is left out if the run's settings or figures leave no room for
+    it."""
     rate = e.number("optimizer.lr")
     if rate == rate:
         yield Remedy("A third of the rate", (f"optimizer.lr={rate / FACTOR:.3g}",))
@@ -69,7 +70,8 @@ def forecast_minutes(e: Evidence, remedies: Sequence[Remedy], steps: int) -> flo
 
 
 def budget_minutes(forecast: float) -> int:
-    """Half as much again, in whole minutes: the run's own steps may have been faster."""
+    """Add a half to a forecast, in whole minutes, because the run's own steps may have been
+    faster."""
     return max(1, round(1.5 * forecast + 0.5))
 
 
@@ -85,7 +87,8 @@ def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: 
 
 
 def apply_remedy(saved: Iterable[str], overrides: Sequence[str]) -> list[str]:
-    """Add a remedy to a run's overrides. If it replaces an option, the option's own settings go.
+    """Add a remedy to a run's overrides. If it replaces an option, the overrides of this option's
+    settings are removed.
 
     >>> apply_remedy(["kl=k3", "kl.coef=10", "seed=1"], ["kl=none"])
     ['seed=1', 'kl=none']

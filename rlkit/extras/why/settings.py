@@ -1,7 +1,7 @@
-"""Causes in the settings: rate, KL, entropy, critic, groups, temperature, lengths.
+"""Find causes in the settings: learning rate, KL, entropy, critic, groups, temperature, lengths.
 
-A check takes the evidence and returns a finding or None. Limits without a paper were tuned on half
-of the planted faults of experiments/why.
+A check takes the evidence and returns a finding or None. Limits without a cited paper were tuned on
+half of the planted faults in experiments/why.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ APART = 0.25
 
 
 def cut_replies(e: Evidence) -> Finding | None:
-    """Many episodes are cut before they answer."""
+    """Report if many episodes are cut off before they answer."""
     share = e.lasting("len/truncated_frac")
     if not share > CUT:
         return None
@@ -90,14 +90,14 @@ def cut_replies(e: Evidence) -> Finding | None:
 
 
 def find_turns(e: Evidence) -> dict[str, float]:
-    """Dotted key → value of each limit of turns in the environment."""
+    """Find the environment's limits of turns: dotted key → value."""
     keys = [key for key in e.run.settings if key.startswith("environment.")]
     found = {key: e.number(key) for key in keys if key.endswith(".max_turns")}
     return {key: value for key, value in found.items() if value == value}
 
 
 def hard_problems(e: Evidence) -> Finding | None:
-    """Nearly no group has a good reply."""
+    """Report if nearly no group has a good reply."""
     share = e.mean("group/frac_all_bad")
     if not (share >= HARD and begins_high(e, "group/frac_all_bad")) or e.progress.rose:
         return None
@@ -116,13 +116,13 @@ def hard_problems(e: Evidence) -> Finding | None:
 
 
 def begins_high(e: Evidence, metric: str) -> bool:
-    """Whether a share of groups is high in the first step, before any update."""
+    """Return whether a share of groups is high in the first step already, before any update."""
     return min(e.values(metric)[:1], default=1.0) >= HARD_FIRST
 
 
 def easy_problems(e: Evidence) -> Finding | None:
-    """From the start most groups teach nothing, because all replies are good, and nearly nothing is
-    left to gain."""
+    """Report if from the start most groups have only good replies, so that they teach nothing and
+    nearly nothing is left to gain."""
     share = e.mean("group/frac_all_good", 0)
     best = max((r.total_reward or 0.0 for r in e.rollouts), default=math.inf)
     if not (share >= EASY and e.progress.first >= NEAR_BEST * best):
@@ -139,7 +139,7 @@ def easy_problems(e: Evidence) -> Finding | None:
 
 
 def cold_sampling(e: Evidence) -> Finding | None:
-    """A low temperature makes the replies of a group copies of each other."""
+    """Report if a low temperature makes the replies of a group copies of each other."""
     temperature = e.number("generation.temperature")
     copies = share_of_copies(e.groups)
     if not (temperature < COLD and copies > COPIES):
@@ -156,7 +156,7 @@ def cold_sampling(e: Evidence) -> Finding | None:
 
 
 def hot_sampling(e: Evidence) -> Finding | None:
-    """A high temperature makes replies noise."""
+    """Report if a high temperature turns the replies into noise."""
     temperature = e.number("generation.temperature")
     if not temperature > HOT or e.progress.rose:
         return None
@@ -171,13 +171,14 @@ def hot_sampling(e: Evidence) -> Finding | None:
 
 
 def compares_groups(e: Evidence) -> bool:
-    """Whether advantages compare the rollouts of a prompt, instead of the batch's or a critic's
-    values."""
+    """Return whether advantages compare the rollouts of a prompt with each other, not with the
+    batch or a critic."""
     return str(e.setting("algorithm.advantage._target_", NONE)).rpartition(".")[2] not in ALONE
 
 
 def small_groups(e: Evidence) -> Finding | None:
-    """Groups so small that most have equal rewards, although the problems are solved sometimes."""
+    """Report if groups are so small that most have equal rewards, although the problems are
+    sometimes solved."""
     size = e.number("batch.group_size")
     equal = e.lasting("group/frac_zero_std")
     decided = max(e.mean("group/frac_all_bad"), e.mean("group/frac_all_good")) >= HARD
@@ -197,7 +198,7 @@ def small_groups(e: Evidence) -> Finding | None:
 
 
 def equal_rewards(e: Evidence) -> Finding | None:
-    """Rewards do not differ within groups, for any reason."""
+    """Report if rewards do not differ within groups, for whatever reason."""
     equal = e.mean("group/frac_zero_std")
     told = equal >= HARD and begins_high(e, "group/frac_zero_std")
     if not told or e.progress.rose or not compares_groups(e):
@@ -214,7 +215,7 @@ def equal_rewards(e: Evidence) -> Finding | None:
 
 
 def strong_kl(e: Evidence) -> Finding | None:
-    """The penalty allows less gain than the rewards offer.
+    """Report if the KL penalty allows less gain than the rewards offer.
 
     The best policy under a penalty β KL has π ∝ π_ref exp(R / β). To first order it gains Var R / β
     over the reference, with the variance within a prompt. This is σ / β standard deviations, or 1 /
@@ -244,7 +245,7 @@ def strong_kl(e: Evidence) -> Finding | None:
 
 
 def loud_entropy(e: Evidence) -> Finding | None:
-    """The entropy bonus outweighs the reward."""
+    """Report if the entropy bonus outweighs the reward."""
     coef = e.number("algorithm.entropy_coef")
     if not coef >= LOUD or e.progress.rose:
         return None
@@ -259,7 +260,7 @@ def loud_entropy(e: Evidence) -> Finding | None:
 
 
 def useless_critic(e: Evidence) -> Finding | None:
-    """The critic explains nothing of the returns, and it is not merely young."""
+    """Report if the critic explains nothing of the returns although it has had time to learn."""
     explained = e.values("value/explained_variance")
     last = explained[-max(1, len(explained) // 3) :]
     if len(explained) < 4 or not fmean(last) < EXPLAINED:
@@ -297,19 +298,21 @@ def useless_critic(e: Evidence) -> Finding | None:
 
 
 def mean_gaps(e: Evidence) -> list[float]:
-    """Distance of the critic's mean prediction from the mean of the returns, step by step."""
+    """Compute for each step the distance of the critic's mean prediction from the mean of the
+    returns."""
     pairs = zip(e.values("value/mean"), e.values("value/return_mean"), strict=False)
     return [abs(predicted - returned) for predicted, returned in pairs]
 
 
 def find_suited_rate(e: Evidence) -> float:
-    """The rate suggested by the model; nan if it suggests none."""
+    """Return the learning rate suggested by the model; nan without a suggestion."""
     adapters = e.number("model.lora.rank") > 0
     return e.number(f"model.suggests.{'lora_lr' if adapters else 'lr'}")
 
 
 def steps_far(e: Evidence) -> bool:
-    """Whether steps move the policy too far: most of them, or a few that cost half of the reward.
+    """Return whether steps move the policy too far. Either most steps do, or a few steps cost half
+    of the reward.
 
     A few large steps alone are usual with several updates a step.
     """
@@ -319,7 +322,7 @@ def steps_far(e: Evidence) -> bool:
 
 
 def high_rate(e: Evidence) -> Finding | None:
-    """Too large steps destroy the policy."""
+    """Report if too large steps destroy the policy."""
     rate = e.number("optimizer.lr")
     suited = find_suited_rate(e)
     moved = e.mean("kl/step")
@@ -340,7 +343,7 @@ def high_rate(e: Evidence) -> Finding | None:
 
 
 def low_rate(e: Evidence) -> Finding | None:
-    """The policy has not moved, although there was something to learn."""
+    """Report if the policy has not moved although there was something to learn."""
     rate = e.number("optimizer.lr")
     suited = find_suited_rate(e)
     moved = (e.values("kl/start") or e.values("kl/ref_k3") or [math.nan])[-1]

@@ -1,4 +1,4 @@
-"""The likeliest cause in two sentences, for the last lines of runs, comparisons and sweeps."""
+"""Say the likeliest cause in two sentences, for the last lines of runs, comparisons and sweeps."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Suspicion(NamedTuple):
 
 
 def say_suspicions(folders: Sequence[Path]) -> list[str]:
-    """Say in two sentences at most why these runs do not learn, and write the commands as proof.
+    """Say in at most two sentences why these runs do not learn, and give the commands to prove it.
 
-    One line of runs gets the cause and its numbers; several lines get a sentence each. Only the
-    folders are read: no reward is called, and no config is composed.
+    For one line of runs, say the cause with its numbers. For several lines, say a sentence about
+    each. Only the folders are read: no reward is called, and no config is composed.
     """
     groups = group_runs([read_run(folder) for folder in folders])
     found = [(group, own) for group in groups if (own := suspect_line(group)) is not None]
@@ -45,7 +45,7 @@ def say_suspicions(folders: Sequence[Path]) -> list[str]:
 
 
 def suspect_line(group: Group) -> Suspicion | None:
-    """The cause named first in more than half of a line's runs."""
+    """Return the cause that comes first in more than half of a line's runs."""
     found = [own for run in group.runs if (own := suspect_run(run)) is not None]
     counts = Counter(own.finding.cause for own in found)
     for own in found:
@@ -55,8 +55,8 @@ def suspect_line(group: Group) -> Suspicion | None:
 
 
 def suspect_run(run: ReadRun) -> Suspicion | None:
-    """The first finding on a run of ten steps or more without a rise. Drifts have warnings of their
-    own."""
+    """Return the first finding on a run of at least ten steps whose reward has not risen. Drifts
+    are left out, because they have warnings of their own."""
     bare = Evidence(run, {})
     if bare.steps < LONG or bare.progress.rose:
         return None

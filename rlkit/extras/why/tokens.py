@@ -1,4 +1,5 @@
-"""One sampled token of a run: its distribution then, its advantage, and its change by its step.
+"""Explain one sampled token of a run: its distribution when it was sampled, its advantage, and how
+its step changed its probability.
 
 The policies are computed again from the nearest checkpoint and the recorded rollouts. Nothing is
 sampled, and nothing is written.
@@ -38,19 +39,19 @@ EXACT = 1e-4  # nats; a larger difference from the recorded log-prob is named
 class Token(NamedTuple):
     """A sampled token of a recorded rollout."""
 
-    step: int  # the RL step with it in its batch
+    step: int  # the RL step whose batch has the token
     rollout: int  # position in the step
     token: int  # position among the rollout's sampled tokens
     reply: int
     place: int  # position in the reply
     id: int
-    context: tuple[int, ...]  # all ids before it
-    logprob: float  # by the sampler
-    version: int  # RL steps done by the sampling weights
+    context: tuple[int, ...]  # all token ids before it
+    logprob: float  # log-prob by the sampler
+    version: int  # number of RL steps behind the sampling weights
 
 
 class TokenEffect(NamedTuple):
-    """The part of a token in its step."""
+    """The role of a token in the update of its step."""
 
     advantage: float
     scale: float  # off-policy correction × token filter
@@ -78,7 +79,8 @@ def read_step(folder: Path, step: int) -> list[Rollout]:
 
 
 def find_token(played: Sequence[Rollout], step: int, rollout: int, token: int) -> Token:
-    """Find a token of a step by its numbers, from 0. Raises: ConfigError if there is none."""
+    """Find a token of a step by its numbers, counted from 0. Raises: ConfigError if it does not
+    exist."""
     if rollout >= len(played):
         raise ConfigError(f"rollout={rollout}: step {step} has {len(played)}, counted from 0")
     own = played[rollout]
@@ -108,7 +110,8 @@ def find_token(played: Sequence[Rollout], step: int, rollout: int, token: int) -
 
 
 def find_nearest_checkpoint(folder: Path, version: int) -> tuple[int, Path | None]:
-    """The RL steps and the file of the newest checkpoint up to a version; 0 and None: the start."""
+    """Find the newest checkpoint up to a version: its RL step and its file. 0 and None mean the
+    start of the run."""
     known = {parse_step(path): path for path in list_checkpoints(folder / "checkpoints")}
     start = max((step for step in known if step <= version), default=0)
     return start, known.get(start)
@@ -148,8 +151,8 @@ def repeat_steps(
 def choose_trained(
     x: Experiment, policy: Policy, played: Sequence[Rollout], *, step: int
 ) -> list[Rollout]:
-    """The trained rollouts of a step: all, or with refills the accepted groups, in rounds as in
-    `rlkit.training.groups.experience`."""
+    """Return the trained rollouts of a step. These are all rollouts, or with refills the accepted
+    groups, chosen in rounds as in `rlkit.training.groups.experience`."""
     if not x.algorithm.max_refills:
         return list(played)
     accepted: list[Rollout] = []
@@ -165,8 +168,8 @@ def choose_trained(
 
 @torch.no_grad()
 def predict(learner: Learner, token: Token) -> Tensor:
-    """Log-probs [V] of all tokens at this place, by the learner's current policy at temperature
-    1."""
+    """Compute the log-probs [V] of all tokens at this place, by the learner's current policy at
+    temperature 1."""
     model = learner.model
     device = next(model.parameters()).device
     with autocast(learner.x, device):
@@ -175,12 +178,13 @@ def predict(learner: Learner, token: Token) -> Tensor:
 
 
 def apply_temperature(logprobs: Tensor, temperature: float) -> Tensor:
-    """The log-probs of sampling at another temperature."""
+    """Convert log-probs to those of sampling at another temperature."""
     return (logprobs / temperature).log_softmax(-1)
 
 
 def measure_gaps(x: Experiment, tasks: Splits, e: Evidence, tokens: Sequence[Token]) -> list[float]:
-    """|log-prob computed again - recorded| of each token, in nats, version by version."""
+    """Compute |log-prob computed again - recorded log-prob| of each token, in nats, version by
+    version."""
     versions = [token.version for token in tokens]
     gaps = []
     for learner in repeat_steps(x, tasks, e, min(versions), max(versions)):
@@ -195,7 +199,8 @@ def measure_gaps(x: Experiment, tasks: Splits, e: Evidence, tokens: Sequence[Tok
 def read_effect(learner: Learner, token: Token) -> TokenEffect:
     """Read a token's advantage from the batch of the learner's newest step.
 
-    Raises: ConfigError if the batch holds another token there; the config has changed since.
+    Raises: ConfigError if the batch has another token at this place, because the config has changed
+      since the run.
     """
     batch = learner.batch
     assert batch is not None
@@ -219,7 +224,8 @@ def read_effect(learner: Learner, token: Token) -> TokenEffect:
 
 
 def name_sample(rollout: Rollout) -> tuple[int, int, int | None]:
-    """The place of a rollout in its step, the same for its normalised copy."""
+    """Return a key for a rollout's place in its step; it is the same for the rollout's normalised
+    copy."""
     return rollout.group, rollout.sample, rollout.player
 
 
@@ -227,7 +233,8 @@ def name_sample(rollout: Rollout) -> tuple[int, int, int | None]:
 
 
 def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> Iterator[str]:
-    """Describe the origin of a token, the parts of its advantage, and its change by its step."""
+    """Describe the origin of a token, the parts of its advantage, and how its step changed its
+    probability."""
     start, _ = find_nearest_checkpoint(e.run.folder, token.version)
     again = f"{token.step - start} RL step{'s' if token.step - start > 1 else ''}"
     yield f"(computed again from step {start}, by {again} on the recorded rollouts)"
@@ -325,5 +332,5 @@ def say_effect_of_step(made: TokenEffect, token: Token, *, grouped: bool) -> Ite
 
 
 def quote_token(text: str) -> str:
-    """A token in quotation marks, control characters shown."""
+    """Write a token in quotation marks, with control characters escaped."""
     return f"'{show_controls(text)}'"

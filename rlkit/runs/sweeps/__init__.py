@@ -1,5 +1,5 @@
-"""Sweeps: every job is checked first, then runs in its own process and folder. Each job prints one
-line, and a comparison follows at the end.
+"""Sweeps. All jobs are checked first; then each job runs in its own process and folder. Each job
+prints one line, and a comparison follows at the end.
 
 Hydra's sweeper decides the jobs, and its launcher their places. Results are only read from files,
 so the place does not matter: <sweep>/jobs/NAME.json and NAME.log of a job, and the run folder

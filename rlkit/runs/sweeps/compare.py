@@ -1,4 +1,4 @@
-"""The results of the jobs of a sweep: a table for people and as CSV."""
+"""Write the results of a sweep's jobs, as a table for people and as CSV."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlkit.runs.sweeps.jobs import RunJob, read_last_reward
 
 
 def tabulate_results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
-    """One row per job: the varying settings, how it ended, its accuracies, reward, steps and
-    seconds, and its folder."""
+    """Make a row for each job: its varying settings, how it ended, its accuracies, reward, steps
+    and seconds, and its folder."""
     settings = [
         dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs
     ]
@@ -49,8 +49,8 @@ def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
 
 
 def format_comparison(jobs: Sequence[RunJob]) -> str:
-    """The table for people, best first. If several lines have seeds in common, verdicts on each
-    line against the first follow.
+    """Write the table for people, the best job first. If several lines have seeds in common,
+    verdicts on each line against the first follow.
 
     Jobs are ordered by validation accuracy if there is any, else by training reward. Ordering by
     test accuracy would spoil that figure: it would no longer come from untouched problems.
@@ -79,8 +79,8 @@ def format_comparison(jobs: Sequence[RunJob]) -> str:
 
 
 def summarise_lines(jobs: Sequence[RunJob]) -> str:
-    """The finished jobs as lines: jobs that differ only in their seed share a line. A sentence on
-    each line against the first follows. Empty if there is nothing to compare."""
+    """Summarise the finished jobs as lines: jobs that differ only in their seed share a line. A
+    sentence on each line against the first follows. Empty if there is nothing to compare."""
     found = [
         read_run(job.folder) for job in jobs if job.status == "finished" and runs.is_run(job.folder)
     ]
@@ -116,7 +116,7 @@ def _cell(value: Any) -> str:
 
 
 def align_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:
-    """Columns of text: the first `left` columns are flush left, the others (numbers) flush
+    """Align columns of text: the first `left` columns to the left, all others (numbers) to the
     right."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]

@@ -31,7 +31,7 @@ class RunJob(NamedTuple):
 
 
 def record_path(root: Path, folder: Path) -> Path:
-    """The file of a job with a run folder below the sweep's."""
+    """Return the path of a job's file, from the name of its run folder below the sweep's folder."""
     return root / "jobs" / f"{'.'.join(folder.relative_to(root).parts)}.json"
 
 
@@ -45,7 +45,7 @@ def save(record: Path, job: RunJob) -> RunJob:
 
 
 def read_jobs(jobs: Path) -> list[RunJob]:
-    """All jobs begun so far, in order. An unreadable file is passed over."""
+    """Read all jobs begun so far, in order. An unreadable file is skipped."""
     found = []
     for path in jobs.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -60,14 +60,14 @@ TYPES = {"number": int, "overrides": list, "status": str, "process": dict, "seco
 
 
 def is_alive(job: RunJob) -> bool:
-    """Whether a job's process runs on this machine. Nothing is known about a process on another
-    machine."""
+    """Return whether a job's process runs on this machine. Nothing is known about a process on
+    another machine."""
     named = isinstance(job.process.get("pid"), int) and job.process["pid"] > 0
     return job.status == "running" and named and owner.runs_here(job.process)
 
 
 def read_last_reward(folder: Path) -> float | None:
-    """The mean training reward of the last ten steps; None without a step."""
+    """Average the training reward over the last ten steps; None without a step."""
     rewards = [
         row["reward/mean"]
         for row in read_rows(folder / "metrics.jsonl")
@@ -77,8 +77,8 @@ def read_last_reward(folder: Path) -> float | None:
 
 
 def read_objective(folder: Path) -> float | None:
-    """The objective of a search: the last validation accuracy, never a test figure. Without one,
-    the mean reward of the last ten steps."""
+    """Read the objective of a search: the last validation accuracy, never a test figure. Without
+    validation it is the mean reward of the last ten steps."""
     last = (runs.read_summary(folder) or {}).get("validation")
     if last:
         return float(last["accuracy"])
@@ -86,6 +86,6 @@ def read_objective(folder: Path) -> float | None:
 
 
 def label_job(overrides: list[str], varied: list[str]) -> str:
-    """The overrides that distinguish a job: `algorithm=grpo seed=1`."""
+    """Label a job by the overrides that distinguish it, for example `algorithm=grpo seed=1`."""
     plain = [text.lstrip("+") for text in overrides]
     return " ".join(text for text in plain if not varied or text.partition("=")[0] in varied)

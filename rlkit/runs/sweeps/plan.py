@@ -95,8 +95,8 @@ def check_jobs(
     root: Path | None,
     resume: bool,
 ) -> set[str]:
-    """Compose, check and dry-run every job. Return the keys that only a signature knows: Hydra has
-    to be told to add them.
+    """Compose, check and dry-run every job. Return the keys that appear only in a signature,
+    because Hydra must be told to add them.
 
     Args:
       root: the folder with the jobs' folders. None: no folder is checked, because a search chooses
@@ -143,13 +143,13 @@ def check_jobs(
 
 
 def is_search(config: DictConfig) -> bool:
-    """Whether the sweeper proposes jobs itself, instead of taking those of a grid."""
+    """Return whether the sweeper proposes jobs itself (a search), instead of running a grid."""
     return config.hydra.runtime.choices["hydra/sweeper"] != "basic"
 
 
 def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
-    """The config of the sweep itself: sweeper, launcher and folder. Raises ConfigError, also if a
-    plugin is missing."""
+    """Compose the config of the sweep itself: sweeper, launcher and folder. Raises ConfigError, for
+    example if a plugin is missing."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -211,7 +211,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module could be imported."""
+    """Return whether a module could be imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -219,14 +219,14 @@ def is_installed(module: str) -> bool:
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """The jobs of a grid, each as its overrides: every combination; the last key changes fastest.
-    Raises ConfigError."""
+    """List the jobs of a grid, each as its overrides. The jobs are all combinations of values, and
+    the last key changes fastest. Raises ConfigError."""
     return [list(job) for job in itertools.product(*_values(overrides).values())]
 
 
 def list_corners(overrides: Sequence[str]) -> list[list[str]]:
-    """Jobs that a search may propose: the first value of every key, then each end or choice of each
-    key in turn."""
+    """List jobs to check for a search: first with the first value of every key, then with each end
+    or choice of each key in turn."""
     ends = _values(overrides, intervals=True)
     first = {key: own[0] for key, own in ends.items()}
     return [
@@ -236,7 +236,8 @@ def list_corners(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
-    """Key → the sweep's overrides of the key, one per value; of an interval the two ends.
+    """Return key → the sweep's overrides of the key, one for each value, or for the two ends of an
+    interval.
 
     Raises: ConfigError if an override cannot be read, or if it is an interval and `intervals` is
     false.
@@ -272,15 +273,15 @@ def read_override(text: str) -> tuple[Any, str]:
 
 
 def dirname(overrides: Sequence[str]) -> str:
-    """Hydra's override_dirname: the overrides of one job, in alphabetical order."""
+    """Make Hydra's override_dirname: the overrides of one job, in alphabetical order."""
     return ",".join(
         sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in ONCE)
     )
 
 
 def folder_name(text: str) -> str:
-    """A job's overrides as the name of one folder: without slashes, printable, and not longer than
-    a file system allows."""
+    """Make a folder name from a job's overrides. It has no slashes, is printable, and is not longer
+    than a file system allows."""
     name = (
         text.replace("/", ".").replace("++", "").replace("'", "").replace('"', "").replace(" ", "")
     )
@@ -296,7 +297,8 @@ OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)
 
 
 def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> list[str]:
-    """Why a job cannot run in its folder: there is a run already, or a run of another config."""
+    """Say why a job cannot run in its folder: the folder has a run already, or a run with another
+    config."""
     if not runs.is_run(folder):
         return (
             [f"{folder} holds a finished run without config.yaml; move it away"]
@@ -319,7 +321,7 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
 
 def name_changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
     """Name the differences of a folder's run from a job's config, the run's length included; empty
-    if there are none that matter.
+    if no difference matters.
 
     Raises: DataError if the folder's config cannot be read.
     """
@@ -337,7 +339,7 @@ def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
     """Move the run of a folder away if it does not have the job's config. Return why, or an empty
     text.
 
-    Raises: Occupied if a process works there; OSError if it cannot be moved.
+    Raises: Occupied if a process works in the folder; OSError if it cannot be moved.
     """
     if not runs.is_run(folder) and not runs.is_finished(folder):
         return ""

@@ -131,7 +131,7 @@ def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float
 
 
 def count_parallel_jobs(plan: Plan) -> int:
-    """How many jobs run at the same time on one machine; they share its cores."""
+    """Count the jobs that run at the same time on one machine and share its cores."""
     launcher = plan.config.hydra.launcher
     at_once = 1
     if "Joblib" in launcher._target_:

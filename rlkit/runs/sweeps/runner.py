@@ -39,7 +39,7 @@ ENDED = ("finished", "failed", "interrupted")
 
 
 class Sweep(NamedTuple):
-    """Data common to the jobs of a sweep. A launcher may pass it to another process or machine."""
+    """The data all jobs of a sweep share. A launcher may pass it to another process or machine."""
 
     root: Path
     config_dir: str | None
@@ -73,15 +73,17 @@ def make_sweep(
 
     Args:
       root: the sweep's folder, owned by this process.
-      parallel: how many jobs run at the same time. threads: of each job. None: jobs share the
-        cores; with one job at a time the job decides.
+      parallel: number of jobs at the same time.
+      threads: number of threads of each job. With None the jobs share the cores, and a single job
+        at a time decides itself.
     """
     environment = settle(root, parallel, threads)
     return Sweep(root, config_dir, parallel, environment, owner.describe_process(os.getpid()))
 
 
 def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
-    """Environment variables for every job of a sweep, so all jobs compute in the same way."""
+    """Return environment variables for every job of a sweep, so that all jobs compute in the same
+    way."""
     kernels = decide_kernels(root)
     shared = threads or (max(1, count_cores() // parallel) if parallel > 1 else None)
     return kernels | (dict.fromkeys(THREADS, str(shared)) if shared else {})
@@ -208,7 +210,8 @@ def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: in
     set aside and begins again.
 
     Args:
-      start: starts the process; by default a new Python process. devices: GPUs of the job.
+      start: a function to start the process; by default it starts a new Python process.
+      devices: the GPUs of the job.
     """
     record = record_path(sweep.root, job.folder)
     if runs.is_finished(job.folder):
@@ -234,7 +237,8 @@ def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: in
 
 
 def run_process(job: RunJob, sweep: Sweep, start: Start, devices: int) -> tuple[int, str]:
-    """(the exit status of a job's process, its end in a few words); the job's file names it."""
+    """Run a job's process, and name it in the job's file. Return its exit status, and its end in a
+    few words."""
     record = record_path(sweep.root, job.folder)
     log = record.with_suffix(".log")
     gpus = assign_gpus(record.parent / "gpus", jobs=sweep.parallel, devices=devices)
@@ -255,14 +259,14 @@ def _checkpoints(folder: Path) -> bool:
 
 
 def _build_command(job: RunJob, sweep: Sweep) -> list[str]:
-    """The command line of a job, behind `rlkit`."""
+    """Build the command line of a job, without the word `rlkit`."""
     place = str(job.folder).replace("\\", "\\\\").replace("'", "\\'")
     words = ["train", *job.overrides, f"hydra.run.dir='{place}'"]
     return [*words, "--config-dir", sweep.config_dir] if sweep.config_dir else words
 
 
 def start_process(words: list[str], log: IO[bytes], environment: Mapping[str, str]) -> Process:
-    """`rlkit WORDS` as a new process, printing to a file."""
+    """Start `rlkit WORDS` as a new process whose output goes to a file."""
     return subprocess.Popen(
         [sys.executable, "-m", "rlkit", *words],
         stdin=subprocess.DEVNULL,
@@ -296,7 +300,7 @@ def wait_for(process: Process, sweep: Sweep) -> int:
 
 
 def _find_missed_signal(stop: Path, pid: int) -> int:
-    """The signal sent to the other jobs before this one was known; 0 if there is none."""
+    """Find a signal sent to the other jobs before this job was known; 0 without such a signal."""
     try:
         said = json.loads(stop.read_text())
         return 0 if pid in said["told"] else int(said["signal"])
@@ -306,7 +310,8 @@ def _find_missed_signal(stop: Path, pid: int) -> int:
 
 
 def explain_end(code: int, log: Path, begin: int = 0) -> str:
-    """The end of a job in a few words: rlkit's own sentence if there is one, else the last line.
+    """Describe the end of a job in a few words: rlkit's own sentence if its log has one, else the
+    last line.
 
     Args:
       begin: where the job's log begins in the file, in bytes; earlier attempts have their logs

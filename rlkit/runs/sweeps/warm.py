@@ -104,7 +104,8 @@ class WarmServer:
             )
 
     def start(self, words: list[str], log: IO[bytes], environment: Mapping[str, str]) -> WarmJob:
-        """`rlkit WORDS` as a process printing to a file. A missing server is replaced.
+        """Start `rlkit WORDS` as a process whose output goes to a file. A missing server is
+        replaced.
 
         Raises: OSError if no process can be started.
         """
@@ -137,7 +138,7 @@ class WarmServer:
 def warm_server(
     environment: Mapping[str, str], imports: Sequence[str] = ()
 ) -> Iterator[WarmServer]:
-    """A server for the jobs of the block."""
+    """Yield a server for the jobs of the block."""
     server = WarmServer(environment, imports)
     try:
         yield server
@@ -149,7 +150,8 @@ def warm_server(
 
 
 def serve_jobs() -> None:
-    """The server: imports, then one keeper for each request, until the sweep closes its end."""
+    """Run the server: import the modules, then start a keeper for each request, until the sweep
+    closes its end of the connection."""
     end_with_parent()
     link = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the exit status of a keeper is not needed
@@ -171,8 +173,8 @@ def serve_jobs() -> None:
 
 
 def keep(request: Mapping[str, Any], answers: socket.socket, log: int) -> None:
-    """The keeper: starts the job, waits for it and reports how it ended. It returns only in the
-    job's process."""
+    """Run the keeper: start the job, wait for it and report how it ended. This function returns
+    only in the job's process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     keeper = os.getpid()
     job = os.fork()

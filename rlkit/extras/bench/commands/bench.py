@@ -107,7 +107,7 @@ def write_page(
     if compared:
         bench.write_rows(folder / "comparisons.csv", compared)
     else:
-        (folder / "comparisons.csv").unlink(missing_ok=True)  # of an earlier, larger matrix
+        (folder / "comparisons.csv").unlink(missing_ok=True)  # left by an earlier, larger matrix
     text = bench.format_page(rows, failed)
     write_atomic(folder / "README.md", text.encode())
     places = f"rows             {folder / 'results.csv'}\npage             {folder / 'README.md'}"
@@ -115,8 +115,8 @@ def write_page(
 
 
 def read_arms(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """Name → overrides: options of `algorithm`, and the entries of a file of names and lists of
-    overrides."""
+    """Read the arms as name → overrides. They are options of `algorithm`, and the entries of a file
+    with names and lists of overrides."""
     from rlkit.extras.bench.matrix import PLACEBOS, name_folder
 
     arms: dict[str, tuple[str, ...]] = {
@@ -154,7 +154,7 @@ def read_arms(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def read_tasks(text: str, config_dir: str | None) -> list[str]:
-    """The named tasks, or all of them. Raises: ConfigError for an unknown one."""
+    """Return the named tasks, or all tasks. Raises: ConfigError for an unknown task."""
     from rlkit.config.compose import conf_dir
 
     folders = [conf_dir(), *([Path(config_dir)] if config_dir else [])]

@@ -51,7 +51,7 @@ def row(
     parts: dict[str, str] | None = None,
     config_dir: str | None = None,
 ) -> str:
-    """A line of the table.
+    """Compute a line of the table.
 
     Args:
       words: overrides of a run.
@@ -76,7 +76,7 @@ def row(
 
 
 def cell(figures: Figures) -> str:
-    """Angle, scale, bias and noise."""
+    """Write angle, scale, bias and noise as cells of the table."""
     if math.isnan(figures.angle):
         return "no update"
     numbers = " ".join(map(format_hundredths, (figures.scale, figures.bias)))
@@ -84,6 +84,6 @@ def cell(figures: Figures) -> str:
 
 
 def format_hundredths(number: float) -> str:
-    """Write a figure with two digits, rounded first to six: float64 may leave a tie or a 0 beside
-    itself."""
+    """Write a figure with two decimals. It is first rounded to six, because float64 may miss a tie
+    or a 0 by a tiny amount."""
     return f"{round(number, 6) + 0.0:.2f}"

@@ -74,8 +74,8 @@ def command(arguments: Arguments) -> int | Answer:
 
 
 def read_settings(arguments: Arguments) -> dict[str, str]:
-    """The settings of the command line. Raises: ConfigError for another word, a wrong number, and
-    anything but one run."""
+    """Read the settings on the command line. Raises: ConfigError for an unknown word, a wrong
+    number, or anything but exactly one run."""
     given = take_settings(arguments, SETTINGS, "why")
     if len(arguments.texts) != 1 and given.get("brief") != "true":
         raise ConfigError("rlkit why takes one run folder: rlkit why outputs/latest")
@@ -89,7 +89,7 @@ def read_settings(arguments: Arguments) -> dict[str, str]:
 
 
 def explain(e: Evidence, given: Mapping[str, str], named: str, arguments: Arguments) -> int:
-    """Print the origin of a token, and its change by its step."""
+    """Print the origin of a token, and how its step changed its probability."""
     from rlkit.config.problems.rows import load_tasks
     from rlkit.extras.why.tokens import explain_token, find_token, read_step
 
@@ -104,7 +104,7 @@ def explain(e: Evidence, given: Mapping[str, str], named: str, arguments: Argume
 def diagnose(
     e: Evidence, named: str, arguments: Arguments, *, attack: bool
 ) -> tuple[list[Finding], list[str]]:
-    """The findings of a run, and notes on unexamined parts."""
+    """Return the findings of a run, and notes on parts that were not examined."""
     from rlkit.extras.why.attacks import explain_unsafe
     from rlkit.extras.why.findings import list_findings
 
@@ -130,9 +130,10 @@ def diagnose(
 def compose_run(
     folder: Path, named: str, arguments: Arguments, overrides: Sequence[str], title: str = ""
 ) -> Setting:
-    """A run with a remedy, composed and checked as `rlkit train` does.
+    """Compose a run with a remedy, and check it as `rlkit train` does.
 
-    Raises: ConfigError, also if the run's parts are Python objects, because no folder keeps them.
+    Raises: ConfigError if the check fails, or if parts of the run are Python objects, because a
+      folder does not keep them.
     """
     from rlkit.commands.trust import make_asker
     from rlkit.config.compose import compose, experiment
@@ -212,7 +213,7 @@ def prove(
 
 
 def list_untried(findings: Sequence[Finding], remedies: Sequence[Remedy]) -> str:
-    """The numbers of the findings whose change is not among these."""
+    """List the numbers of the findings whose remedy is not among the tried changes."""
     tried = [own.overrides for own in remedies]
     numbers = [str(i) for i, own in enumerate(findings, 1) if own.remedy not in tried]
     name = "finding" if len(numbers) == 1 else "findings"
@@ -228,8 +229,8 @@ def try_all(
     minutes: float,
     steps: int,
 ) -> list[Fork]:
-    """Run the forks of the settings in their order, the unchanged run first, until the budget is
-    spent. Finished forks cost nothing. Rows are written one by one."""
+    """Run a fork for each setting, in order and with the unchanged run first, until the budget is
+    spent. A fork finished earlier is not run again. Each fork's row is written when it ends."""
     from rlkit.config.problems.rows import load_tasks
     from rlkit.extras.why.forks import run_fork, write_fork
 
