@@ -29,7 +29,12 @@ RELATIVE = re.compile(r"\b(?:that|which|what|whose|whom|who|where|such|those)\b"
 FORMULA = re.compile(r"\S+ (?:=|←) |[A-Zρσ]\S* \(?=|[(\[]?[Σ½]")
 BEGINS = re.compile(r"\S+ {2,}|(?:\*{0,2}[\w, ]{1,40}|Returns|Raises|Args|Source): ?|[-*] ")
 FOLDERS = ("rlkit", "conf", "docs", "experiments")
-GENERATED = ("docs/extension_points.md", "docs/config/", "experiments/bench/studies/")
+GENERATED = (
+    "docs/extension_points.md",
+    "docs/config/",
+    "experiments/bench/studies/",
+    "experiments/programs/harbor_agent/tasks/",
+)
 TOP = re.compile(r"rlkit/(?:extras/)?\w+/|\w+/|")  # the folder that a path is counted in
 
 
