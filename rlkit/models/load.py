@@ -148,8 +148,7 @@ def load_policy(
         model.get_output_embeddings().__class__ = Float32Head
     if lora.rank > 0:
         model = add_lora(model, lora)
-    # Only after the adapters are added: PEFT puts a hook on the embeddings of a model that already
-    # recomputes its activations.
+    # only after the adapters: PEFT hooks into the embeddings of a model that already recomputes
     checkpoint_activations(model, gradient_checkpointing is True)
     choose_kernel(model, kernel)
     # gradient checkpointing works only in training mode; engines sample in evaluation mode
