@@ -1,5 +1,5 @@
 """Several processes that train together: their ranks, the ways to start them, and Lightning's
 strategies.
 
-Files in the order of their imports: launch, ranks, strategies.
+Each file imports only files before it in this list: launch, ranks, strategies.
 """

@@ -1,7 +1,7 @@
 """Engines sample completions of the policy and return them as token ids. Every engine implements
 `rlkit.types.Engine`.
 
-Files in the order of their imports: service, transformers, cached.
+Each file imports only files before it in this list: service, transformers, cached.
 """
 
 from rlkit.engines.cached import Cached

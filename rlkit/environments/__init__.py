@@ -1,7 +1,7 @@
 """Provide the policy's counterparts: environments and tools. Parsers read calls and thinking from a
 reply.
 
-Files in the order of their imports: _calculator, prompts, python, thinking, tools,
+Each file imports only files before it in this list: _calculator, prompts, python, thinking, tools,
 weather, _by_task, calling, tool_parsers, toolbox, _single_turn, _tool_use, games, session,
 _dialogue, _guess_number, _gymnasium.
 """

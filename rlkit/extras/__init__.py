@@ -4,6 +4,6 @@ The core imports nothing from here. An extra enters like a stranger's package, b
 an option in conf/ or by a command. A command is a file `NAME/commands/COMMAND.py` here, and an
 entry point of the group `rlkit.commands` elsewhere. `rlkit.system.extras` finds both.
 
-Files in the order of their imports: adapters, bench, forecast, notebook, pretrained, programs,
-report, vllm, why.
+Each file imports only files before it in this list: adapters, bench, forecast, notebook,
+pretrained, programs, report, vllm, why.
 """

@@ -4,9 +4,9 @@ Positional parameters are quantities, named as in `rlkit.types.QUANTITIES` where
 by name; hyperparameters are keyword-only. Each topic has one module. To add an advantage, loss,
 estimator, aggregation or filter, write one function in its module and one line here.
 
-Files in the order of their imports: _arguments, masking, aggregation, entropy, overlong, pairs,
-proximal, ratios, sampling, value_losses, filters, kl, log_probs, policy_losses, _groups,
-corrections, diagnostics, divergences, advantages, normalization.
+Each file imports only files before it in this list: _arguments, masking, aggregation, entropy,
+overlong, pairs, proximal, ratios, sampling, value_losses, filters, kl, log_probs, policy_losses,
+_groups, corrections, diagnostics, divergences, advantages, normalization.
 """
 
 from rlkit.functional.advantages import (

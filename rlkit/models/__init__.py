@@ -1,7 +1,7 @@
 """Policies: load them, talk to them in token ids, and score tokens under them.
 
-Files in the order of their imports: _template_child, chat, compiled, confined, save, shape, head,
-fused, checkpointing, packing, load, log_probs, critic.
+Each file imports only files before it in this list: _template_child, chat, compiled, confined,
+save, shape, head, fused, checkpointing, packing, load, log_probs, critic.
 """
 
 from rlkit.models.chat import (

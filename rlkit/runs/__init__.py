@@ -1,5 +1,5 @@
 """The results of runs: their folders, their reports, and sweeps over many runs.
 
-Files in the order of their imports: comparing, folder, kernels, card, python, reading, trends,
-verdicts, sweeps, tables.
+Each file imports only files before it in this list: comparing, folder, kernels, card, python,
+reading, trends, verdicts, sweeps, tables.
 """

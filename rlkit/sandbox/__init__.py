@@ -11,7 +11,8 @@ cannot read it. Without namespaces it can fill the disk with many small files un
 On macOS only time is limited (untested). None of this protects against a bug of the kernel: for
 code from an adversary, put a virtual machine around the whole run.
 
-Files in the order of their imports: _child, values, judge, process, asserts, level, interpreter.
+Each file imports only files before it in this list: _child, values, judge, process, asserts, level,
+interpreter.
 """
 
 from rlkit.sandbox.asserts import Check, Unsplittable, passes, split

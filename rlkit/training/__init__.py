@@ -1,7 +1,7 @@
 """One training run: the step, its references and schedules, the metrics, and the callbacks around
 the step.
 
-Files in the order of their imports: glossary, kernels, loggers, references, schedules, teachers,
-experiment, activations, windows, metrics, reference_states, resume, selfcheck, update, callbacks,
-groups, learner, ahead, reuse, module, run.
+Each file imports only files before it in this list: glossary, kernels, loggers, references,
+schedules, teachers, experiment, activations, windows, metrics, reference_states, resume, selfcheck,
+update, callbacks, groups, learner, ahead, reuse, module, run.
 """

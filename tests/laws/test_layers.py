@@ -177,7 +177,7 @@ def files_of(package: str) -> dict[str, set[str]]:
 def listed(package: str, names: Collection[str]) -> list[str]:
     """The files of a package in the order of its docstring: a line each, or one sentence."""
     text = ast.get_docstring(tree_of(package)) or ""
-    sentence = re.search(r"Files in the order of their imports: ([^.]*)\.", text)
+    sentence = re.search(r"Each file imports only files before it in this list: ([^.]*)\.", text)
     if sentence:
         return [name.strip() for name in sentence[1].split(",")]
     lines = re.findall(r"^ *(\w+)(?:\.py)? {2,}\S", text, re.M)

@@ -6,8 +6,8 @@ check numbers (numbers.py), combinations of parts (combinations.py, schedules.py
 the parts' assumptions about one another (assumptions.py), their maths on fake data (trial.py) and
 the rows of the data (rows.py). doubts.py reports settings that are legal but probably not meant.
 
-Files in the order of their imports: assumptions, asynchrony, combinations, names, numbers,
-schedules, trial, doubts, rows.
+Each file imports only files before it in this list: assumptions, asynchrony, combinations, names,
+numbers, schedules, trial, doubts, rows.
 """
 
 from __future__ import annotations

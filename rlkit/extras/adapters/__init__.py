@@ -1,7 +1,8 @@
 """Tasks and rewards of other packages and of servers: verifiers, reasoning-gym, math-verify, a
 judge.
 
-Files in the order of their imports: _judge, _math_child, _math_verify, _reasoning_gym, _verifiers.
+Each file imports only files before it in this list: _judge, _math_child, _math_verify,
+_reasoning_gym, _verifiers.
 """
 
 from rlkit.extras.adapters._judge import judge

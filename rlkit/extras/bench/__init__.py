@@ -4,5 +4,5 @@
 runs, their rows and the page, `prove` the expected updates of `rlkit prove`. A module is imported
 only when it is needed.
 
-Files in the order of their imports: fresh, lists, tasks, matrix, prove, commands.
+Each file imports only files before it in this list: fresh, lists, tasks, matrix, prove, commands.
 """

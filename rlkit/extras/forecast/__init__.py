@@ -1,7 +1,7 @@
 """Forecast the seconds and the memory of an RL step: on a card elsewhere from sizes alone, and on
 this machine from timed passes.
 
-Files in the order of their imports: costs, roofline, load, timing, commands.
+Each file imports only files before it in this list: costs, roofline, load, timing, commands.
 """
 
 from rlkit.extras.forecast.load import find_shape, measure_load

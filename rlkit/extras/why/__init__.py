@@ -4,6 +4,6 @@
 them in order. `remedies` proposes changes, `forks` continues the run with them, and `effects`
 reports their effects. `suspicions` says it in short, and `tokens` follows one token.
 
-Files in the order of their imports: evidence, data, settings, attacks, remedies, findings,
-suspicions, forks, effects, tokens, commands.
+Each file imports only files before it in this list: evidence, data, settings, attacks, remedies,
+findings, suspicions, forks, effects, tokens, commands.
 """

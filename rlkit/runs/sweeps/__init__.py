@@ -5,7 +5,7 @@ Hydra's sweeper decides the jobs, and its launcher their places. Results are onl
 so the place does not matter: <sweep>/jobs/NAME.json and NAME.log of a job, and the run folder
 <sweep>/NAME with its metrics and summary.
 
-Files in the order of their imports: jobs, warm, compare, plan, runner, run.
+Each file imports only files before it in this list: jobs, warm, compare, plan, runner, run.
 """
 
 from rlkit.runs.sweeps.plan import expand

@@ -3,8 +3,8 @@ Lightning callback.
 
 Lightning is imported only when a callback is made, so checking a config does not import it.
 
-Files in the order of their imports: conversations, metrics, pathologies, stopping, terminal,
-_health, checkpoints, evaluation, faults.
+Each file imports only files before it in this list: conversations, metrics, pathologies, stopping,
+terminal, _health, checkpoints, evaluation, faults.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Numbers and parts of an experiment as functions of the run's progress. A schedule never edits an
 experiment: it returns a new experiment for each step.
 
-Files in the order of their imports: controllers, functions, paths, progress.
+Each file imports only files before it in this list: controllers, functions, paths, progress.
 """
 
 from rlkit.training.schedules.controllers import (

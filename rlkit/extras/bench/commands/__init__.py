@@ -1,4 +1,4 @@
 """The commands `rlkit bench` and `rlkit prove`.
 
-Files in the order of their imports: bench, prove.
+Each file imports only files before it in this list: bench, prove.
 """
