@@ -19,8 +19,8 @@ class Windowed(Scheduler):
     The reference engine decodes all other completions, even if the same episode has used the cache
     before.
 
-    Both engines draw the same tokens. The reference engine decodes its completions together, when
-    nothing is left to do in the cache.
+    Both engines sample the same tokens. The reference engine decodes all of its completions
+    together, after every completion in the cache has ended.
 
     Args:
       policy: the policy with its whole context.
