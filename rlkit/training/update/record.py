@@ -1,4 +1,4 @@
-"""The record of one RL step. All passes and updates of the step read it."""
+"""Define the record of one RL step. All passes and updates of the step read this record."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rlkit.types import Batch, Policy, Rollout
 
 
 class Host(NamedTuple):
-    """Hooks for the host of the computation. They run the forward pass, the backward pass, the
-    optimizer step and the all-reduce. The defaults are plain torch and the collectives of a process
-    group."""
+    """Hold hooks for the host of the computation, such as Lightning. The hooks run the forward
+    pass, the backward pass, the optimizer step and the all-reduce. The defaults are plain torch and
+    the collectives of a process group."""
 
     # (model, function, *arguments, **settings) → function(model, …), run as a forward pass
     forward: Callable[..., Any] = ranks.run_in_forward
@@ -31,7 +31,8 @@ class Host(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One RL step: its experiment, the models, and the hooks that run its computations.
+    """Hold the inputs of one RL step: its experiment, its models, and the hooks that run its
+    computations.
 
     The record itself does not change between the first pass and the last update. Only the weights
     of its models change, and `micro` may halve the micro-batches.
