@@ -1,4 +1,4 @@
-"""The line about models with sliding-window layers, which see only the end of the context."""
+"""Describe models with sliding-window layers. These layers see only the end of the context."""
 
 from __future__ import annotations
 

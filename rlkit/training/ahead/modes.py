@@ -1,4 +1,4 @@
-"""Choose a run's `GroupSource` by asynchrony.mode. No other place makes this choice."""
+"""Choose a run's `GroupSource` by asynchrony.mode. No other file makes this choice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def group_source(
       again: a function to build the experiment in a second process
         (`rlkit.config.compose.make_builder`). None if parts of the experiment are Python objects,
         which no config can hold.
-      folder: of the run; the second process writes its log and journal there.
+      folder: the run folder. The second process writes its log and journal into it.
     Raises: ConfigError if a second process cannot be made.
     """
     if x.asynchrony.mode == "overlap":
