@@ -156,9 +156,9 @@ def unpack_flight(
     """Restore the groups in flight from the value of `pack_flight`. Drop the groups that the
     present config would sample differently.
 
-    Entries are checked in the order of their RL steps. The first entry that does not fit is dropped,
-    together with all later entries. An entry also does not fit if its type (groups or request) is not
-    in `kinds`. A printed line names the dropped steps.
+    Entries are checked in the order of their RL steps. The first entry that does not fit is
+    dropped, together with all later entries. An entry also does not fit if its type (groups or
+    request) is not in `kinds`. A printed line names the dropped steps.
 
         Raises: DataError if the tasks have changed.
     """
