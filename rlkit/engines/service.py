@@ -35,8 +35,8 @@ YIELD = 0.01  # seconds of decoding, until the other tasks of the event loop get
 class Decoder(Protocol):
     """The decoder of a service. Between two calls of `advance` it does nothing."""
 
-    # The decoder's clock. Each `advance` adds the number of tokens drawn by one slot. While nothing
-    # decodes, the service moves the clock forward.
+    # The decoder's clock. Each `advance` adds the number of tokens sampled in each slot. While
+    # nothing decodes, the service moves the clock forward.
     rounds: int
 
     @property

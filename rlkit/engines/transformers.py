@@ -1,5 +1,5 @@
-"""The reference rollout engine. It runs Hugging Face `generate` with random numbers fixed by the
-rollout.
+"""Define the reference rollout engine. This engine runs Hugging Face `generate`, with random
+numbers that depend only on the rollout.
 
 Sampling is Gumbel-max (rlkit.functional.gumbel_choice). The noise is a hash of (the rollout's seed,
 the position in the reply, the token). Therefore the samples of a rollout depend only on the model
@@ -8,9 +8,9 @@ computed after temperature, top-k and top-p. The defaults of the model's generat
 used.
 
 If a reply has used up its thinking budget, the engine writes the closing tag, and the policy
-continues the reply after the tag. The written tokens are marked as forced and are not trained, even
-if the policy itself would have closed the block at this position. Training only on the closing tags
-chosen by the policy too would bias the gradient.
+continues the reply after the tag. The written tokens are marked as forced and are not trained. This
+is so even if the policy itself would have closed the block at this position. Training only on the
+forced tags that the policy would have chosen too would bias the gradient.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Transformers(Batched):
     against this engine.
 
     Args:
-      max_rows: the most prompts decoded at once, > 0. Longer lists of prompts are decoded in parts.
-        This changes no completion.
+      max_rows: the most prompts decoded at once, > 0. A longer list of prompts is decoded in
+        several runs of `generate`. This changes no completion.
       use_cache: False computes keys and values again for every token. This is slower and gives the
         same completions.
     Raises: ValueError for max_rows out of range.
@@ -298,7 +298,8 @@ class ThinkingBudget:
 
 
 class Budgeted:
-    """A logits processor to apply a ThinkingBudget to all rows. It must run after the sampler."""
+    """A logits processor to apply a ThinkingBudget to all rows. This processor must run after
+    GumbelMax."""
 
     def __init__(
         self, budget: ThinkingBudget, contexts: Sequence[Sequence[int]], prompt_width: int

@@ -1,8 +1,8 @@
 """Decide whether the updates of a run keep their activations or recompute them. This is the choice
 for model.gradient_checkpointing=auto. It is made once, from a measurement on a few tokens.
 
-One function measures (`measure_activations`), and another one decides (`fits`). A resumed run keeps
-the decision, even on a machine with more or less memory.
+`measure_activations` measures, and `fits` decides. A resumed run keeps the decision, even on a
+machine with more or less memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AUTO = "auto"
 # gaps between blocks. The share is an assumption.
 USABLE = 0.9
 # Bytes of the libraries, or of CUDA with its kernels. Imports take 0.45 GiB on a CPU; for a GPU the
-# figure is an assumption.
+# number is an assumption.
 LIBRARIES = 1 << 30
 # Bytes for one logit of a chunk, together with everything computed from it: six float32 numbers.
 LOGITS = 6 * 4
@@ -306,7 +306,7 @@ def activations_line(decision: Decision, *, fused: bool = False) -> str:
     everything together …)`.
 
     Args:
-      fused: whether model.kernel=fused keeps the activations, whatever the decision.
+      fused: True if model.kernel=fused keeps the activations in spite of the decision.
     """
     gib = 2**30
     together = decision.needs.update + decision.cache + LIBRARIES

@@ -124,7 +124,7 @@ class TrainerSettings(NamedTuple):
     nodes: int = 1
     timeout: float = 1800.0  # the most seconds that a rank waits for the other ranks
     max_step_time: float | None = 60.0  # the most minutes without progress; None: no limit
-    # the run stops after this many updates in a row whose loss or gradient was not finite
+    # the run stops after this many consecutive updates with a loss or gradient that is not finite
     max_nonfinite: int = 5
     # whether a SLURM job is queued again after a signal has ended it and its state is saved
     requeue: bool = False
@@ -145,8 +145,8 @@ class Asynchrony(NamedTuple):
     """Set how far sampling runs ahead of training.
 
     none    every RL step first samples with the current weights and then trains
-    lag     step s samples with the weights after step s - staleness, or with the first weights;
-            everything happens in one process and is repeatable
+    lag     step s samples with the weights after step `s - staleness`, or with the first weights;
+            all work happens in one process and is repeatable
     overlap the same as lag, bit for bit, but a second process samples while this process updates
     """
 
@@ -190,7 +190,7 @@ class ModelSpec:
     suggests: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, **settings: Any) -> Policy:
-        """Load the policy and return it. Its weights go to the device given as `device`."""
+        """Load the policy and return it. The keyword `device` names the device of its weights."""
         return self.load(**settings)
 
     @property
@@ -204,7 +204,7 @@ class ModelSpec:
         return {"revision": self.revision, "trust_remote_code": bool(self.trust_remote_code)}
 
 
-# Keywords of a policy's loading function that other parts of a run read too.
+# Keywords of a policy's loading function that are also read elsewhere in a run.
 READ = ("path", "revision", "trust_remote_code", "lora", "interruption", "gradient_checkpointing")
 
 

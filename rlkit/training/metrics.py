@@ -190,7 +190,8 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
                       before the updates
     kl/step           KL(before the step‖after its last update), on some rollouts of the step
     kl/start          KL(the start of the run‖after the last update), on rollouts of the first step.
-                      Both are by k3, nats per token (rlkit.training.update.drift)
+                      kl/step and kl/start are computed by k3, in nats per token
+                      (rlkit.training.update.drift)
     kl/estimate       mean of the estimator named by `kl`. kl/nonzero_frac: share of tokens with an
                       estimate other than 0
     mismatch/*        trainer against sampler on the same tokens, before any correction. ess, chi2
@@ -213,7 +214,8 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
                       not count. Metrics of the group filter and the overlong rule cover all sampled
                       rollouts
 
-    Raises: PartError if the name of a part's metric is taken.
+    Raises: PartError if a function of the algorithm returns a metric with a name that rlkit uses
+    itself.
     """
     values = {
         "loss/total": terms.loss,
@@ -238,8 +240,9 @@ def _join_metrics(row: Mapping[str, Any], others: Mapping[str, float], said: str
 
 
 def pick_counted(value: Tensor, batch: Batch) -> Tensor:
-    """Return the entries of a term or a metric that count, [M]. They belong to trained tokens, or
-    to rollouts with a trained token. A single number counts once for each trained token.
+    """Return the entries of a term or a metric that count in its mean, [M]. These entries belong to
+    trained tokens, or to rollouts with a trained token. A single number counts once for each
+    trained token.
 
     Therefore the sums and counts of micro-batches add up to the sum and count of their batch, for
     every way of splitting the batch.
@@ -283,7 +286,8 @@ def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> d
 
 
 def _measure_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    # the group filter and the overlong rule see all sampled rollouts, before any is left out
+    # the group filter and the overlong rule see all sampled rollouts, before any rollout is left
+    # out
     sampled = ("group_filter", "overlong")
     found = {
         n: pick_counted(v, batch.whole() if n.startswith(sampled) else batch)
@@ -544,7 +548,7 @@ class Clock:
         self.ended: float | None = None
         self.current = ""  # name of the innermost part in progress
         self.sessions: list[float] = []  # seconds that each episode spent in its session
-        self.engine: dict[str, float] = {}  # figures of the engine after its last sampling
+        self.engine: dict[str, float] = {}  # metrics of the engine after its last sampling
         # seconds in which decoding stood still, because it waited for an answer of a session
         self.late = 0.0
         self.worked = 0.0  # processor seconds of this process in the update
@@ -601,7 +605,7 @@ class Clock:
         return time.perf_counter() - self.started
 
 
-ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # figures of the engine shown under perf/
+ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # metrics of the engine shown under perf/
 
 
 def _figures(engine: Any) -> dict[str, float]:

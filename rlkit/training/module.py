@@ -222,7 +222,7 @@ class RLModule(L.LightningModule):
         # would wait forever.
         if self.rl_step >= self.total_steps:
             self.trainer.should_stop = True
-        # the generators are restored only now, because the setup draws random numbers
+        # the generators are restored only now, because the setup uses random numbers
         if ranks.rank() < len(self.generators):
             rng.restore(self.generators[ranks.rank()])
         elif ranks.rank():  # the checkpoint has no such rank, or there is no checkpoint

@@ -98,8 +98,8 @@ def compute_age(group: Sequence[Rollout], step: int) -> int:
 
 
 def unpack_kept(saved: Sequence[Tensor], tasks: Sequence[Task]) -> tuple[Group, ...]:
-    """Restore the kept groups of a checkpoint. Each group was packed by `pack_rollouts`. Raise
-    DataError if a group's task no longer exists."""
+    """Restore the kept groups of a checkpoint. Each group is encoded by `pack_rollouts`. Raise
+    DataError if the task of a group no longer exists."""
     rows = {(task.part, task.id): task for task in tasks} if saved else {}
     try:
         return tuple(

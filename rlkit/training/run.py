@@ -132,7 +132,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
     """Return a context manager that writes into the summary how its block ended: by an error or by
     a signal. A signal ends the block without an error.
 
-    Raises: RLKitError if a part of the run tried to end the process.
+    Raises: RLKitError if code of the run, for example a reward function, tried to end the process.
     """
     from rlkit.training.callbacks.stopping import StopOnSignal
 
@@ -420,7 +420,7 @@ def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int
 
 
 def format_first_line(x: Experiment) -> str:
-    """Describe the experiment in one line. It is printed before the model is loaded."""
+    """Describe the experiment in one line. This line is printed before the model is loaded."""
     from rlkit.training.schedules import list_phases
 
     x = next(iter(list_phases(x).values()))  # the first phase of the run

@@ -90,8 +90,8 @@ def check_contexts(
     a reply.
 
     Returns: two texts. The first text has lines, with line ends, about the tools of these rows and
-      the form of the tool prompt. It is empty without tools. The second text shows the policy's
-      first prompt for a row of each part of the data mixture, and of each environment.
+      the form of the tool prompt. If no row has tools, this text is empty. The second text shows
+      the policy's first prompt for a row of each part of the data mixture, and of each environment.
     Raises: TemplateError, and DataError naming the row.
     """
     tools: dict[str, Tool] = {}
@@ -137,7 +137,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     mistake would agree with the trainer. In float32 the log-probs of every token may differ by at
     most FP32_TOLERANCE.
 
-    In half precision the model is first compared with itself: it reads the rollouts once as whole
+    In half precision the model is first compared with itself. It reads some rows once as whole
     sequences, and once token by token (`measure_rounding`). If the mean difference between two
     computations exceeds MARGIN times this model's own difference, the check prints a warning. If
     the mean difference exceeds BF16_LIMIT, the check raises SelfCheckError.

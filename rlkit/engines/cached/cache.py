@@ -148,8 +148,8 @@ class Pages:
         return found[0], found[1]
 
     def _scratch(self, number: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory for gathered pages. It is used again in the next call, because allocating
-        it would cost as much as the copy."""
+        """Return memory for gathered pages. The next call returns the same memory again, because
+        allocating new memory would cost as much as the copy."""
         size = math.prod(shape)
         own = self.scratch.get(number)
         if own is None or len(own) < size or own.dtype != like.dtype:

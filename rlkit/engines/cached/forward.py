@@ -1,10 +1,10 @@
 """The forward pass of a Llama-like trunk in as few calls as possible. A decoding step of a small
 model spends its time on calls, not on arithmetic.
 
-Hugging Face's forward pass starts about a hundred operations per layer, and most of them rotate or
-normalise. This forward pass starts about thirty: it rotates queries and keys together, normalises
-them together, and computes the values shared by all layers only once. Its results equal Hugging
-Face's up to the last bits of sums.
+Hugging Face's forward pass starts about a hundred operations per layer, and most of these
+operations rotate or normalise. This forward pass starts about thirty operations per layer. It
+rotates queries and keys together, normalises them together, and computes only once the tensors
+shared by all layers. The results equal Hugging Face's results up to the last bits of sums.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Layer(NamedTuple):
     """Hold a decoder layer, and the tensors made from its weights before the first step."""
 
     module: Any
-    project: Projection  # from normalised tokens to queries, keys and values, side by side
+    project: Projection  # from normalised tokens to queries, keys and values, concatenated
     out: Projection  # from attention's output to the residual stream
-    gates: Projection  # from normalised tokens to gate and up, side by side
+    gates: Projection  # from normalised tokens to gate and up, concatenated
     down: Projection  # from the gated MLP activations to the residual stream
     scale: Tensor | None  # [Hq + Hk, D], weights of the norms of queries and keys
 

@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
     settings: Any  # the sampling parameters that change a captured step
     slots: int  # number of slots in a step
-    pages: tuple[int, ...]  # for each part of the slots: number of pages to read for every slot
+    pages: tuple[int, ...]  # for each range of slots: number of pages to read for every slot
 
     def covers(self, other: Shape) -> bool:
         """Return whether a step of this shape can replace a step of the other shape. No token is

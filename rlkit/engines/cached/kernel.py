@@ -1,5 +1,5 @@
-"""The decoding step of a small model on a CPU as one call of compiled C (_step.c). It needs a C
-compiler.
+"""Run the decoding step of a small model on a CPU as one call of compiled C (_step.c). This needs a
+C compiler.
 
 In torch, a decoding step of a small model costs 300 calls and hardly any arithmetic. The machine's
 own compiler compiles the C file once, in about a second (rlkit.models.compiled).

@@ -160,7 +160,7 @@ class Passes:
         outs = []
         for start, stop, length in seen.parts or ((0, len(query), seen.mask.shape[-1]),):
             table = seen.table[start:stop, : pages.span(length)]
-            # a part reads no further than its longest row
+            # a range of rows reads no further than its longest row
             keys, values = (own[:, :, :length] for own in pages.gather(layer, table))
             mask = seen.mask[start:stop, ..., :length]
             outs.append(attend(None, query[start:stop], keys, values, mask)[0])

@@ -33,11 +33,11 @@ from rlkit.types import Generation, Policy, SamplingParams
 
 MOST_READ = 1 << 14  # the most tokens read in one pass, padding included
 # Reading a few contexts costs more than letting them wait. The contexts of waiting rows are read in
-# two cases: these rows are at least 1 / READ_AT of the rows in slots, or the steps that they have
-# waited add up to at least (rows in slots) / WAIT.
+# two cases. In the first case, these rows are at least 1 / READ_AT of the rows in slots. In the
+# second case, the numbers of steps that they have waited add up to at least (rows in slots) / WAIT.
 READ_AT = 32
 WAIT = 4
-QUARTERS = 4  # a captured step is cut into this many parts
+QUARTERS = 4  # a captured step divides its slots into this many ranges
 SLOTS = 8  # the number of slots in a captured step is a multiple of this, or all slots
 SAMPLERS = 8  # the most samplers kept, one for each kind of sampling parameters
 
@@ -345,8 +345,8 @@ class Scheduler:
 
 def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Yield groups of rows, each to be read in one pass. In a group, either no row has cached
-    tokens or every row has some. A pass has at most MOST_READ tokens with padding, unless it has
-    only one row."""
+    tokens, or every row has cached tokens. A pass has at most MOST_READ tokens with padding, unless
+    the group has only one row."""
     part: list[Row] = []
     width = 0
     for row in rows:
@@ -364,14 +364,15 @@ def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def round_to_bucket(number: int) -> int:
-    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, … So few shapes occur, and each is at most
-    1.5 times as large as needed."""
+    """Round a number up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, … Because of the rounding, captured
+    steps have only a few different shapes. The result is at most 1.5 times as large as the
+    number."""
     octave = 1 << (number - 1).bit_length()  # the next power of two
     return octave * 3 // 4 if octave > 2 and number <= octave * 3 // 4 else octave
 
 
 def select_captured_settings(params: SamplingParams) -> Any:
-    """Return the parameters that a captured step depends on. For the temperature, only its kind
+    """Return the sampling parameters that select a captured step. Of the temperature, only its kind
     matters: 0 (greedy), 1 (no division), or any other value."""
     return params._replace(
         temperature=params.temperature if params.temperature in (0, 1) else -1.0,

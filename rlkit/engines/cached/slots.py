@@ -24,7 +24,7 @@ from rlkit.engines.cached.sampler import Saved
 from rlkit.types import agreement
 
 # While more than PLENTY pages are free for each slot in use, a row gets AHEAD pages at once. This
-# costs the host less than giving single pages.
+# costs the host less time than giving one page at a time.
 AHEAD = 4
 PLENTY = 2 * AHEAD
 FOREVER = 1 << 60  # a number of steps that no run reaches

@@ -35,8 +35,8 @@ class StepGroups(NamedTuple):
     version: int  # how many RL steps had trained the sampling weights
     sampled: list[Rollout]  # all scored episodes of the step
     trained: list[Rollout]  # the rollouts to train on
-    before: StreamState  # the prompt stream before the step's prompts were drawn
-    after: StreamState  # the prompt stream after they were drawn
+    before: StreamState  # the prompt stream before the step took its prompts
+    after: StreamState  # the prompt stream after the step took its prompts
     settings: str  # digest of all other settings with an effect on the groups (`digest_settings`)
 
 
@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
     @property
     def after(self) -> None:
-        """Return None: refills may draw more prompts, so the state of the prompt stream is known
+        """Return None. Refills may take more prompts, so the state of the prompt stream is known
         only after sampling."""
 
 
@@ -160,7 +160,7 @@ def unpack_flight(
     dropped, together with all later entries. An entry also does not fit if its type (groups or
     request) is not in `kinds`. A printed line names the dropped steps.
 
-        Raises: DataError if the tasks have changed.
+    Raises: DataError if the tasks have changed.
     """
 
     def holds(own: InFlight) -> bool:

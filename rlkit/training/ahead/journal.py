@@ -1,5 +1,5 @@
-"""Write groups to disk before the trainer learns from them. This serves engines that cannot sample
-the same groups a second time (`rlkit.types.SharedEngine`).
+"""Write groups to disk before the trainer learns from them. The journal is needed for engines that
+cannot sample the same groups a second time (`rlkit.types.SharedEngine`).
 
     groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ requested again ──▶
     read from the journal

@@ -26,8 +26,8 @@ def group_source(
       x: the experiment of the whole run.
       tasks: the training prompts of the run.
       again: a function to build the experiment in a second process
-        (`rlkit.config.compose.make_builder`). None if parts of the experiment are Python objects,
-        which no config can hold.
+        (`rlkit.config.compose.make_builder`). None if the experiment contains Python objects, which
+        no config can hold.
       folder: the run folder. The second process writes its log and journal into it.
     Raises: ConfigError if a second process cannot be made.
     """

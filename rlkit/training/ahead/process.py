@@ -50,8 +50,8 @@ class SamplingProcess:
     Args:
       x: the experiment of the whole run.
       tasks: the training prompts of the run.
-      again: a function to build the experiment in the second process. It must be picklable, for
-        example a partial of a module's function.
+      again: a function to build the experiment in the second process. The function must be
+        picklable, for example a partial of a module's function.
       folder: the run folder, for the journal and the output of the second process. None: the second
         process prints to the trainer's output, and no journal is kept.
     Raises: ConfigError if the second process cannot be made.

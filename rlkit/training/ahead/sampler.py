@@ -69,7 +69,7 @@ class Answer(NamedTuple):
     # weights. sampling_s: sampling and scoring the groups
     seconds: dict[str, float]
     sessions: list[float]  # seconds that each episode spent in its session
-    engine: dict[str, float]  # figures of the engine, for the step's row
+    engine: dict[str, float]  # metrics of the engine, for the step's row
     kernel: Any  # the kernel that the engine decoded with
     cached_tokens: int | None  # size in tokens of the cache that the engine decoded with
     # global state of the process that user functions have changed (rlkit.system.shared_state)

@@ -94,8 +94,8 @@ def get_next_groups(
 
     Args:
       x: the experiment of the whole run.
-      progress: the progress of the run after `Learner.begin`. It determines the experiment of each
-        step, and its count of steps is the version of the policy's weights.
+      progress: the progress of the run after `Learner.begin`. The progress determines the
+        experiment of each step. `progress.step` is the version of the policy's weights.
       clock: receives the seconds of each part of the work.
     """
     version = progress.step

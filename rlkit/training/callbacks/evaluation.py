@@ -27,7 +27,7 @@ from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
 
 KEPT = 16  # rollouts that an evaluation writes, always of the same tasks to show changes
-# split → prefix of its figures' names in a row of metrics.jsonl
+# split → prefix of the names of its metrics in a row of metrics.jsonl
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
 

@@ -90,13 +90,12 @@ def collect_state(trainer: L.Trainer, module: Any) -> dict[str, Any]:
 
 
 class Watchdog(L.Callback):
-    """Record the step of a run and the part of this step in progress. If the run exceeds
-    `trainer.max_step_time` (`rlkit.system.waiting.limit_waiting`), the message says where the run
-    hangs.
+    """Record the step of a run, and its current activity (generate, reward or update). If the run
+    exceeds `trainer.max_step_time` (`rlkit.system.waiting.limit_waiting`), the message says where
+    the run hangs.
 
-    The parts of a step are generate, reward and update. Between steps the limit applies only to
-    calls that wait for an answer from outside, such as the rewards and environments of an
-    evaluation.
+    Between steps the limit applies only to calls that wait for an answer from outside, such as the
+    rewards and environments of an evaluation.
     """
 
     def __init__(self) -> None:

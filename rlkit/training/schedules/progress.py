@@ -44,7 +44,7 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    # parts that are reset when the phase begins, in addition to the groups replaced by the phase
+    # reset when the phase begins; a reference replaced by the phase starts anew in any case
     reset: Sequence[Literal["optimizer", "reference"]] = ()
 
     @property
@@ -88,7 +88,7 @@ class Progress(NamedTuple):
     step: int = 0  # RL steps done
     phase: int = 0  # position among the phases
     since: int = 0  # RL step at which the phase began
-    streak: int = 0  # on how many steps in a row the phase's end condition has held
+    streak: int = 0  # on how many consecutive steps the phase's end condition has held
     controllers: Mapping[str, Mapping[str, float]] = {}  # path → state of its Controller
 
 

@@ -28,8 +28,8 @@ CRITIC = 1
 
 class Optimizers:
     """Hold the optimizer of the policy and, if there is a critic, the optimizer of the critic, in
-    this order. For each optimizer, this class counts how many steps in a row were skipped because
-    the loss or the gradient was not finite."""
+    this order. For each optimizer, this class counts how many consecutive steps were skipped
+    because the loss or the gradient was not finite."""
 
     def __init__(self, made: Sequence[torch.optim.Optimizer]):
         self.made = list(made)
@@ -53,7 +53,7 @@ class Optimizers:
 
         If the loss or the norm is not finite, the step is skipped and the returned norm is nan.
 
-        Raises: NonFinite, after trainer.max_nonfinite skipped steps in a row.
+        Raises: NonFinite after trainer.max_nonfinite consecutive skipped steps.
         """
         optimizer = self.made[index]
         for group in optimizer.param_groups:

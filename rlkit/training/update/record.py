@@ -46,7 +46,8 @@ class Update(NamedTuple):
     host: Host
     clock: Clock
     step: int  # RL steps done before this one
-    # seed for the order of rollouts and every other random draw of the step; the same on all ranks
+    # seed for the order of rollouts and every other random choice of the step; the same on all
+    # ranks
     seed: int
     warming_up: bool  # whether only the critic learns in this step
     trained: Sequence[Rollout]  # the rollouts that the rows of the batch come from
@@ -58,8 +59,8 @@ class Update(NamedTuple):
 
     @property
     def temperature(self) -> float:
-        """The temperature that divides the logits for the trained log-probs. It is the sampler's
-        temperature, or 1 for a greedy sampler."""
+        """The temperature for the trained log-probs; logits are divided by it. This is the
+        sampler's temperature, or 1 for a greedy sampler."""
         return self.x.generation.temperature or 1.0
 
     def assemble_batch(self, rollouts: Sequence[Rollout]) -> Batch:

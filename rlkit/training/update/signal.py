@@ -12,8 +12,8 @@ from rlkit.types import Weighted, declarations
 def has_signal(u: Update, batch: Weighted) -> bool:
     """Return False if the gradient of the policy's loss is known to be exactly 0.
 
-    The gradient is 0 for a batch without a trained token. It is also 0 if none of these terms has a
-    gradient:
+    The gradient is 0 for a batch without a trained token. It is also 0 if none of the following
+    four terms has a gradient:
 
     policy loss     it has none if every advantage is 0 and the loss declares by `@vanishes` that
                     its gradient is then 0

@@ -43,8 +43,9 @@ def select(batch: Rows, rows: Tensor) -> Rows:
 
 
 def split_into_minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
-    """Return the row numbers of every update, epoch by epoch. Each of the `epochs` passes over all
-    rollouts is split at random into `minibatches` parts. A rollout is never divided."""
+    """Return the row numbers of every update, epoch by epoch. In each of the `epochs` epochs, all
+    rollouts are divided at random into `minibatches` minibatches. All rows of a rollout are in the
+    same minibatch."""
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     owners = batch.rollout_ids.cpu()
     orders = [

@@ -53,7 +53,7 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
             and not kl.in_baseline
             and not asks_for(algorithm.advantage, "token_rewards")
         ):
-            # an unscored rollout has no advantage, whatever its KL
+            # a rollout without a reward has no advantage, even if it has a KL
             later = F.fill_masked(_reward_to_go(penalty, batch), _mark_scored(batch), 0.0)
             advantages = advantages - later
         given |= {"advantages": advantages}
