@@ -33,7 +33,7 @@ YIELD = 0.01  # seconds of decoding, until the other tasks of the event loop get
 
 
 class Decoder(Protocol):
-    """The decoder of a service. Between two calls of `advance` it does nothing."""
+    """Define the decoder of a service. Between two calls of `advance`, a decoder does nothing."""
 
     # The decoder's clock. Each `advance` adds the number of tokens sampled in each slot. While
     # nothing decodes, the service moves the clock forward.

@@ -63,7 +63,8 @@ class Sampling(NamedTuple):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The fields of SamplingParams: all fields except the engine, its kernel and its cache."""
+        """Return the fields of SamplingParams: all fields except the engine, its kernel and its
+        cache."""
         own = self._asdict()
         return {name: own[name] for name in SamplingParams._fields}
 
@@ -169,7 +170,7 @@ class Reuse(NamedTuple):
 
     @property
     def active(self) -> bool:
-        """Whether kept groups are ever used again."""
+        """Return whether kept groups are ever used again."""
         return self.groups > 0 and self.staleness > 0
 
 
@@ -195,12 +196,12 @@ class ModelSpec:
 
     @property
     def rank(self) -> int:
-        """The rank of the LoRA adapters; 0 if all weights are trained."""
+        """Return the rank of the LoRA adapters, or 0 if all weights are trained."""
         return self.lora.rank if self.lora else 0
 
     @property
     def hub(self) -> dict[str, Any]:
-        """The settings for a download from the hub, without the path."""
+        """Return the settings for a download from the hub, without the path."""
         return {"revision": self.revision, "trust_remote_code": bool(self.trust_remote_code)}
 
 
@@ -322,24 +323,24 @@ class Experiment(NamedTuple):
 
     @property
     def sampler(self) -> TaskSampler:
-        """The function that chooses the next problem (task.sampler)."""
+        """Return the function that chooses the next problem (task.sampler)."""
         return self.task.sampler
 
     @property
     def reuse(self) -> Reuse:
-        """The settings for learning from groups again (task.reuse)."""
+        """Return the settings for learning from groups again (task.reuse)."""
         return self.task.reuse
 
     @property
     def staleness(self) -> int:
-        """The greatest number of RL steps between a group's sampling weights and its learning
-        step."""
+        """Return the greatest possible age of a group when the policy learns from it: the number of
+        RL steps since the weights that sampled the group."""
         return max(self.asynchrony.staleness, self.reuse.staleness if self.reuse.active else 0)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any phase needs the reference, either from its start or after a schedule raises
-        the KL's coefficient."""
+        """Return whether any phase needs the reference, either from its start or after a schedule
+        raises the coefficient of the KL."""
         return any(
             x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths)
             for x in list_phases(self).values()
@@ -347,7 +348,7 @@ class Experiment(NamedTuple):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether any phase has a stream that uses the teacher."""
+        """Return whether any phase has a stream that uses the teacher."""
         return any("teacher" in x.algorithm.streams for x in list_phases(self).values())
 
 

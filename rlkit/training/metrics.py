@@ -98,8 +98,8 @@ class UpdateTerms:
         self.padded += padded if packed.segments is None else len(packed.ids)
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
-        """Note an optimizer step of the policy or the critic. If the norm is not finite, count it
-        as skipped.
+        """Record an optimizer step of the policy or the critic. If the norm is not finite, count
+        the step as skipped.
 
         Args:
           who: policy or critic.

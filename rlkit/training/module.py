@@ -180,7 +180,7 @@ class RLModule(L.LightningModule):
 
     @property
     def total_steps(self) -> int:
-        """The number of RL steps in the whole run."""
+        """Return the number of RL steps in the whole run."""
         return self.experiment.trainer.steps
 
     def is_out_of_time(self) -> bool:

@@ -60,7 +60,7 @@ class ReferenceStates:
 
     @property
     def owner(self) -> str:
-        """The owner of the reference in the present phase."""
+        """Return the owner of the reference in the present phase."""
         return self.find_owner(self.phase)
 
     def measures_drift(self, phase: str, x: Experiment) -> bool:

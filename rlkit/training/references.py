@@ -47,12 +47,13 @@ def move_reference(
 
 
 def none() -> Reference:
-    """No reference. Nothing is kept, and scoring with it raises an error."""
+    """Make a reference without a model. No weights are kept, and scoring with this reference raises
+    an error."""
     return _make_fixed("none", lambda policy, **_: None, _no_model)
 
 
 def live() -> Reference:
-    """The policy itself, always with its present weights."""
+    """Make a reference that is the policy itself, always with its present weights."""
     return _make_fixed("live", lambda policy, **_: None, _policy_itself)
 
 
@@ -61,7 +62,7 @@ def live() -> Reference:
 def frozen(
     *, path: str | None = None, revision: str | None = None, key: str = "reference.path"
 ) -> Reference:
-    """A reference that never moves: the policy at its start, or another model (a teacher).
+    """Make a reference that never moves: the policy at its start, or another model (a teacher).
 
     Without `path`, the reference is the policy at the start of the run or, if a phase has this
     reference, at the start of the phase. The start decides how the reference's weights are kept:
@@ -138,8 +139,8 @@ def _get_local(tensor: Any) -> Tensor:
 
 
 def ema(*, decay: float) -> Reference:
-    """An exponential moving average of the policy. After every RL step, `reference ← decay ·
-    reference + (1 - decay) · policy`.
+    """Make a reference that is an exponential moving average of the policy. After every RL step,
+    `reference ← decay · reference + (1 - decay) · policy`.
 
     Under LoRA each factor of the adapter is averaged by itself. Therefore the effective weights W +
     s·BA of the reference are not the average of the policy's effective weights. With averaging
@@ -165,8 +166,8 @@ def ema(*, decay: float) -> Reference:
 
 
 def periodic(*, every: int) -> Reference:
-    """A copy of the policy, renewed after every `every` RL steps. The steps are counted from the
-    start of the run.
+    """Make a reference that is a copy of the policy, renewed after every `every` RL steps. The
+    steps are counted from the start of the run.
 
     Args:
       every: number of RL steps between two copies, at least 1.
@@ -185,7 +186,8 @@ def _copy_each(state: Moving, policy: nn.Module, *, every: int, step: int, **_: 
 def on_kl(
     *, threshold: float, measure: Literal["accumulated", "distance"] = "accumulated"
 ) -> Reference:
-    """A copy of the policy, renewed when the policy has moved too far away from it.
+    """Make a reference that is a copy of the policy, renewed when the policy has moved too far away
+    from this copy.
 
     accumulated: renew if Σ of the steps' KL since the last copy > threshold, then set the sum to 0
     distance:    renew if the last step's KL > threshold

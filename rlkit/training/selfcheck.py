@@ -261,8 +261,9 @@ class Rounding(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """The largest accepted mean |Δ log-prob|: MARGIN times `own`. Here `own` counts as at least
-        ROUNDOFF. If `own` was measured on fewer than FEW tokens, it counts as at least TYPICAL."""
+        """Return the largest mean |Δ log-prob| without a warning: MARGIN times `own`. Here `own`
+        counts as at least ROUNDOFF. If `own` was measured on fewer than FEW tokens, it counts as at
+        least TYPICAL."""
         return MARGIN * max(self.own, TYPICAL if self.tokens < FEW else ROUNDOFF)
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ class Teacher(NamedTuple):
 
 
 def no_teacher() -> Teacher:
-    """No teacher: the teacher stream is not used."""
+    """Make no teacher. The teacher stream is then not used."""
     return Teacher()
 
 
@@ -43,8 +43,8 @@ def no_teacher() -> Teacher:
 def path_teacher(
     *, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None
 ) -> Teacher:
-    """Other models with the policy's vocabulary: one for all prompts, or one for each part of a
-    mixture.
+    """Make teachers from other models with the policy's vocabulary. There is one model for all
+    prompts, or one model for each part of a mixture.
 
     Args:
       path: a local folder or a hub id.
@@ -69,13 +69,13 @@ def path_teacher(
 
 
 def start_teacher() -> Teacher:
-    """A teacher that stays the policy as it was at the start of the run."""
+    """Make a teacher that stays the policy as it was at the start of the run."""
     return Teacher("start", {"": frozen()})
 
 
 def ema_teacher(*, decay: float) -> Teacher:
-    """A teacher that is a moving average of the policy. After every RL step, `teacher ← decay ·
-    teacher + (1 - decay) · policy`, with decay in [0, 1)."""
+    """Make a teacher that is a moving average of the policy. After every RL step, `teacher ← decay
+    · teacher + (1 - decay) · policy`, with decay in [0, 1)."""
     return Teacher("ema", {"": ema(decay=decay)})
 
 
@@ -85,8 +85,8 @@ def context_teacher(
     weights: Literal["live", "start", "ema"] = "live",
     decay: float = 0.95,
 ) -> Teacher:
-    """The policy itself as its own teacher, with an additional text in its prompt. The policy in
-    training does not see this text.
+    """Make the policy its own teacher. The teacher's prompt has an additional text, and the policy
+    in training does not see this text.
 
     Args:
       show: which text the teacher sees. "demonstration" is the last reply of the conversation in

@@ -1,6 +1,6 @@
-"""The fast engine of this process. It decodes with continuous batching: completions join and leave
-the running batch at any step. Keys and values are stored in pages, and the memory of the pages
-stays in place as long as the engine lives.
+"""Sample in this process with the fast engine. The engine decodes with continuous batching:
+completions join and leave the running batch at any step. Keys and values are stored in pages, and
+the memory of the pages stays in place as long as the engine lives.
 
 Each file imports only from the files above it in this list.
 

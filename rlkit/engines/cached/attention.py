@@ -1,4 +1,4 @@
-"""Attention of the cached engine.
+"""Compute the attention of the cached engine.
 
 This attention makes no copies of the keys for grouped query heads. For each slot it reads little
 more than the positions that the slot holds.

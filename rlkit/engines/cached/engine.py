@@ -1,4 +1,4 @@
-"""The cached engine as a service with its options."""
+"""Define the cached engine, a service with options."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The forward pass of a Llama-like trunk in as few calls as possible. A decoding step of a small
-model spends its time on calls, not on arithmetic.
+"""Run the forward pass of a Llama-like trunk in as few calls as possible. A decoding step of a
+small model spends its time on calls, not on arithmetic.
 
 Hugging Face's forward pass starts about a hundred operations per layer, and most of these
 operations rotate or normalise. This forward pass starts about thirty operations per layer. It

@@ -1,5 +1,5 @@
-"""CUDA graphs of a decoding step. A step has hundreds of small GPU kernels, and one call of a graph
-starts all of these kernels."""
+"""Run decoding steps as CUDA graphs. A step has hundreds of small GPU kernels, and one call of a
+graph starts all of these kernels."""
 
 from __future__ import annotations
 

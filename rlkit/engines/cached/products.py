@@ -1,5 +1,5 @@
-"""The matrix products of a decoding step. Modules with the same input, such as the projections to
-queries, keys and values, are multiplied together.
+"""Compute the matrix products of a decoding step. Modules with the same input, such as the
+projections to queries, keys and values, are computed in one product.
 
     y = x Wᵀ + b + (x Aᵀ) B
 

@@ -1,5 +1,5 @@
-"""The decoder of the cached engine. It decides when contexts are read, when the next tokens are
-sampled, and when the host checks for ended completions.
+"""Schedule the decoding of the cached engine. This file decides when contexts are read, when the
+next tokens are sampled, and when the host checks for ended completions.
 
     queue ──▶ slot ──▶ new tokens in one pass ──▶ one token a step in all slots ──▶ completion
                ▲                                                                        │

@@ -1,5 +1,5 @@
-"""The decoder for models with a window in some layers. The cache serves short contexts, and the
-reference engine decodes longer ones."""
+"""Decode with models that have a window in some layers. Short contexts are decoded with the cache,
+and longer contexts by the reference engine."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Received = tuple[StepGroups, dict[str, float]]  # the groups; name → seconds o
 
 
 class GroupSource(Protocol):
-    """A source of sampled and scored groups for the RL steps of a run.
+    """Define a source of sampled and scored groups for the RL steps of a run.
 
     The methods are called in this order. Requests come in the order of their steps:
 

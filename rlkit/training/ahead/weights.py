@@ -1,4 +1,5 @@
-"""Versions of the trainable weights in memory shared by the trainer and the sampling process."""
+"""Keep versions of the trainable weights in memory shared by the trainer and the sampling
+process."""
 
 from __future__ import annotations
 

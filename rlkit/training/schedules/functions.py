@@ -1,4 +1,4 @@
-"""Numbers as functions of the step. Steps count from 0.
+"""Compute numbers as functions of the step. Steps count from 0.
 
 In a schedule, `steps` may be left out. The value is then the length of the run or, inside a phase,
 the length of the phase (`rlkit.training.schedules.resolve_schedules`).

@@ -49,7 +49,7 @@ class Phase(NamedTuple):
 
     @property
     def groups(self) -> dict[str, Any]:
-        """Config groups replaced by the phase: name → group."""
+        """Return the config groups replaced by the phase, as name → group."""
         own = self._asdict()
         return {name: own[name] for name in PHASED if own[name] is not None}
 
@@ -76,8 +76,8 @@ class Schedule(NamedTuple):
 
     @property
     def paths(self) -> dict[str, Callable[..., float] | Controller]:
-        """Dotted path → function or Controller, for the whole run. The functions and Controllers of
-        a phase are in `list_phases(experiment)[name].schedule`."""
+        """Return dotted path → function or Controller, for the whole run. The functions and
+        Controllers of a phase are in `list_phases(experiment)[name].schedule`."""
         return flatten_numbers(self.numbers)
 
 

@@ -36,7 +36,7 @@ class MicroBatches:
 
     @property
     def limit(self) -> int:
-        """The largest number of tokens in a micro-batch."""
+        """Return the largest number of tokens in a micro-batch."""
         return max(1, self.tokens >> self.halvings)
 
     def of(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:

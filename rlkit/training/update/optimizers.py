@@ -134,8 +134,8 @@ def adamw_8bit(
     betas: Sequence[float] = (0.9, 0.99),
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """AdamW with 8-bit moments in blocks, which take 2 bytes per parameter instead of 8. Tensors
-    below 4,096 entries keep float32 moments.
+    """Make an AdamW with 8-bit moments, quantised in blocks. The two moments take 2 bytes per
+    parameter instead of 8. Tensors below 4,096 entries keep float32 moments.
 
     Raises: ConfigError if the package bitsandbytes is missing, or if the weights are sharded.
     Source: Dettmers et al. 2022, arXiv:2110.02861.

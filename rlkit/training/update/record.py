@@ -54,13 +54,13 @@ class Update(NamedTuple):
 
     @property
     def model(self) -> nn.Module:
-        """The policy's model."""
+        """Return the policy's model."""
         return self.policy.model
 
     @property
     def temperature(self) -> float:
-        """The temperature for the trained log-probs; logits are divided by it. This is the
-        sampler's temperature, or 1 for a greedy sampler."""
+        """Return the temperature for the trained log-probs; the logits are divided by this number.
+        It is the sampler's temperature, or 1 for a greedy sampler."""
         return self.x.generation.temperature or 1.0
 
     def assemble_batch(self, rollouts: Sequence[Rollout]) -> Batch:

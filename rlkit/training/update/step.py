@@ -1,4 +1,4 @@
-"""One RL step of the policy and the critic: sampled → scored → weighted → updated."""
+"""Take one RL step of the policy and the critic: sampled → scored → weighted → updated."""
 
 from __future__ import annotations
 
