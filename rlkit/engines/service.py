@@ -1,5 +1,5 @@
 """Run an engine of this process as a service. Many callers await their completions, and one decoder
-samples all of them together.
+samples all of these completions together.
 
     episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, … ──▶ replies ──▶ episodes
                                           ▲
@@ -33,15 +33,15 @@ YIELD = 0.01  # seconds of decoding, until the other tasks of the event loop get
 
 
 class Decoder(Protocol):
-    """The decoder of a service. Between two calls of `advance` it does nothing."""
+    """Define the decoder of a service. Between two calls of `advance`, a decoder does nothing."""
 
-    # The decoder's clock. Each `advance` adds the number of tokens drawn by one slot. While nothing
-    # decodes, the service moves the clock forward.
+    # The decoder's clock. Each `advance` adds the number of tokens sampled in each slot. While
+    # nothing decodes, the service moves the clock forward.
     rounds: int
 
     @property
     def idle(self) -> bool:
-        """Return whether `advance` would have nothing to sample."""
+        """Return whether the decoder has no completion left to sample."""
 
     def accepts(self, params: SamplingParams) -> bool:
         """Return whether a completion with these parameters can be sampled together with the
@@ -61,7 +61,7 @@ class Decoder(Protocol):
 
 
 class Request(NamedTuple):
-    """A completion requested by an episode."""
+    """Hold a request of an episode for a completion."""
 
     prompt_ids: Sequence[int]
     seed: int
@@ -100,13 +100,13 @@ class Service:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Surround every use of the decoder with this context."""
+        """Return the context manager in which the service uses the decoder."""
         yield
 
     async def load(self, weights: Policy, version: int) -> None:
         """Use these weights, in place, for sampling from now on.
 
-        Raises: EngineError while episodes are in play.
+        Raises: EngineError while episodes still use the engine.
         """
         if (
             self.driver is not None
@@ -164,9 +164,9 @@ class Service:
     def release(self, key: int) -> None:
         """Mark the episode as over.
 
-        The service forgets the episode at once, with one exception: if the decoder will wait for
-        this episode in a later round, the service forgets it in that round. So the time of an
-        outside answer never changes which completions decode together.
+        The service forgets the episode at once, with one exception. If the decoder will wait for
+        this episode in a later round, the service forgets the episode in that round. Therefore the
+        time of an outside answer never changes which completions decode together.
         """
         if key in self.due and key not in self.waiting and self.due[key] < math.inf:
             self.over.add(key)
@@ -214,8 +214,8 @@ class Service:
             self._forget()
 
     async def _hand_out(self, decoder: Decoder, replies: list[tuple[int, Generation]]) -> None:
-        """Give replies to their episodes. An episode without a new request after one turn of the
-        event loop counts as waiting for an outside answer."""
+        """Give replies to their episodes, and then give every episode one turn of the event loop.
+        An episode without a new request after this turn counts as waiting for an outside answer."""
         for key, reply in replies:
             request = self.running.pop(key)
             if not request.reply.done():  # done: the caller has cancelled it
@@ -237,8 +237,8 @@ class Service:
         self.answered.clear()
 
     async def _admit(self, decoder: Decoder) -> bool:
-        """Wait for the episodes due in this round, and then give the decoder the waiting requests.
-        Return False if no episode requests a completion."""
+        """Wait for the episodes that must resume decoding in this round. Then give the waiting
+        requests to the decoder. Return False if no episode requests a completion."""
         while self.waiting or self.due or decoder.idle:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]
             if any(key not in self.waiting and key not in self.over for key in here):

@@ -1,16 +1,16 @@
-"""The reference rollout engine. It runs Hugging Face `generate` with random numbers fixed by the
-rollout.
+"""Define the reference rollout engine. This engine runs Hugging Face `generate`, with random
+numbers that depend only on the rollout.
 
-Sampling is Gumbel-max (rlkit.functional.gumbel_choice). Its noise is a hash of (the rollout's seed,
-the position in its reply, the token). So the samples of a rollout depend only on the model and the
-rollout's seed, and not on its batch, its row, the rank or the clock. The log-probs are those of the
-sampled distribution: they are taken after temperature, top-k and top-p. The defaults of the model's
-generation_config are not used.
+Sampling is Gumbel-max (rlkit.functional.gumbel_choice). The noise is a hash of (the rollout's seed,
+the position in the reply, the token). Therefore the samples of a rollout depend only on the model
+and the rollout's seed, and not on the batch, the row, the rank or the clock. The log-probs are
+computed after temperature, top-k and top-p. The defaults of the model's generation_config are not
+used.
 
 If a reply has used up its thinking budget, the engine writes the closing tag, and the policy
-continues the reply after the tag. The written tokens are marked as forced and are not trained, even
-if the policy itself would have closed the block at this position. Training only on the closing tags
-chosen by the policy too would bias the gradient.
+continues the reply after the tag. The written tokens are marked as forced and are not trained. This
+is so even if the policy itself would have closed the block at this position. Training only on the
+forced tags that the policy would have chosen too would bias the gradient.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rlkit.types import THINK_TAGS, Generation, Policy, SamplingParams, Thinking
 
 class Transformers(Batched):
     """Decode with Hugging Face `generate`. This engine is simple, and all other engines are tested
-    against it.
+    against this engine.
 
     Args:
-      max_rows: the most prompts decoded at once, > 0. Longer lists of prompts are decoded in parts.
-        This changes no completion.
+      max_rows: the most prompts decoded at once, > 0. A longer list of prompts is decoded in
+        several runs of `generate`. This changes no completion.
       use_cache: False computes keys and values again for every token. This is slower and gives the
         same completions.
     Raises: ValueError for max_rows out of range.
@@ -59,7 +59,7 @@ def complete(
     """Sample one completion per prompt.
 
     Args:
-      policy: the model and its token ids.
+      policy: the model, with its tokenizer's special ids.
       prompt_ids: the prompts as token ids, each non-empty and shorter than the model's context. A
         completion is also cut when the context is full.
       seeds: one 63-bit integer per prompt.
@@ -91,8 +91,8 @@ def complete(
 
 @contextmanager
 def use_sampling_mode(model: Any) -> Iterator[None]:
-    """Put the model into evaluation mode within the block, with its cache on and without its own
-    generation defaults (penalties, top-k, …).
+    """Return a context manager that puts the model into evaluation mode, turns its cache on, and
+    turns off the model's own generation defaults (penalties, top-k, …).
 
     Everything is restored at the end, even if sampling raises.
     """
@@ -172,15 +172,15 @@ def _decode(
 def draw(
     logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float | Tensor, **cut: Any
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token id from each row's distribution.
+    """Sample one token id for each row of logits.
 
     Args:
       logits: [B, V].
       seeds: [B].
-      counter: the number of tokens drawn so far for the reply: one number for all rows, or [B].
+      counter: the number of tokens sampled so far for the reply: one number for all rows, or [B].
       temperature: 0 is greedy; a tensor must be > 0.
       cut: top_p and top_k.
-    Returns: the tokens [B], and the probabilities [B, V] they were drawn from.
+    Returns: the tokens [B], and the distributions [B, V] from which they were sampled.
     """
     scaled = logits.float()
     if isinstance(temperature, Tensor) or temperature not in (0, 1):
@@ -195,8 +195,8 @@ def draw(
 
 
 class GumbelMax:
-    """A logits processor for sampling. The argmax of its output is a sample, and it keeps the
-    log-prob of each chosen token."""
+    """A logits processor for sampling. The argmax of the processor's output is a sampled token, and
+    the processor keeps the log-prob of each sampled token."""
 
     def __init__(self, seeds: Tensor, prompt_width: int, temperature: float, **cut: Any):
         self.seeds = seeds
@@ -218,9 +218,10 @@ class ThinkingBudget:
     """Count the thinking tokens of each of R replies. When a reply has used up its budget, write
     the closing tag in place of the policy's choices.
 
-    If each tag is one token, a step costs a few operations on [R]. If a tag is written with several
-    tokens, each step decodes the last token of every reply to text. In every method, `at` holds the
-    rows to work on; entry i of the other arguments belongs to row at[i].
+    If each tag is one token, a step costs a few operations on tensors [R]. If a tag consists of
+    several tokens, each step decodes the last token of every reply to text. In every method, `at`
+    holds the numbers of the replies to work on. Entry i of each other argument belongs to the reply
+    at[i].
     """
 
     def __init__(self, thinking: Thinking, rows: int, limit: int, device: torch.device):
@@ -297,7 +298,8 @@ class ThinkingBudget:
 
 
 class Budgeted:
-    """A logits processor to apply a ThinkingBudget to all rows. It must run after the sampler."""
+    """A logits processor to apply a ThinkingBudget to all rows. This processor must run after
+    GumbelMax."""
 
     def __init__(
         self, budget: ThinkingBudget, contexts: Sequence[Sequence[int]], prompt_width: int

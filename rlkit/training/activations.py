@@ -1,8 +1,8 @@
-"""Decide whether the updates of a run keep their activations or recompute them. This settles
-model.gradient_checkpointing=auto once, from a measurement on a few tokens.
+"""Decide whether the updates of a run keep their activations or recompute them. This is the choice
+for model.gradient_checkpointing=auto. It is made once, from a measurement on a few tokens.
 
-One function measures (`measure_activations`), and another one decides (`fits`). A resumed run keeps
-the decision, even on a machine with more or less memory.
+`measure_activations` measures, and `fits` decides. A resumed run keeps the decision, even on a
+machine with more or less memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AUTO = "auto"
 # gaps between blocks. The share is an assumption.
 USABLE = 0.9
 # Bytes of the libraries, or of CUDA with its kernels. Imports take 0.45 GiB on a CPU; for a GPU the
-# figure is an assumption.
+# number is an assumption.
 LIBRARIES = 1 << 30
 # Bytes for one logit of a chunk, together with everything computed from it: six float32 numbers.
 LOGITS = 6 * 4
@@ -51,7 +51,8 @@ MEASURED = 128  # tokens of the longest row in the measurement
 
 
 class Needs(NamedTuple):
-    """The memory in bytes that an update needs on one device if it keeps its activations."""
+    """Hold the memory in bytes that an update needs on one device if the update keeps its
+    activations."""
 
     weights: int  # of policy, critic, references and the copy for decoding
     training: int  # of gradients, and of two moments per trained parameter
@@ -64,7 +65,8 @@ class Needs(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The decision for model.gradient_checkpointing=auto, and the figures behind it."""
+    """Hold the decision for model.gradient_checkpointing=auto, and the numbers that led to this
+    decision."""
 
     recompute: bool
     needs: Needs
@@ -74,8 +76,8 @@ class Decision(NamedTuple):
 
 
 def fits(needs: Needs, cache: int, total: int) -> bool:
-    """Return whether an update that keeps its activations fits into memory, in bytes: needs + cache
-    + LIBRARIES ≤ USABLE · total."""
+    """Return whether an update that keeps its activations fits into memory: `needs + cache +
+    LIBRARIES ≤ USABLE · total`, in bytes."""
     return needs.update + cache + LIBRARIES <= USABLE * total
 
 
@@ -152,16 +154,16 @@ def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any)
 
 
 class Lengths(NamedTuple):
-    """The shortest prompt among the first tasks, and the longest possible context, both in
-    tokens."""
+    """Hold the length of the shortest prompt among the first tasks, and the longest possible length
+    of a context, both in tokens."""
 
     prompt: int
     width: int
 
 
 def longest_lengths(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> Lengths:
-    """Return the shortest prompt and the longest possible rollout. The first 16 tasks, the
-    environment and the model's context limit the rollout."""
+    """Return the lengths of the shortest prompt and of the longest possible rollout. The first 16
+    tasks, the environment and the model's context limit the length of a rollout."""
     turns = [(find_environment(x.environment, task), task) for task in tasks[:16]]
     openings = [read_opening(task, environment) for environment, task in turns]
     prompts = [len(encode_prompt(policy.renderer, own.prompt, own.schemas)) for own in openings]
@@ -178,10 +180,10 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
     """Measure the memory that the run's updates need on a device, and decide whether to recompute
     activations.
 
-    The micro-batch has trainer.micro_batch_tokens tokens. It is smaller if all rollouts of an
-    update, at their longest, have fewer tokens. On one GPU at most MOST_COUNTED tokens are counted,
-    because the memory probe halves larger micro-batches before the first step. A scheduled number
-    counts with its first value.
+    The memory is computed for a micro-batch of trainer.micro_batch_tokens tokens. If all rollouts
+    of an update, at their longest, have fewer tokens, it is computed for this smaller number. On
+    one GPU at most MOST_COUNTED tokens are counted, because the memory probe halves larger
+    micro-batches before the first step. For a scheduled number, the first value is used.
     """
     with rng.keep_generators(), autocast(x, device, updates=True):
         width = max(
@@ -201,7 +203,8 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
 
 
 def _rows(x: Experiment, width: int, device: torch.device) -> int:
-    """Return how many rollouts of `width` tokens a micro-batch must be able to hold in memory."""
+    """Return the number of rollouts, each of `width` tokens, in the micro-batch used by `decide` to
+    compute the memory."""
     tokens = x.trainer.micro_batch_tokens
     if device.type == "cuda" and ranks.size() == 1:
         tokens = min(tokens, MOST_COUNTED)
@@ -210,8 +213,8 @@ def _rows(x: Experiment, width: int, device: torch.device) -> int:
 
 
 def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
-    """Make a separate critic like the run's, only for the measurement. Return None if the run has
-    no separate critic."""
+    """Make a separate critic like the critic of the run, only for the measurement. Return None if
+    the run has no separate critic."""
     critics = [phase.algorithm.critic for phase in list_phases(x).values()]
     if any(critic.active and critic.model == "separate" for critic in critics):
         made = make_critic(model, model="separate")
@@ -223,8 +226,8 @@ def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
 def _count_held_bytes(
     x: Experiment, model: nn.Module, critic: nn.Module | None, device: torch.device
 ) -> tuple[int, int]:
-    """Count the bytes on this device of the weights, and of the gradients with two moments in
-    float32.
+    """Count the bytes that a run holds on this device. Return two numbers: the bytes of the
+    weights, and the bytes of the gradients with two moments in float32.
 
     A reference or a teacher loaded from a path counts as one copy of the policy's base.
     """
@@ -280,13 +283,13 @@ def _cache(
 def settle_activations(
     x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.device
 ) -> str:
-    """Settle model.gradient_checkpointing=auto for the whole run, in the same way on all ranks.
-    Change the policy's setting, and return a line about it. The line is empty if the config names a
-    value.
+    """Decide what model.gradient_checkpointing=auto means for the run, and change the policy's
+    setting. The decision is the same on all ranks. Return a line about the decision, or an empty
+    line if the config names a value.
 
-    Call this before the kernels are settled and before a critic is made, because both take over the
-    policy's setting. With model.kernel=fused activations are always kept, and the line says so if
-    they do not fit.
+    Call this function before the kernels are chosen and before a critic is made, because both take
+    over the policy's setting. With model.kernel=fused, activations are always kept. If they do not
+    fit, the line says so.
     """
     if x.model.gradient_checkpointing != AUTO:
         return ""
@@ -303,7 +306,7 @@ def activations_line(decision: Decision, *, fused: bool = False) -> str:
     everything together …)`.
 
     Args:
-      fused: whether model.kernel=fused keeps the activations, whatever the decision.
+      fused: True if model.kernel=fused keeps the activations in spite of the decision.
     """
     gib = 2**30
     together = decision.needs.update + decision.cache + LIBRARIES
@@ -325,8 +328,9 @@ def activations_line(decision: Decision, *, fused: bool = False) -> str:
 def keep_activations(
     x: Experiment, model: nn.Module, critic: nn.Module | None, recompute: bool
 ) -> str:
-    """Keep the decision of a checkpoint if the config says auto, also in a separate critic. Return
-    a sentence if this machine would have decided otherwise, and an empty string if not."""
+    """Apply the decision of a checkpoint to the policy and a separate critic, if the config says
+    auto. Return a sentence if this machine has made another decision, and an empty string if
+    not."""
     if x.model.gradient_checkpointing != AUTO or is_checkpointed(model) == recompute:
         return ""
     checkpoint_activations(model, recompute)

@@ -1,4 +1,5 @@
-"""An experiment as plain data. It is made from a config, or built by hand in a notebook."""
+"""Describe an experiment as plain data. An experiment is made from a config, or built by hand in a
+notebook."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from rlkit.types import (
 
 @ranges(prompts=(1, None), group_size=(1, None))
 class BatchSize(NamedTuple):
-    """The size of an RL step: prompts × group_size rollouts."""
+    """Set the size of an RL step: prompts × group_size rollouts."""
 
     prompts: int
     group_size: int
@@ -44,8 +45,8 @@ class BatchSize(NamedTuple):
 
 @ranges(temperature=(0, None), max_new_tokens=(1, None), admission_rounds=(1, None))
 class Sampling(NamedTuple):
-    """How replies are sampled. Training samples from the full distribution, so it refuses a `top_p`
-    below 1 and a `top_k` above 0."""
+    """Set how replies are sampled. Training must sample from the full distribution. Therefore a
+    training run refuses a `top_p` below 1 and a `top_k` above 0."""
 
     engine: Engine
     temperature: float = 1.0
@@ -62,7 +63,8 @@ class Sampling(NamedTuple):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The fields of SamplingParams: all fields except the engine, its kernel and its cache."""
+        """Return the fields of SamplingParams: all fields except the engine, its kernel and its
+        cache."""
         own = self._asdict()
         return {name: own[name] for name in SamplingParams._fields}
 
@@ -79,8 +81,8 @@ class Sampling(NamedTuple):
     max_time=(0.001, None),
 )
 class Evaluation(NamedTuple):
-    """Settings and verifier of evaluations. Validation tasks are evaluated during training, test
-    tasks before and after it."""
+    """Set how the policy is evaluated, and by which verifier. Validation tasks are evaluated during
+    training. Test tasks are evaluated before and after training."""
 
     reward: Reward
     n: int = 256  # number of tasks of each of the two splits; 0 evaluates nothing
@@ -109,7 +111,7 @@ class Evaluation(NamedTuple):
     max_step_time=(0.001, None),
 )
 class TrainerSettings(NamedTuple):
-    """The length of training, its devices, and its limits."""
+    """Set the length of training, its devices, and its limits."""
 
     steps: int
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
@@ -123,7 +125,7 @@ class TrainerSettings(NamedTuple):
     nodes: int = 1
     timeout: float = 1800.0  # the most seconds that a rank waits for the other ranks
     max_step_time: float | None = 60.0  # the most minutes without progress; None: no limit
-    # the run stops after this many updates in a row whose loss or gradient was not finite
+    # the run stops after this many consecutive updates with a loss or gradient that is not finite
     max_nonfinite: int = 5
     # whether a SLURM job is queued again after a signal has ended it and its state is saved
     requeue: bool = False
@@ -132,8 +134,8 @@ class TrainerSettings(NamedTuple):
 @safe("device")
 @ranges(threads=(1, None))
 class SamplerProcess(NamedTuple):
-    """The device and threads of the second process of asynchrony=overlap. If it has as many threads
-    as the trainer, it samples bit for bit the same as asynchrony=lag."""
+    """Set the device and threads of the second process of asynchrony=overlap. If this process has
+    as many threads as the trainer, its samples are the same as with asynchrony=lag, bit for bit."""
 
     threads: int = 1  # of torch on the CPU
     device: str = "auto"  # of torch; auto: the trainer's, or the second GPU if there are several
@@ -141,11 +143,11 @@ class SamplerProcess(NamedTuple):
 
 @ranges(staleness=(0, None))
 class Asynchrony(NamedTuple):
-    """How far sampling runs ahead of training.
+    """Set how far sampling runs ahead of training.
 
     none    every RL step first samples with the current weights and then trains
-    lag     step s samples with the weights after step s - staleness, or with the first weights;
-            everything happens in one process and is repeatable
+    lag     step s samples with the weights after step `s - staleness`, or with the first weights;
+            all work happens in one process and is repeatable
     overlap the same as lag, bit for bit, but a second process samples while this process updates
     """
 
@@ -168,14 +170,14 @@ class Reuse(NamedTuple):
 
     @property
     def active(self) -> bool:
-        """Whether kept groups are ever used again."""
+        """Return whether kept groups are ever used again."""
         return self.groups > 0 and self.staleness > 0
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A function that loads a policy, and the facts known before it is loaded. A value of None
-    means that the fact is not known."""
+    """Hold a function that loads a policy, and the facts known before the policy is loaded. A value
+    of None means that the fact is not known."""
 
     load: Callable[..., Policy]  # (device=…) → policy
     path: str | None = None  # folder or hub id read by `load`
@@ -189,27 +191,27 @@ class ModelSpec:
     suggests: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, **settings: Any) -> Policy:
-        """Load the policy and return it. Its weights go to the device given as `device`."""
+        """Load the policy and return it. The keyword `device` names the device of its weights."""
         return self.load(**settings)
 
     @property
     def rank(self) -> int:
-        """The rank of the LoRA adapters; 0 if all weights are trained."""
+        """Return the rank of the LoRA adapters, or 0 if all weights are trained."""
         return self.lora.rank if self.lora else 0
 
     @property
     def hub(self) -> dict[str, Any]:
-        """The settings for a download from the hub, without the path."""
+        """Return the settings for a download from the hub, without the path."""
         return {"revision": self.revision, "trust_remote_code": bool(self.trust_remote_code)}
 
 
-# Keywords of a policy's loading function that other parts of a run read too.
+# Keywords of a policy's loading function that are also read elsewhere in a run.
 READ = ("path", "revision", "trust_remote_code", "lora", "interruption", "gradient_checkpointing")
 
 
 def model_spec(load: Callable[..., Policy], suggests: Mapping[str, Any] = {}) -> ModelSpec:
-    """Make the spec of a policy's loading function, from the keywords that a config has bound to
-    it."""
+    """Make the ModelSpec of a function that loads a policy. The facts are taken from the keywords
+    that a config has bound to this function."""
     if isinstance(load, ModelSpec):
         return replace(load, suggests=suggests)
     known = {name: bound(load).get(name) for name in READ}
@@ -218,8 +220,8 @@ def model_spec(load: Callable[..., Policy], suggests: Mapping[str, Any] = {}) ->
 
 @dataclass(frozen=True)
 class TaskSource:
-    """A source of tasks: a function that loads them, the order of play, and the groups to learn
-    from again."""
+    """Hold a function that loads tasks, the sampler that chooses the next problem, and the settings
+    for learning from groups again."""
 
     # (split=train, validation or test) → the tasks of this split; no problem is in two splits
     load: Callable[..., Sequence[Task]]
@@ -238,8 +240,8 @@ class TaskSource:
 @safe("name", "task", "environment", "model")
 @ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))
 class RolloutRun(NamedTuple):
-    """A run that plays episodes without training: the config groups of an episode, and the number
-    of episodes."""
+    """Describe a run that plays episodes without training: the config groups of an episode, and the
+    number of episodes."""
 
     name: str
     seed: int
@@ -261,7 +263,8 @@ class RolloutRun(NamedTuple):
 @safe("model", "system_prompt")
 @ranges(max_turns=(1, None), max_calls=(1, None), max_chars=(1, None), timeout=(0.001, None))
 class AgentRun(NamedTuple):
-    """A question to answer with tools: the model that answers it, and the limits of the answer."""
+    """Describe a question to answer with tools: the model that answers the question, and the limits
+    of the answer."""
 
     tools: Sequence[str]  # names of shipped tools, or module.function
     model: ModelSpec
@@ -280,7 +283,7 @@ class AgentRun(NamedTuple):
 @reaches(resume="path")
 @safe("name", "task", "environment", "model", "optimizer", "logger", "callbacks")
 class Experiment(NamedTuple):
-    """All settings of a run, as functions and numbers. There is one field per config group."""
+    """Hold all settings of a run, as functions and numbers. There is one field per config group."""
 
     name: str
     seed: int
@@ -306,8 +309,9 @@ class Experiment(NamedTuple):
     takeover: bool = False  # whether to take over the run folder from a process that works in it
 
     def held_out(self, temperature: float) -> dict[str, Any]:
-        """Return the parts that play and score an evaluation at this temperature. The verifier and
-        the limit of tokens come from `evaluation`, everything else is as in training."""
+        """Return the arguments for playing and scoring an evaluation at this temperature. The
+        verifier and the limit of tokens come from `evaluation`. All other settings are as in
+        training."""
         limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
         sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
         parts = {
@@ -319,24 +323,24 @@ class Experiment(NamedTuple):
 
     @property
     def sampler(self) -> TaskSampler:
-        """The function that chooses the next problem (task.sampler)."""
+        """Return the function that chooses the next problem (task.sampler)."""
         return self.task.sampler
 
     @property
     def reuse(self) -> Reuse:
-        """The settings for learning from groups again (task.reuse)."""
+        """Return the settings for learning from groups again (task.reuse)."""
         return self.task.reuse
 
     @property
     def staleness(self) -> int:
-        """The greatest number of RL steps between a group's sampling weights and its learning
-        step."""
+        """Return the greatest possible age of a group when the policy learns from it: the number of
+        RL steps since the weights that sampled the group."""
         return max(self.asynchrony.staleness, self.reuse.staleness if self.reuse.active else 0)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any phase needs the reference, either from its start or after a schedule raises
-        the KL's coefficient."""
+        """Return whether any phase needs the reference, either from its start or after a schedule
+        raises the coefficient of the KL."""
         return any(
             x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths)
             for x in list_phases(self).values()
@@ -344,22 +348,23 @@ class Experiment(NamedTuple):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether any phase has a stream that uses the teacher."""
+        """Return whether any phase has a stream that uses the teacher."""
         return any("teacher" in x.algorithm.streams for x in list_phases(self).values())
 
 
 def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
-    """Replace `algorithm/correction=auto` by the correction for this run, in the experiment and all
-    of its phases.
+    """Replace `algorithm/correction=auto` by the off-policy correction for this run, in the
+    experiment and all of its phases.
 
-    There is no correction if sampling policy and old policy are the same. They are the same if the
-    check before the first step found `exact` log-probs in float32, and every step trains the
-    weights it has sampled with. There is also no correction if the loss's own ratio is already
-    relative to the sampling policy. In all other cases the correction is the token factor truncated
-    at 2.
+    There is no correction if sampling policy and old policy are the same. This is so if the check
+    before the first step found `exact` log-probs in float32, and every step trains the weights that
+    have sampled its rollouts. There is also no correction if the loss's own ratio is already
+    relative to the sampling policy. In all other cases the correction is each token's factor
+    π_old / π_sampler, truncated at 2.
 
     Args:
-      exact: whether the check found that the engine gives the trainer's log-probs.
+      exact: whether the check before the first step found that the engine gives exactly the
+        trainer's log-probs.
     """
 
     def settled(algorithm: Algorithm) -> Algorithm:
@@ -377,8 +382,8 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
 
 def describe_correction(x: Experiment, *, exact: bool) -> str:
-    """Return a line that says how `algorithm/correction=auto` was settled. The line is empty if no
-    phase uses auto."""
+    """Return a line that names the correction chosen for `algorithm/correction=auto`. The line is
+    empty if no phase uses auto."""
     automatic = [
         phase.algorithm for phase in list_phases(x).values() if _is_automatic(phase.algorithm)
     ]

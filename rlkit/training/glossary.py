@@ -1,5 +1,5 @@
-"""The meaning of each metric, from glossary.yaml beside this file. The documentation shows it, and
-tests check that it is complete."""
+"""Look up the meaning of a metric in glossary.yaml beside this file. The documentation shows this
+glossary, and tests check that it names every metric."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 
 class Entry(NamedTuple):
-    """The facts that a reader needs about one metric, or about several metrics."""
+    """Hold the explanation of one metric, or of several metrics with similar names."""
 
     names: tuple[str, ...]  # a word in capitals stands for any name
     means: str
@@ -22,7 +22,7 @@ class Entry(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A group of metrics that are read together."""
+    """Hold a group of metrics that are read together."""
 
     title: str
     computed: tuple[str, ...]  # the functions that compute them
@@ -65,7 +65,7 @@ def find_meaning(metric: str) -> Entry | None:
 @functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
     """Make a regular expression for a name with words in capitals. NAME matches the rest of the
-    metric's name. Any other such word matches one level of the name."""
+    metric's name. Any other word in capitals matches one level of the name."""
     parts = (
         {"NAME": ".+"}.get(p, "[^/]+") if p.isupper() else re.escape(p)
         for p in re.split(r"([A-Z]{4,})", name)

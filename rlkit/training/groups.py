@@ -1,5 +1,5 @@
-"""Collect the data of an RL step: draw prompts from the stream, sample episodes from the policy,
-and score them. Refills draw further prompts."""
+"""Collect the data of an RL step: take the next prompts of the prompt stream, sample episodes from
+the policy, and score them. Refills take further prompts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def experience(
     With `max_refills`, only groups accepted by the group filter are trained on. If fewer than
     batch.prompts groups are accepted, further prompts are played, at most `max_refills` times
     (dynamic sampling, DAPO, Yu et al. 2025, section 3.2). If the filter accepts no group, all
-    episodes are returned as rollouts to train on, and the filter later removes them from the loss.
+    episodes are returned as rollouts to train on, and the filter later removes their tokens from
+    the loss.
 
     If the advantage asks for `greedy_rewards`, each task is also played once greedily. Only the
     reward of this greedy rollout is kept, as `greedy_reward` of the task's other rollouts.
@@ -90,11 +91,11 @@ def score_fresh(
     first: int,
     clock: Clock,
 ) -> list[Rollout]:
-    """Sample episodes from the current policy, and score them. Every rank plays some of the tasks,
-    and gets the episodes of all tasks.
+    """Sample episodes from the current policy, and score them. Every rank plays a share of the
+    tasks, and then receives the episodes of all tasks.
 
     Args:
-      first: position of the first task in the step.
+      first: number of tasks already played in this step; the first of `tasks` has this position.
     """
 
     def own(tasks: Sequence[Task], begin: int) -> list[Rollout]:
@@ -126,7 +127,8 @@ def score_fresh(
 
 
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
-    """Return the rollouts of all groups with at least one rollout kept by the group filter."""
+    """Return all rollouts of the accepted groups. A group is accepted if the group filter keeps at
+    least one of its rollouts."""
     given = assemble(rollouts, pad_token_id=policy.pad_token_id).quantities
     kept = {
         r.group

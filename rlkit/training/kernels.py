@@ -1,5 +1,6 @@
-"""The engine and the kernels of a run, for decoding and for updates. A run decides its kernels
-once, prints them in one line, writes them to run.json, and keeps them when it is resumed."""
+"""Choose the kernels of a run, for decoding and for updates, and report them with the engine. A run
+chooses its kernels once, prints them in one line, writes them to run.json, and keeps them when it
+is resumed."""
 
 from __future__ import annotations
 
@@ -34,10 +35,9 @@ def read_kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
 
 
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
-    """Settle `auto` for the whole run, in the same way on all ranks. Return a line with the kernels
-    and the reason for any fallback. On a GPU, a line about the engine comes before it.
-
-    Call this when the engine has its weights.
+    """Decide what `auto` means for the kernels of the run: eager or fused. The decision is the same
+    on all ranks. Return a line with the kernels and the reason for any fallback. On a GPU, a line
+    about the engine comes first. Call this function when the engine has its weights.
 
     Args:
       sharded: whether the weights will be sharded. `auto` then means eager, because compiled code
@@ -63,8 +63,8 @@ def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
 
 
 def engine_line(engine: Any, device: torch.device, parameters: int) -> str:
-    """Return the line `engine: Cached, …`. It names the run's engine, and says where the engine
-    decodes and from which weights. On a CPU the line is empty.
+    """Return the line `engine: Cached, …`. The line names the run's engine, the place where the
+    engine decodes, and the weights that it uses. On a CPU the line is empty.
 
     From LARGE parameters on, the line recommends vLLM instead of an engine in the trainer's
     process.
@@ -99,8 +99,8 @@ def kernels_line(engine: Any, model: Any) -> str:
 def keep_kernels(
     engine: Any, model: Any, state: Mapping[str, Any], critic: Any = None
 ) -> list[str]:
-    """Use the kernels of a checkpoint, unless the config names others. Return sentences for the
-    user about each change."""
+    """Use the kernels of a checkpoint, unless the config names other kernels. Return a sentence for
+    the user about each change."""
     before = read_kernels_in_use(engine, model)
     said = []
     kernel = state["kernel"]  # None if the engine has kernels of its own
@@ -120,8 +120,8 @@ def keep_kernels(
 
 
 def record_choices(engine: Any, model: Any) -> dict[str, Any]:
-    """Return the settled choices of a run for run.json and summary.json: its kernels, and whether
-    updates recompute their activations."""
+    """Return the choices that a run makes for `auto`: its kernels, and whether updates recompute
+    their activations. They are written to run.json and summary.json."""
     return {
         "kernels": read_kernels_in_use(engine, model),
         "gradient_checkpointing": is_checkpointed(model),
@@ -129,8 +129,8 @@ def record_choices(engine: Any, model: Any) -> dict[str, Any]:
 
 
 def note_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Add the value of `record_choices` to run.json. It goes into the entry of the process that
-    works in the folder. A folder without run.json stays unchanged."""
+    """Add the value of `record_choices` to run.json, in the entry of the process that works in the
+    folder. A folder without run.json stays unchanged."""
     path = folder / "run.json"
     try:
         starts = json.loads(path.read_text())

@@ -1,5 +1,5 @@
-"""The learner: one object with policy, critic, references, optimizers and everything else with an
-effect on later steps. The only training loop is in the docstring of `Learner`."""
+"""Define the learner, one object with policy, critic, references, optimizers and all other state
+with an effect on later steps. The training loop is in the docstring of `Learner`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlkit.types import Policy, Rollout, Weighted
 
 
 class Learner:
-    """Estimates advantages and updates policy and critic, one RL step per `step`.
+    """Estimate advantages, and update policy and critic. Each call of `step` is one RL step.
 
         import rlkit
 
@@ -45,20 +45,21 @@ class Learner:
                 )
                 metrics = learner.step(sampled, trained)
 
-    This gives the weights of `rlkit train`, bit for bit. The rollouts may come from anywhere, but
-    they must be scored. Two sources are `rlkit.collect` with `rlkit.score`, and an engine that runs
-    ahead.
+    This loop gives the same weights as `rlkit train`, bit for bit. The rollouts may come from
+    anywhere, but they must be scored. Two possible sources are `rlkit.collect` with `rlkit.score`,
+    and an engine that samples ahead of training.
 
     The learner's state is explicit: the weights and the optimizers, `rl_step`, `progress` (phase
     and controllers), `moments` (of the rewards), `kept` (references and teachers) and `micro`
-    (micro-batches). After a step `metrics` holds its row, `rollouts` the scored episodes and
-    `trained` the rollouts in `batch`.
+    (micro-batches). After a step, `metrics` holds the metrics of the step, `rollouts` the scored
+    episodes, and `trained` the rollouts in `batch`.
 
     Args:
       experiment: the experiment of the whole run.
       policy: the policy to train, in place and in evaluation mode.
-      exact: whether the check found that the engine gives the trainer's log-probs; this decides how
-        algorithm/correction=auto is settled.
+      exact: whether the check before the first step found that the engine gives exactly the
+        trainer's log-probs. This decides which off-policy correction algorithm/correction=auto
+        stands for.
       host: hooks to run forward, backward and optimizer step. To compute in another precision than
         the weights', the caller writes `with autocast(x, device, updates=True)`.
       critic: used in place of the experiment's critic.
@@ -107,8 +108,8 @@ class Learner:
         self.clock = Clock()  # the clock of the present step
 
     def settle(self, experiment: Experiment, *, exact: bool) -> None:
-        """Use this experiment from the next step on. `exact` decides how algorithm/correction=auto
-        is settled in every phase."""
+        """Use this experiment from the next step on. Replace algorithm/correction=auto in every
+        phase by the correction for the run, which depends on `exact` (see `settle_correction`)."""
         self.configured = experiment
         self.exact = exact
         self.experiment = settle_correction(experiment, exact=exact)
@@ -116,8 +117,9 @@ class Learner:
         self.phases = schedules.list_phases(self.experiment)
 
     def begin(self) -> Experiment:
-        """Return the experiment of the next step. Call it before the step's rollouts are sampled,
-        because sampling uses this experiment too. The first call starts the clock of the step."""
+        """Return the experiment of the next step. Call this method before the step's rollouts are
+        sampled, because sampling uses this experiment too. The first call starts the clock of the
+        step."""
         if self.begun < self.rl_step:
             self.advance()
             self.begun = self.rl_step
@@ -182,10 +184,10 @@ class Learner:
         )
 
     def advance(self) -> str:
-        """Apply a step's metrics, once: update the controllers, and begin the next phase if it is
-        due. If a phase begins, return a line about it.
+        """Apply a step's metrics once: update the controllers, and begin the next phase if the
+        present phase is over. If a phase begins, return a line about this phase.
 
-        `begin` and `save` call this method. Until then callbacks may add to `metrics`, as
+        `begin` and `save` call this method. Before this call, callbacks may add metrics, as
         evaluations do.
         """
         before = self.progress
@@ -201,8 +203,10 @@ class Learner:
         )
 
     def enter_phase(self) -> list[str]:
-        """Begin the phase named by `progress`. Reset its reference and the optimizers' moments if
-        the phase asks for it. Return the names of the reset parts."""
+        """Begin the phase given by `progress`. If the phase has its own reference policy, or if its
+        config asks to reset the reference, the reference starts from the present policy. If its
+        config asks to reset the optimizer, the moments of all optimizers are forgotten. Return the
+        names of the things that were reset."""
         reset = ["reference"] if self.kept.enter(self.progress, self.x.reference) else []
         if "optimizer" in schedules.find_resets(self.experiment, self.progress):
             self.optimizers.forget()
@@ -212,8 +216,8 @@ class Learner:
     # ------------------------------------------------------------------------------------ its state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything with an effect on later steps, in the format of a checkpoint of `rlkit
-        train`. The position in the prompts and the random generators are not part of it."""
+        """Return all state with an effect on later steps, in the format of a checkpoint of `rlkit
+        train`. The state does not contain the position in the prompts and the random generators."""
         return {
             "state_dict": select_trained_state(self.nets.state_dict(), self.model),
             "optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers.made],

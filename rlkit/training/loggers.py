@@ -1,11 +1,11 @@
-"""Loggers: functions of the run folder and the current RL step that make a Lightning logger. A run
-may have several loggers.
+"""Make the loggers of a run. Each function takes the run folder and the current RL step, and makes
+a Lightning logger. A run may have several loggers.
 
     logger=tensorboard    logger=[tensorboard,wandb]    logger=mlflow    logger=trackio
                           logger=none
 
-metrics.jsonl is written with any choice of loggers. Further down in this file are functions that
-log a text, a table, a histogram, or the final figures of a run.
+metrics.jsonl is written with any choice of loggers. Further functions of this file log a text, a
+table, a histogram, or the final metrics of a run.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def wandb(
     Args:
       project, entity: where W&B stores the run. entity None: the account's own entity.
       group: W&B shows the runs of a group together. None: the name of the folder above the run
-        folder, which is the name of the run or of the sweep.
+        folder; this is the name of the run or of the sweep.
       tags, job_type: labels for filtering runs.
-      mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it
-        immediately; disabled does nothing.
+      mode: "offline" keeps all data in wandb/ of the run folder until `wandb sync`. "online" sends
+        all data immediately. "disabled" does nothing.
     Raises: ConfigError if the package is missing.
     """
     _require_package("wandb")
@@ -130,8 +130,8 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
 
     Args:
       project: Trackio shows the runs of a project together.
-      space: a Hugging Face Space, as OWNER/NAME, that shows the runs to others. None keeps
-        everything on this machine, in $TRACKIO_DIR.
+      space: a Hugging Face Space, as OWNER/NAME, to show the runs to others. None keeps all data on
+        this machine, in $TRACKIO_DIR.
     Raises: ConfigError if the package is missing.
     """
     _require_package("trackio")
@@ -185,8 +185,8 @@ def read_id(run: Path, name: str) -> str | None:
     """Return this run's id at a logger's service, as written by `keep_id`. Return None if there is
     no id.
 
-    A file of another run, or a damaged file, is moved to aside/. So this run does not write into
-    the other run's page.
+    A file of another run, or a damaged file, is moved to aside/. Therefore this run does not write
+    into the other run's page.
     """
     if not (run / name).exists():
         return None
@@ -208,8 +208,8 @@ def keep_id(run: Path, name: str, known: str) -> None:
 
 
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
-    """Raise ConfigError if the package of a logger is missing. Loggers are made only after the
-    model is loaded, and this check comes before."""
+    """Raise ConfigError if the package of a logger is missing. This check comes before the model is
+    loaded; the loggers are made afterwards."""
     for make in loggers.values():
         function = plain(make)
         if function in (wandb, mlflow, trackio):
@@ -240,8 +240,9 @@ CALLS = (
 
 
 def make_tolerant(logger: Any) -> Any:
-    """Change a logger so that its calls report a failure instead of raising it, and return the
-    logger. A failure is, for example, a full disk, an absent server or an error of the package."""
+    """Change a logger so that its methods report a failure instead of raising an error, and return
+    the logger. A failure is, for example, a full disk, an absent server or an error of the
+    package."""
     for name in CALLS:
         if hasattr(logger, name):
             setattr(logger, name, report_logger_failure(logger)(getattr(logger, name)))
@@ -253,16 +254,16 @@ def make_tolerant(logger: Any) -> Any:
 
 
 def _report_thread_failure(before: Callable[..., Any], args: Any) -> None:
-    """Print the traceback of a failed thread, unless the thread failed because it could not write.
-    In this case the logger's next call reports the failure."""
+    """Print the traceback of a failed thread, with one exception. If the thread failed because it
+    could not write, the logger's next call reports this failure."""
     if args.exc_value is None or explain_write_error(args.exc_value) is None:
         before(args)
 
 
 @contextmanager
 def report_logger_failure(logger: Any) -> Iterator[None]:
-    """Run a block that calls a logger. Report a failure once for each logger, and continue. No
-    number is lost, because metrics.jsonl holds all of them."""
+    """Return a context manager for calls of a logger. If a call fails, report the failure once for
+    each logger, and continue. No metric is lost, because metrics.jsonl holds all metrics."""
     try:
         yield
     except Exception as error:
@@ -310,7 +311,7 @@ def log_table(
 
 def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) -> None:
     """Log a histogram of a step's values to TensorBoard, W&B or Trackio. Other loggers cannot show
-    it and do not get it."""
+    histograms and do not get them."""
     if not values:
         return
     with report_logger_failure(logger):
@@ -327,8 +328,8 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
 
 
 def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
-    """Log the settings of a run at its start. TensorBoard gets them at the end with the final
-    figures, because its table of runs needs both together."""
+    """Log the settings of a run at its start. TensorBoard gets the settings at the end, together
+    with the final metrics, because its table of runs needs both at once."""
     with report_logger_failure(logger):
         if not _is_tensorboard(logger):
             logger.log_hyperparams(dict(settings))
@@ -337,8 +338,8 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
 def log_final(
     logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int
 ) -> None:
-    """Log the run's final figures, for comparing the runs of a sweep. They go to TensorBoard's
-    hparams, W&B's summary, or MLflow's metrics."""
+    """Log the final metrics of a run, for comparing the runs of a sweep. They are written to
+    TensorBoard's hparams, W&B's summary, or MLflow's metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with report_logger_failure(logger):
         if _is_tensorboard(logger):

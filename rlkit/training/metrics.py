@@ -1,5 +1,5 @@
-"""The metrics of a step. The terms of every micro-batch are collected during the updates, gathered
-from all ranks once, and turned into metrics."""
+"""Compute the metrics of a step. The per-token terms of every micro-batch are collected during the
+updates, gathered from all ranks once, and turned into metrics."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ BEFORE = ("ratio", "logprobs", "logprobs_sampler", "logprobs_ref", "versions", "
 
 
 class UpdateTerms:
-    """Per-token terms of all micro-batches of an RL step. Each name has one flat tensor of the
-    trained tokens."""
+    """Collect the per-token terms of all micro-batches of an RL step, such as ratios and log-probs.
+    Each term becomes one flat tensor over the trained tokens."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[Tensor]] = defaultdict(list)
@@ -85,8 +85,8 @@ class UpdateTerms:
                 self.tokens[name].append(pick_counted(term.detach(), batch).float())
 
     def add_stream(self, name: str, tokens: Tensor, loss: Tensor, packed: Packed) -> None:
-        """Add the per-token loss [M] of a stream in one micro-batch, and the micro-batch's part of
-        the loss."""
+        """Add the per-token loss [M] of a stream in one micro-batch, and this micro-batch's part of
+        the stream's loss."""
         self._count(loss, packed)
         self.tokens[f"streams/{name}"].append(tokens.float())
 
@@ -98,8 +98,8 @@ class UpdateTerms:
         self.padded += padded if packed.segments is None else len(packed.ids)
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
-        """Note an optimizer step of the policy or the critic. If the norm is not finite, count it
-        as skipped.
+        """Record an optimizer step of the policy or the critic. If the norm is not finite, count
+        the step as skipped.
 
         Args:
           who: policy or critic.
@@ -130,7 +130,7 @@ class UpdateTerms:
         vars(self).update(taken)
 
     def gather(self) -> None:
-        """Add the tokens of all other ranks in one exchange, so that every metric covers the whole
+        """Add the terms of all other ranks in one exchange, so that every metric covers the whole
         batch. Call this once, after the last update."""
         if ranks.size() == 1:
             return
@@ -156,18 +156,19 @@ class UpdateTerms:
         self.skipped[why] += 1
 
     def get(self, name: str) -> Tensor | None:
-        """Return a term of all tokens, [M], or None if no micro-batch has this term."""
+        """Return a term for all trained tokens, [M], or None if no micro-batch has this term."""
         return torch.cat(self.tokens[name]) if self.tokens.get(name) else None
 
     def mean(self, name: str) -> float:
-        """Return the mean of a term over tokens, or nan without the term."""
+        """Return the mean of a term over the trained tokens. Return nan if no micro-batch has this
+        term."""
         values = self.get(name)
         return NAN if values is None or not len(values) else float(values.mean())
 
 
 def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
-    """Return the metrics of a step's updates. The keys are the same for every algorithm. A value is
-    nan if its quantity does not exist in this step.
+    """Return the metrics of a step's updates. The keys are the same for every algorithm. A metric
+    is nan if this step does not compute its quantity.
 
     loss/*            summed loss, and its policy term
     policy/entropy    nats per sampled token in the updates, or before them if all were skipped
@@ -175,26 +176,29 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
                       on-policy; it is nan unless algorithm.old=trainer
     clip/*            share of tokens whose gradient the loss's own clip removes: low_frac with a
                       ratio below 1, high_frac with a ratio above. positive_frac and negative_frac
-                      split the same tokens by the sign of the advantage. capped_frac: tokens with a
-                      bounded weight that keep their gradient. nan if a loss declares no rule
-                      (`rlkit.types.clips`). The figures show the effect of the step's own updates,
-                      and not the age of the samples, because the ratio is relative to the trainer's
-                      pass before the updates (unless algorithm.old names another policy)
+                      split the same tokens by the sign of the advantage. capped_frac is the share
+                      of tokens with a bounded weight that keep their gradient. All are nan if a
+                      loss declares no rule (`rlkit.types.clips`). These metrics show the effect of
+                      the step's own updates, and not the age of the samples, because the ratio is
+                      relative to the trainer's pass before the updates (unless algorithm.old names
+                      another policy)
     kl/ref, ref_k3    KL to the reference, by k1 and k3, nats per token, for the policy before the
                       step's updates
     kl/old            KL(before the step‖now), measured before each optimizer step, mean over the
-                      step's updates. So the effect of the last update is not in it, and it is 0
-                      with one update per step. nan if algorithm.old needs no pass before the
-                      updates
+                      step's updates. The effect of the last update is therefore not measured, and
+                      kl/old is 0 with one update per step. nan if algorithm.old needs no pass
+                      before the updates
     kl/step           KL(before the step‖after its last update), on some rollouts of the step
     kl/start          KL(the start of the run‖after the last update), on rollouts of the first step.
-                      Both are by k3, nats per token (rlkit.training.update.drift)
+                      kl/step and kl/start are computed by k3, in nats per token
+                      (rlkit.training.update.drift)
     kl/estimate       mean of the estimator named by `kl`. kl/nonzero_frac: share of tokens with an
                       estimate other than 0
-    mismatch/*        trainer against sampler on the same tokens, before any correction. Of the
-                      tokens' weights: ess, the share of effective samples; chi2, the chi-square
-                      1 / ess - 1; out_of_bounds_frac, the share of weights outside 1/2 … 2. Of the
-                      rollouts' weights: ess_sequence, chi2_sequence (`effective_sample_size`)
+    mismatch/*        trainer against sampler on the same tokens, before any correction. ess, chi2
+                      and out_of_bounds_frac describe the weights of the tokens: the share of
+                      effective samples, the chi-square 1 / ess - 1, and the share of weights
+                      outside 1/2 … 2. ess_sequence and chi2_sequence describe the weights of the
+                      rollouts (`effective_sample_size`)
     adv/*             advantages of trained tokens
     scale/*           factor on the policy loss (off-policy correction × token filter): its mean,
                       and the share of tokens with a factor of 0
@@ -204,12 +208,14 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
                       updates ended by target_kl
     streams/NAME      per-token loss of a stream other than the reward's, over the stream's own
                       tokens: a divergence, or -log π, in nats
-    PART/NAME         mean of a figure returned by a part of PARTS (rlkit.algorithm). A figure per
-                      token is averaged over the trained tokens of all updates, and a figure per
-                      rollout over the rollouts with a trained token. Entries of nan do not count.
-                      Figures of the group filter and the overlong rule cover all sampled rollouts
+    PART/NAME         mean of a metric returned by a function of PARTS (rlkit.algorithm). A metric
+                      per token is averaged over the trained tokens of all updates. A metric per
+                      rollout is averaged over the rollouts with a trained token. Entries of nan do
+                      not count. Metrics of the group filter and the overlong rule cover all sampled
+                      rollouts
 
-    Raises: PartError if the name of a part's metric is taken.
+    Raises: PartError if a function of the algorithm returns a metric with a name that rlkit uses
+    itself.
     """
     values = {
         "loss/total": terms.loss,
@@ -234,11 +240,12 @@ def _join_metrics(row: Mapping[str, Any], others: Mapping[str, float], said: str
 
 
 def pick_counted(value: Tensor, batch: Batch) -> Tensor:
-    """Return the entries of a term or a metric that count, [M]. They belong to trained tokens, or
-    to rollouts with a trained token. A single number counts once for each trained token.
+    """Return the entries of a term or a metric that count in its mean, [M]. These entries belong to
+    trained tokens, or to rollouts with a trained token. A single number counts once for each
+    trained token.
 
-    So the sums and counts of a batch's parts add up to the sum and count of the batch, however it
-    is split.
+    Therefore the sums and counts of micro-batches add up to the sum and count of their batch, for
+    every way of splitting the batch.
     """
     mask = batch.response_mask
     if value.dim() == 0:
@@ -247,8 +254,8 @@ def pick_counted(value: Tensor, batch: Batch) -> Tensor:
 
 
 def convert_to_number(name: str, value: Any) -> float:
-    """Convert a metric to a number. It may be a number, or a tensor or array with one entry. Raise
-    PartError naming the metric if it is anything else."""
+    """Convert a metric to a number. The metric may be a number, or a tensor or array with one
+    entry. For any other value, raise PartError with the name of the metric."""
     if isinstance(value, int | float):
         return value
     try:
@@ -261,7 +268,8 @@ def convert_to_number(name: str, value: Any) -> float:
 
 def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Add the metrics of callbacks to a step's row. Callbacks may write numbers and texts into the
-    row. They may also log values on any rank; the row gets the mean of the values of all ranks.
+    row. They may also log values on any rank, and the row then gets the mean over the values of all
+    ranks.
 
     Raises: PartError for any other value, and for a logged name that is already in the row.
     """
@@ -278,7 +286,8 @@ def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> d
 
 
 def _measure_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    # the group filter and the overlong rule see all sampled rollouts, before any is left out
+    # the group filter and the overlong rule see all sampled rollouts, before any rollout is left
+    # out
     sampled = ("group_filter", "overlong")
     found = {
         n: pick_counted(v, batch.whole() if n.startswith(sampled) else batch)
@@ -365,8 +374,8 @@ def _divergences(batch: Weighted, terms: UpdateTerms, experiment: Experiment) ->
 
 
 def _entropy(batch: Weighted, terms: UpdateTerms) -> float:
-    """Return the mean entropy of the tokens in the updates. If every update was skipped, take the
-    tokens of the pass before the updates."""
+    """Return the mean entropy of the tokens in the updates. If every update was skipped, return the
+    mean entropy of the tokens in the pass before the updates."""
     if terms.tokens.get("entropy") or batch.entropy_old is None or not batch.response_mask.any():
         return terms.mean("entropy")
     return float(batch.entropy_old[batch.response_mask].float().mean())
@@ -404,8 +413,8 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
 def staleness_metrics(
     batch: Weighted, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
 ) -> dict[str, float]:
-    """Measure how far the sampling weights were behind the trained weights. All figures are over
-    trained tokens, before any correction.
+    """Measure how far the sampling weights were behind the trained weights. All metrics are over
+    trained tokens, before any off-policy correction.
 
     staleness/steps_mean, _max     RL steps behind (difference of versions)
     staleness/updates_mean         steps of the policy's optimizer behind
@@ -458,8 +467,9 @@ def staleness_metrics(
 
 
 def _before(batch: Weighted, terms: UpdateTerms, name: str) -> Tensor | None:
-    """Return a quantity of the trained tokens from before the update, such as log-probs. It covers
-    the whole batch if there was a pass before the update, and otherwise the first minibatch."""
+    """Return a quantity of the trained tokens from before the update, such as log-probs. If there
+    was a pass before the update, the quantity covers the whole batch, and otherwise the first
+    minibatch."""
     if batch.logprobs_old is None:
         return terms.first.get("logprobs" if name == "logprobs_old" else name)
     values = getattr(batch, name)
@@ -523,11 +533,13 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
 
 
 class Clock:
-    """A stopwatch for the named parts of a step, in seconds. The part "model" is the model's time
-    in all other parts together, as `performance` defines it.
+    """Measure the seconds of a step and of its named parts: generate, environment, reward, update
+    and model. The seconds of "model" are also contained in the other parts: they are the time in
+    which the engine samples or the model computes (see `performance`).
 
-    between: seconds since the end of the previous step, without evaluations. Callbacks log and save
-    in this time.
+    Args:
+      between: seconds since the end of the previous step, without evaluations. Callbacks log and
+        save in this time.
     """
 
     def __init__(self, between: float = 0.0) -> None:
@@ -536,7 +548,7 @@ class Clock:
         self.ended: float | None = None
         self.current = ""  # name of the innermost part in progress
         self.sessions: list[float] = []  # seconds that each episode spent in its session
-        self.engine: dict[str, float] = {}  # figures of the engine after its last sampling
+        self.engine: dict[str, float] = {}  # metrics of the engine after its last sampling
         # seconds in which decoding stood still, because it waited for an answer of a session
         self.late = 0.0
         self.worked = 0.0  # processor seconds of this process in the update
@@ -545,7 +557,8 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure a block, including its work on the device. Blocks of the same name add up."""
+        """Measure the seconds of a block, including its work on the device, and add these seconds
+        to the part `name`."""
         begun = time.perf_counter()
         outer = self.current
         self.current = name
@@ -561,8 +574,8 @@ class Clock:
 
     @contextmanager
     def measure_sampling(self, engine: Any) -> Iterator[None]:
-        """Measure a block that collects episodes. Time in which the engine is busy counts as
-        "model". All other time (sessions, tools, templates) counts as "environment"."""
+        """Measure the seconds of a block that collects episodes. Time in which the engine is busy
+        counts as "model". All other time (sessions, tools, templates) counts as "environment"."""
         begun = time.perf_counter()
         before = _figures(engine)
         with self.part("generate"):
@@ -592,12 +605,12 @@ class Clock:
         return time.perf_counter() - self.started
 
 
-ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # figures of the engine shown under perf/
+ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # metrics of the engine shown under perf/
 
 
 def _figures(engine: Any) -> dict[str, float]:
-    """Return the figures of an engine, always with `busy_s` and `late_s`. Raise EngineError if a
-    figure is not a number."""
+    """Return the metrics of an engine, always with `busy_s` and `late_s`. Raise EngineError if a
+    metric is not a number."""
     figures = {"late_s": 0.0, "busy_s": engine.busy_s if isinstance(engine, TimedEngine) else 0.0}
     given = engine.metrics() if isinstance(engine, MeasuredEngine) else {}
     try:
@@ -611,7 +624,8 @@ def _figures(engine: Any) -> dict[str, float]:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the peak memory in GiB: the device's on CUDA, otherwise the process's."""
+    """Return the peak memory in GiB: on CUDA the peak of the device, otherwise the peak of this
+    process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -624,16 +638,16 @@ def peak_memory(device: torch.device) -> float:
 def performance(
     batch: Weighted, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device
 ) -> dict[str, float]:
-    """Return wall-clock figures of a step, and the savings of packing in its updates. Ignore perf/*
-    when you check whether two runs are identical.
+    """Return metrics about the wall-clock time of a step, and about the tokens that packing saves
+    in its updates. Ignore perf/* when you check whether two runs are identical.
 
-    perf/outside_model_frac = 1 - model / (step + time since the step before), in [0, 1]. "model" is
-    the time of the engine's work, the passes over given tokens, the backward passes and the
-    optimizers. The engine's work lasts from the call of the decoder until the host has its
-    completions. It consists of forward passes, drawing tokens and managing slots. On a GPU, or in a
-    fused step, these three cannot be timed separately. All other time counts as outside: the
-    service around the engine, environment, tools, templates and tokenizer, rewards, assembly,
-    advantages, metrics, callbacks, loggers and the loop.
+    `perf/outside_model_frac = 1 - model / (step + time since the step before)`, in [0, 1]. "model"
+    is the time of the engine's work, the passes over given tokens, the backward passes and the
+    optimizers. The engine's work lasts from the call of the decoder until the host has the
+    completions. This work consists of forward passes, sampling tokens and managing slots. On a GPU,
+    or in a fused step, these three cannot be timed separately. All other time counts as outside the
+    model: the service around the engine, environment, tools, templates and tokenizer, rewards,
+    assembly of batches, advantages, metrics, callbacks, loggers and the training loop.
 
     Args:
       tokens: number of tokens in all batches of the run so far.
@@ -665,8 +679,9 @@ def performance(
 
 
 def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
-    """Return three metrics. batch/rollouts: number of rollouts trained on. group/sampled: number of
-    prompts in the step. group/acceptance_rate: share of these prompts that are trained on."""
+    """Return three metrics. batch/rollouts is the number of rollouts to train on. group/sampled is
+    the number of prompts in the step. group/acceptance_rate is the share of these prompts with
+    rollouts to train on."""
     groups = len({r.group for r in sampled})
     return {
         "batch/rollouts": len(trained),

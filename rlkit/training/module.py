@@ -1,4 +1,4 @@
-"""RLModule: the learner in a Lightning module. Lightning adds devices, ranks, precision,
+"""Run the learner in a Lightning module, `RLModule`. Lightning adds devices, ranks, precision,
 checkpoints and callbacks."""
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rlkit.types import Policy, Task
 
 
 class Steps:
-    """An iterable over the RL steps that remain. It has a length and a state, so that Lightning
-    neither prefetches nor repeats steps. Its state is the module's count of RL steps, and dropped
-    steps do not count."""
+    """Iterate over the RL steps that remain. The iterable has a length and a state, so that
+    Lightning neither prefetches nor repeats steps. The state is the module's count of RL steps.
+    Dropped steps do not count."""
 
     def __init__(self, module: RLModule):
         self.module = module
@@ -62,14 +62,14 @@ def _forward_to_learner(name: str) -> Any:
 class RLModule(L.LightningModule):
     """A Lightning module that takes one RL step in each training_step.
 
-    It owns the groups in flight and the position in the prompts (both in `flight`), and the groups
-    to learn from again (`kept`). It also owns the random generators and the length of the run.
-    Everything else belongs to the learner. `source` samples the groups
-    (`rlkit.training.ahead.modes.group_source`).
+    `flight` holds the position in the prompts and the groups in flight (requested, but not yet
+    trained on). `kept` holds the groups to learn from again. The module also owns the random
+    generators and the length of the run. All other state belongs to the learner. `source` samples
+    the groups (`rlkit.training.ahead.modes.group_source`).
 
-    After each step `metrics` holds the row to log, `rollouts` the scored episodes, and `trained`
-    the rollouts in `batch`. `mismatch_bound` is `Agreement.bound` of the check before the first
-    step. In half precision every row contains it.
+    After each step `metrics` holds the metrics to log, `rollouts` the scored episodes, and
+    `trained` the rollouts in `batch`. `mismatch_bound` is `Agreement.bound` of the check before the
+    first step. In half precision this bound is added to the metrics of every step.
     """
 
     rl_step, x, experiment, metrics, rollouts = map(
@@ -119,8 +119,8 @@ class RLModule(L.LightningModule):
         self.logged: dict[str, list[float]] = {}
 
     def training_step(self, index: int, _: int) -> None:
-        """Take one RL step: get groups, replace some of them by groups to learn from again, and let
-        the learner step."""
+        """Take one RL step: get the step's groups, replace some of these groups by kept groups from
+        earlier steps, and let the learner train on them."""
         groups, figures = self.take_groups()
         x = self.x
         reused = with_reused(x.reuse, self.kept, groups.trained, step=self.rl_step, seed=x.seed)
@@ -134,8 +134,8 @@ class RLModule(L.LightningModule):
         self.clock.end()
 
     def take_groups(self) -> tuple[StepGroups, dict[str, float]]:
-        """Return the groups of the next step, and figures about them. Before this method returns,
-        `drop_step` can undo the step, because only the generators have changed."""
+        """Return the groups of the next step, and metrics about these groups. Until this method
+        returns, `drop_step` can undo the step, because only the random generators have changed."""
         learner = self.learner
         learner.begin()
         self.before = rng.state()
@@ -165,8 +165,8 @@ class RLModule(L.LightningModule):
         self.logged.setdefault(name, []).append(convert_to_number(name, value))
 
     def drop_step(self) -> None:
-        """Undo the current step by restoring the generators. Sampling and scoring change nothing
-        else."""
+        """Undo the current step by restoring the random generators. Sampling and scoring change
+        nothing else."""
         if self.before is not None:
             rng.restore(self.before)
             self.before = None
@@ -180,7 +180,7 @@ class RLModule(L.LightningModule):
 
     @property
     def total_steps(self) -> int:
-        """The number of RL steps in the whole run."""
+        """Return the number of RL steps in the whole run."""
         return self.experiment.trainer.steps
 
     def is_out_of_time(self) -> bool:
@@ -222,7 +222,7 @@ class RLModule(L.LightningModule):
         # would wait forever.
         if self.rl_step >= self.total_steps:
             self.trainer.should_stop = True
-        # the generators are restored only now, because the setup draws random numbers
+        # the generators are restored only now, because the setup uses random numbers
         if ranks.rank() < len(self.generators):
             rng.restore(self.generators[ranks.rank()])
         elif ranks.rank():  # the checkpoint has no such rank, or there is no checkpoint

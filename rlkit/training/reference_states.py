@@ -1,5 +1,5 @@
-"""The weights of a run's references and teachers, and the phase or part of the mixture that each
-belongs to."""
+"""Keep the weights of a run's references and teachers. A reference belongs to a phase or to the
+whole run. A teacher belongs to a part of the data mixture or to all prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlkit.types import Reference
 
 
 class ReferenceStates:
-    """The state of every reference and teacher of a run (`rlkit.types.Reference`).
+    """Keep the state of every reference and teacher of a run (`rlkit.types.Reference`).
 
     A phase with its own reference owns this reference from the phase's first step on. All other
     phases share the run's reference; its owner is "". A teacher belongs to a part of a mixture, or
@@ -60,7 +60,7 @@ class ReferenceStates:
 
     @property
     def owner(self) -> str:
-        """The owner of the reference in the present phase."""
+        """Return the owner of the reference in the present phase."""
         return self.find_owner(self.phase)
 
     def measures_drift(self, phase: str, x: Experiment) -> bool:
@@ -77,7 +77,7 @@ class ReferenceStates:
         return self.phases[owner].reference if owner else self.experiment.reference
 
     def enter(self, progress: Progress, reference: Reference) -> bool:
-        """Begin the phase named by `progress`, and drop every reference that no later phase uses.
+        """Begin the phase given by `progress`, and drop every reference that no later phase uses.
         Return whether the phase's reference starts from the present policy."""
         names = list(self.phases)
         self.phase = names[progress.phase]
@@ -91,7 +91,7 @@ class ReferenceStates:
 
     @contextmanager
     def reference(self, reference: Reference) -> Iterator[Any]:
-        """Yield the model of the present phase's reference, to score with."""
+        """Yield the model that computes the log-probs of the present phase's reference."""
         with self._use_as_policy(
             reference.model(self.references.get(self.owner), self.model)
         ) as model:
@@ -107,8 +107,8 @@ class ReferenceStates:
 
     @contextmanager
     def _use_as_policy(self, given: Any) -> Iterator[Any]:
-        """Yield a model to score with. It uses the same update kernel as the policy, also after a
-        resume."""
+        """Yield the model of a reference or a teacher. The model uses the same update kernel as the
+        policy, also in a resumed run."""
         with given as model:
             if isinstance(model, nn.Module):
                 trunk, own = (split_model(one)[0] for one in (model, self.model))
@@ -158,7 +158,7 @@ class ReferenceStates:
 
     def save(self) -> dict[str, Any]:
         """Return all states as plain types and tensors, for a checkpoint. If the weights are
-        sharded, all ranks must call this."""
+        sharded, all ranks must call this method."""
         return {
             "references": {
                 owner: ranks.gather_tensors(self.find_functions(owner).save(state))

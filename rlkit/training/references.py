@@ -1,11 +1,11 @@
-"""Reference policies. A reference is an (init, update) pair over explicit state, with functions to
-score with it and to save and load its state.
+"""Define reference policies. A reference is a pair of functions (init, update) over explicit state.
+Further functions score tokens with the reference, and save and load its state.
 
-`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy by different rules;
-the state of all three is a `Moving`. The numbers of a rule are keywords of its `update`, so a
-schedule can name them, for example as `reference.update.decay`. Under LoRA only adapters are
-trained, so the reference is a second adapter on the same base model. Without LoRA it is a copy of
-the model.
+`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy by different rules,
+and their state is a `Moving`. The numbers of a rule are keywords of its `update`. Therefore a
+schedule can name these numbers, for example as `reference.update.decay`. Under LoRA only adapters
+are trained, so the reference is a second adapter on the same base model. Without LoRA it is a copy
+of the model.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ADAPTER = "reference"  # name of the second adapter under LoRA
 def move_reference(
     reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float
 ) -> tuple[Any, dict[str, float]]:
-    """Update a reference after an RL step. Return its new state, and the metrics of its update as
-    reference/NAME. Raise PartError if the update returns no state."""
+    """Update a reference after an RL step. Return its new state, and the metrics of the update
+    under names reference/NAME. Raise PartError if the update returns no state."""
     given = reference.update(state, policy, step=step, kl=kl)
     after, metrics = given if isinstance(given, Measured) else (given, {})
     if after is None and state is not None:
@@ -47,12 +47,13 @@ def move_reference(
 
 
 def none() -> Reference:
-    """No reference. Nothing is kept, and scoring with it raises an error."""
+    """Make a reference without a model. No weights are kept, and scoring with this reference raises
+    an error."""
     return _make_fixed("none", lambda policy, **_: None, _no_model)
 
 
 def live() -> Reference:
-    """The policy itself, always with its present weights."""
+    """Make a reference that is the policy itself, always with its present weights."""
     return _make_fixed("live", lambda policy, **_: None, _policy_itself)
 
 
@@ -61,10 +62,10 @@ def live() -> Reference:
 def frozen(
     *, path: str | None = None, revision: str | None = None, key: str = "reference.path"
 ) -> Reference:
-    """A reference that never moves: the policy at its start, or another model (a teacher).
+    """Make a reference that never moves: the policy at its start, or another model (a teacher).
 
-    Without `path`, it is the policy at the start of the run, or at the start of the phase with this
-    reference. How it is kept depends on the start:
+    Without `path`, the reference is the policy at the start of the run or, if a phase has this
+    reference, at the start of the phase. The start decides how the reference's weights are kept:
 
     start of the run   under LoRA nothing is kept, because the start is the same model with its
                        adapter off; without LoRA a copy of the weights is kept, without gradient.
@@ -73,8 +74,8 @@ def frozen(
                        checkpoints hold it
 
     Args:
-      path: another model with the same tokens, in any order: a folder or a hub id. It is loaded
-        again on resume. None: the policy itself.
+      path: folder or hub id of another model. Its vocabulary has the policy's tokens, in any order.
+        A resumed run loads the model again. None: the policy itself.
       revision: the revision of a hub id.
       key: the config key of the path, for messages.
     Raises: ConfigError, when the reference is made, if the model cannot be loaded or has another
@@ -94,11 +95,11 @@ def is_start(reference: Reference) -> bool:
 def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
     """Return whether a reference is known to equal the present policy, bit for bit.
 
-    It is known for a shipped reference that started from the policy and still has equal weights.
-    Under LoRA both share the base model. A reference without an adapter then equals the policy as
-    long as all B factors (lora_B) are 0. The answer is False in all other cases: another model, a
-    reference written by the user, or a policy with dropout. All ranks must call this function, and
-    all get the same answer.
+    The answer can be True only for a reference of rlkit that started from the policy and still has
+    equal weights. Under LoRA, policy and reference share the base model. A reference without an
+    adapter then equals the policy as long as all B factors (lora_B) are 0. In all other cases the
+    answer is False: for another model, a reference written by the user, or a policy with dropout.
+    All ranks must call this function, and all ranks get the same answer.
     """
     ranks.reshard(policy, state.model if isinstance(state, Moving) else state)
     return not ranks.any_rank(not _is_policy(reference, state, policy))
@@ -138,20 +139,21 @@ def _get_local(tensor: Any) -> Tensor:
 
 
 def ema(*, decay: float) -> Reference:
-    """An exponential moving average of the policy: reference ← decay · reference + (1 - decay) ·
-    policy after every RL step.
+    """Make a reference that is an exponential moving average of the policy. After every RL step,
+    `reference ← decay · reference + (1 - decay) · policy`.
 
-    Under LoRA each factor of the adapter is averaged by itself. So the effective weights W + s·BA
-    of the reference are not the average of the policy's effective weights. With averaging weights
-    w, B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā), and the difference is the covariance of the factors
-    over the memory of the average. The difference was measured on the embedded model (rank 2,
-    twenty steps of AdamW), as a share of the norm of the averaged change. With decay 0.9 it was 5 %
-    at a learning rate of 0.001 and 13 % at 0.01. With decay 0.99 it was 54 % at 0.01 and gradients
-    of pure noise. It vanishes while the policy stands still. The average of the products has a
-    higher rank, so no adapter of this rank can hold it.
+    Under LoRA each factor of the adapter is averaged by itself. Therefore the effective weights W +
+    s·BA of the reference are not the average of the policy's effective weights. With averaging
+    weights w, `B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā)`. The difference is the covariance of the two
+    factors over the steps in the average. The difference was measured on the embedded model (rank
+    2, twenty steps of AdamW), as a share of the norm of the averaged change. With decay 0.9 it was
+    5 % at a learning rate of 0.001 and 13 % at 0.01. With decay 0.99 it was 54 % at a learning rate
+    of 0.01 and gradients of pure noise. The difference vanishes while the policy stands still. The
+    average of the products BA has a higher rank, so no adapter of this rank can hold this average.
 
     Args:
-      decay: in [0, 1). 0 is the policy of one step ago; 0.99 looks back about 100 steps.
+      decay: in [0, 1). With 0, the reference is the policy of one step ago. With 0.99, the average
+        covers about 100 steps.
     Raises: ValueError if decay is outside its range.
     """
     if not 0 <= decay < 1:
@@ -164,8 +166,8 @@ def ema(*, decay: float) -> Reference:
 
 
 def periodic(*, every: int) -> Reference:
-    """A copy of the policy, renewed after every `every` RL steps. The steps are counted from the
-    start of the run.
+    """Make a reference that is a copy of the policy, renewed after every `every` RL steps. The
+    steps are counted from the start of the run.
 
     Args:
       every: number of RL steps between two copies, at least 1.
@@ -184,16 +186,17 @@ def _copy_each(state: Moving, policy: nn.Module, *, every: int, step: int, **_: 
 def on_kl(
     *, threshold: float, measure: Literal["accumulated", "distance"] = "accumulated"
 ) -> Reference:
-    """A copy of the policy, renewed when the policy has moved too far away from it.
+    """Make a reference that is a copy of the policy, renewed when the policy has moved too far away
+    from this copy.
 
     accumulated: renew if Σ of the steps' KL since the last copy > threshold, then set the sum to 0
     distance:    renew if the last step's KL > threshold
 
     A step's KL is the mean per token of `kl`'s estimator, for the policy before each update of the
-    step. It is the whole distance from the reference, not the distance moved in this step. So the
-    accumulated measure adds up distances. A policy that stays 0.05 nats away passes a threshold of
-    0.5 after 11 steps. With measure=distance it never does. A step without a finite KL adds nothing
-    and copies nothing.
+    step. This KL is the whole distance from the reference, not the distance moved in this step.
+    Therefore the accumulated measure adds up distances. A policy that stays 0.05 nats away from the
+    reference passes a threshold of 0.5 after 11 steps. With measure=distance this policy never
+    passes the threshold. A step without a finite KL adds nothing and copies nothing.
 
     Args:
       threshold: nats per token, greater than 0.
@@ -226,8 +229,8 @@ def _copy_beyond(
 
 
 class Moving(NamedTuple):
-    """The state of a moving reference. The keys of every mapping are the policy's own names of its
-    tensors. `update` writes the tensors in place."""
+    """Hold the state of a moving reference. The keys of every mapping are the names of the policy's
+    own tensors. `update` writes the tensors in place."""
 
     # the averaged weights, in float32 or wider: in bfloat16 a decay of 0.999 changes nothing
     weights: Mapping[str, Tensor]
@@ -242,8 +245,8 @@ class Moving(NamedTuple):
 def shard_state(
     state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]
 ) -> nn.Module | Moving | None:
-    """Shard a reference's state over the ranks in the way of `rlkit.distributed.ranks.shard`, and
-    return the new state.
+    """Shard a reference's state over the ranks as `rlkit.distributed.ranks.shard` shards a model,
+    and return the new state.
 
     A reference with a model of its own is sharded here. Under LoRA the reference is a second
     adapter in the policy. The policy is already sharded, so the new state only takes the adapter's
@@ -273,7 +276,7 @@ def _start(policy: nn.Module, **_: Any) -> Moving:
 
 
 def track(model: nn.Module) -> Moving:
-    """Return the state of a moving reference with the tensors of `model`. `follow` writes into
+    """Return the state of a moving reference that uses the tensors of `model`. `follow` writes into
     these tensors. Only tensors narrower than float32 are copied."""
     return _make_tracked(dict(model.named_parameters()), dict(model.named_buffers()), model)
 
@@ -290,8 +293,8 @@ def _make_tracked(
 
 @torch.no_grad()
 def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) -> Moving:
-    """Move the reference to decay · reference + (1 - decay) · policy, and copy the buffers. With a
-    decay of 0 all weights are copied, bit for bit."""
+    """Move the reference to `decay · reference + (1 - decay) · policy`, and copy the buffers. With
+    a decay of 0 all weights are copied, bit for bit."""
     ranks.reshard(policy, state.model)  # otherwise scoring would use old gathered weights
     parameters = dict(policy.named_parameters())
     buffers = dict(policy.named_buffers())
@@ -312,8 +315,9 @@ def _show(state: Moving) -> None:
 
 @contextmanager
 def _open_model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model to score with. It is the reference's own model if there is one. Under LoRA it
-    is the policy with the second adapter active, or with no adapter if the state is None."""
+    """Yield the model that computes the reference's log-probs. This is the reference's own model if
+    it has one. Under LoRA it is the policy with the second adapter active, or with no adapter if
+    the state is None."""
     own = state.model if isinstance(state, Moving) else state
     with torch.no_grad():
         if own is not None:
@@ -343,7 +347,8 @@ def _save_moving(state: Moving) -> dict[str, Any]:
 @torch.no_grad()
 def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> Moving:
     """Load the saved state. If the checkpoint has no state, the run had a frozen reference until
-    now. The state then stays at the start of the run, where the frozen reference was."""
+    now. In this case, keep the present state, which equals the start of the run and therefore the
+    frozen reference."""
     if not saved:
         return state
     for live, kept in ((state.weights, saved["weights"]), (state.buffers, saved["buffers"])):
@@ -417,8 +422,8 @@ def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:
 
 
 def _make_fixed(name: str, init: Callable[..., Any], model: Callable[..., Any]) -> Reference:
-    """Make a reference that never moves. Checkpoints hold no state of it; after a resume `init`
-    makes it again."""
+    """Make a reference that never moves. Checkpoints hold no state of this reference; in a resumed
+    run `init` makes the state again."""
     return Reference(
         name, init, _keep, model, save=lambda state: {}, load=lambda state, policy, saved: state
     )

@@ -1,5 +1,5 @@
-"""Settings that a resumed run keeps besides its weights: threads, kernels, the size of the engine's
-cache, checkpointing of activations, and the off-policy correction."""
+"""Keep the settings of a run when it is resumed: threads, kernels, the size of the engine's cache,
+checkpointing of activations, and the off-policy correction."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def go_on_as_before(
     exact: bool,
 ) -> None:
     """Apply the settings of a checkpoint, unless the config sets others: threads, kernels, the size
-    of the engine's cache, and checkpointing of activations. Print each difference from a new run:
-    these settings, the correction, and a changed trainer.steps.
+    of the engine's cache, and checkpointing of activations. Print a sentence for each setting that
+    differs from a new run. The sentences also name a different off-policy correction and a changed
+    trainer.steps.
 
     Args:
       x: the experiment as configured.
-      exact: whether the check of this process, before its first step, found that the engine gives
-        the trainer's log-probs.
+      exact: whether the engine gives exactly the trainer's log-probs, as found by this process in
+        its check before the first step.
     """
     state = checkpoint["rlkit"]
     said = []
@@ -76,7 +77,7 @@ def go_on_as_before(
 
 
 def select_trained_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of model and critic without the frozen base weights, because a resume
+    """Return the state dict of model and critic without the frozen base weights. A resumed run
     loads the base from model.path. Under LoRA the trained adapters and the critic remain."""
     trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     frozen = any(not p.requires_grad for p in model.parameters())

@@ -19,7 +19,7 @@ Group = tuple[Rollout, ...]
 
 
 class Reused(NamedTuple):
-    """The rollouts to train on in a step, and the groups kept after the step."""
+    """Hold the rollouts to train on in a step, and the groups kept after the step."""
 
     trained: list[Rollout]
     kept: tuple[Group, ...]
@@ -29,14 +29,14 @@ class Reused(NamedTuple):
 def with_reused(
     reuse: Reuse, kept: Sequence[Group], trained: Sequence[Rollout], *, step: int, seed: int
 ) -> Reused:
-    """Replace a step's groups of equal rewards by kept groups. Return the step's rollouts, and the
-    groups to keep for later steps.
+    """Replace groups whose rollouts all have the same reward by kept groups. Return the step's
+    rollouts, and the groups to keep for later steps.
 
-    Kept groups are drawn at random in proportion to their score, Σ|r - mean| · std of the rewards.
-    Each is used at most once in a step. A kept group can replace a group with the same number of
-    rollouts. Its oldest token must have been sampled by weights at most `reuse.staleness` RL steps
-    old. It takes over the number of the replaced group, and keeps its tokens' log-probs and
-    versions.
+    Kept groups are chosen at random, with a probability in proportion to their score, `Σ|r - mean|
+    · std` of the rewards. Each kept group is used at most once in a step, and replaces a group with
+    the same number of rollouts. Its oldest token must have been sampled by weights at most
+    `reuse.staleness` RL steps old. A kept group takes over the number of the replaced group. Its
+    tokens keep their log-probs and versions.
 
     Afterwards the `reuse.groups` groups with the highest scores are kept. Among equal scores,
     groups of this step come first.
@@ -45,9 +45,10 @@ def with_reused(
       trained: scored rollouts of the step, group by group.
       step: RL steps done before this one.
       seed: the seed of the run.
-    Returns: rollouts, kept groups and three metrics. reuse/groups: number of groups learned from
-      again. reuse/staleness: mean age of these groups in RL steps, nan without any. reuse/kept:
-      number of groups kept. If `reuse` is not active, the rollouts are returned unchanged.
+    Returns: rollouts, kept groups and three metrics. reuse/groups is the number of kept groups used
+      in this step. reuse/staleness is the mean age of these groups in RL steps, or nan without any.
+      reuse/kept is the number of groups kept after the step. If `reuse` is not active, the rollouts
+      are returned unchanged.
     """
     if not reuse.active:
         return Reused(list(trained), (), {})
@@ -79,8 +80,8 @@ def with_reused(
 
 
 def score_group(group: Sequence[Rollout]) -> float:
-    """Return Σ|r - mean| · std of a group's rewards. The score is 0 if all rewards are equal, or if
-    fewer than two rollouts have a reward."""
+    """Return the score of a group, `Σ|r - mean| · std` of its rewards r. The score is 0 if all
+    rewards are equal, or if fewer than two rollouts have a reward."""
     rewards = [r.total_reward for r in group if r.total_reward is not None]
     if len(rewards) < 2 or min(rewards) == max(rewards):
         return 0.0
@@ -89,16 +90,16 @@ def score_group(group: Sequence[Rollout]) -> float:
 
 
 def compute_age(group: Sequence[Rollout], step: int) -> int:
-    """Return the number of RL steps from the oldest sampling weights of the group's tokens to
-    `step`. Replies without versions do not count."""
+    """Return the age of a group in RL steps: `step` minus the oldest version of the weights that
+    sampled one of the group's tokens. Replies without versions do not count."""
     return max(
         [0, *(step - version for r in group for reply in r.steps for _, version in reply.versions)]
     )
 
 
 def unpack_kept(saved: Sequence[Tensor], tasks: Sequence[Task]) -> tuple[Group, ...]:
-    """Restore the kept groups of a checkpoint. Each group was packed by `pack_rollouts`. Raise
-    DataError if a group's task no longer exists."""
+    """Restore the kept groups of a checkpoint. Each group is encoded by `pack_rollouts`. Raise
+    DataError if the task of a group no longer exists."""
     rows = {(task.part, task.id): task for task in tasks} if saved else {}
     try:
         return tuple(

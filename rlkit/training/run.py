@@ -1,4 +1,5 @@
-"""Run one training in one folder: load, check, train, evaluate, and write a summary."""
+"""Run one training in one folder: load the policy, check it, train it, evaluate it, and write a
+summary."""
 
 from __future__ import annotations
 
@@ -55,11 +56,11 @@ def train_in(
 
     Args:
       x: the experiment.
-      tasks: the problems of its splits (see `rlkit.config.problems.rows.load_tasks`).
-      folder: for all files; with `resume`, the folder of the run to continue.
+      tasks: the problems of the experiment's splits (see `rlkit.config.problems.rows.load_tasks`).
+      folder: the folder for all files; with `resume`, the folder of the run to continue.
       provenance: config, versions and git state of this process, for checkpoints and loggers.
-      resume: a checkpoint, or a folder of checkpoints, of which the newest is taken. None starts a
-        new run.
+      resume: a checkpoint, or a folder of checkpoints; the newest checkpoint of a folder is used.
+        None starts a new run.
       started: time.perf_counter() at the start of the command.
       again: a function to build the experiment in a second process, for asynchrony=overlap
         (`rlkit.config.compose.make_builder`).
@@ -115,8 +116,8 @@ def train_in(
 
 
 def begin_folder(folder: Path, prompts: str) -> None:
-    """Write the policy's first prompts to the folder. If an earlier process failed on a rollout and
-    wrote it here, put this file aside."""
+    """Write the policy's first prompts to the folder. If an earlier process has left a file with a
+    failed rollout in the folder, move this file aside."""
     from rlkit.episodes.record import FAILED
 
     with report_write_errors(PROMPTS):
@@ -128,10 +129,10 @@ def begin_folder(folder: Path, prompts: str) -> None:
 
 @contextmanager
 def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterator[None]:
-    """Run a block, and note in the summary how it ended: by an error or by a signal. A signal ends
-    the block without an error.
+    """Return a context manager that writes into the summary how its block ended: by an error or by
+    a signal. A signal ends the block without an error.
 
-    Raises: RLKitError if a part of the run tried to end the process.
+    Raises: RLKitError if code of the run, for example a reward function, tried to end the process.
     """
     from rlkit.training.callbacks.stopping import StopOnSignal
 
@@ -165,8 +166,8 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
 
 
 def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
-    """Do the work of `ready`, but return all findings of the check. Their field `exact` holds for
-    all ranks."""
+    """Do the same as `ready`, but return the whole result of the check (`Agreement`). Its field
+    `exact` is True only if all ranks have found exact log-probs."""
     print(format_first_line(x), flush=True)
     import rich.style  # noqa: F401  # imported before seeding: the import draws from Python's generator
 
@@ -206,8 +207,8 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
 
 
 def process_in_words(x: Experiment, device: Any) -> str:
-    """Return a line about the sampling process: its threads, and whether it rounds sums in the same
-    way as the trainer."""
+    """Return a line about the sampling process of asynchrony=overlap: its threads, and whether it
+    rounds sums in the same way as the trainer."""
     import torch
 
     own = x.asynchrony.sampler.threads
@@ -231,8 +232,8 @@ def conclude(
     seconds: float,
     device: Any,
 ) -> None:
-    """Complete a run's summary: add its figures, and the names of files that could not be written.
-    Write summary.json and metrics.csv.
+    """Complete the summary of a run: add the final metrics, and the names of files that could not
+    be written. Write summary.json and metrics.csv.
 
     Args:
       results: split → RL step → result of the evaluation.
@@ -274,8 +275,9 @@ def conclude(
 
 
 def list_missing() -> dict[str, Any]:
-    """Return two entries of the summary. unsaved: a sentence that says why the result of the run is
-    incomplete, or None. lost: name of any other file that could not be written → the reason."""
+    """Return two entries of the summary. `unsaved` is a sentence that says why the result of the
+    run is incomplete, or None. `lost` names all other files that could not be written, each with
+    the reason."""
     from rlkit.training.callbacks.checkpoints import RESULT
 
     lost = dict(LOST)
@@ -286,9 +288,9 @@ def list_missing() -> dict[str, Any]:
 def describe_end(
     module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]
 ) -> tuple[str, str]:
-    """Return how the run ended, and why. It is "finished" if all steps are done or the target is
-    reached. It is "out of time" if trainer.max_time is over; the run can then be resumed. Otherwise
-    it is "interrupted"."""
+    """Return how the run ended, and why. A run is "finished" if all steps are done or the target is
+    reached. It is "out of time" if trainer.max_time is over; the run can then be resumed. In all
+    other cases the run is "interrupted"."""
     x = module.experiment
     target = x.evaluation.stop_at
     last = results.get("validation", {}).get(module.rl_step)
@@ -356,7 +358,8 @@ def make_trainer(
 def list_callbacks(
     x: Experiment, tasks: Splits, folder: Path, results: dict[Split, Any]
 ) -> list[Any]:
-    """List rlkit's own callbacks and the experiment's callbacks, in the order of their calls."""
+    """List rlkit's own callbacks and the experiment's callbacks, in the order in which they are
+    called."""
     from rlkit.training.callbacks.checkpoints import RLCheckpoint
     from rlkit.training.callbacks.evaluation import HeldOut
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
@@ -417,7 +420,7 @@ def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int
 
 
 def format_first_line(x: Experiment) -> str:
-    """Describe the experiment in one line. It is printed before the model is loaded."""
+    """Describe the experiment in one line. This line is printed before the model is loaded."""
     from rlkit.training.schedules import list_phases
 
     x = next(iter(list_phases(x).values()))  # the first phase of the run

@@ -1,5 +1,5 @@
-"""Checks of the run's own model, tokenizer and rows before the first step. Each check rules out one
-class of silent bugs."""
+"""Check the run's own model, tokenizer and data rows before the first step. Each check rules out
+one class of silent bugs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ MARGIN = 1.2  # warn above MARGIN · the difference between the model's own two 
 # FEW tokens, it counts as at least this.
 TYPICAL = 0.05
 FEW = 64  # with this many tokens the mean is accurate to about one eighth of its value
-# The unit roundoff of bfloat16. A difference between two paths counts as at least this. Logits
-# from 8 to 16 are rounded to multiples of 1/16. So the mean reaches this value if one token in 16
-# is rounded up in one path and down in the other.
+# The unit roundoff of bfloat16. A difference between two paths counts as at least this value.
+# Logits from 8 to 16 are rounded to multiples of 1/16. Therefore the mean reaches this value if one
+# token in 16 is rounded up in one path and down in the other.
 ROUNDOFF = 2**-8
 FORWARD_ROWS = 4  # number of rows that the model's own forward reads for the comparison
 FORWARD_TOKENS = 32  # tokens of each of these rows that are read one by one
@@ -50,9 +50,9 @@ LONGEST = 4  # number of longest rows (in characters) whose prompts are measured
 
 
 def check_teacher(x: Experiment) -> None:
-    """Check, before weights are loaded, that another model has the policy's vocabulary. This
-    concerns references and teachers, in this process or served by another. Raise ConfigError if the
-    vocabulary differs."""
+    """Check that references and teachers have the policy's vocabulary, in this process or in
+    another process that serves them. The check happens before weights are loaded. Raise ConfigError
+    if a vocabulary differs."""
     path = x.model.path
     if path is None:
         return
@@ -89,9 +89,9 @@ def check_contexts(
     """Check that the chat template shows the rows' tools, and that the longest rows leave room for
     a reply.
 
-    Returns: two texts. The first has lines, with line ends, about the tools of these rows and the
-      form of the tool prompt; it is empty without tools. The second shows a first prompt of each
-      part and environment, as the policy reads it.
+    Returns: two texts. The first text has lines, with line ends, about the tools of these rows and
+      the form of the tool prompt. If no row has tools, this text is empty. The second text shows
+      the policy's first prompt for a row of each part of the data mixture, and of each environment.
     Raises: TemplateError, and DataError naming the row.
     """
     tools: dict[str, Tool] = {}
@@ -117,8 +117,9 @@ def check_contexts(
 
 
 class Agreement(NamedTuple):
-    """How well the sampling engine, the trainer and the model's own forward agree. It is made only
-    if they agree well enough to train."""
+    """Say how well the log-probs of the sampling engine, the trainer and the model's own forward
+    agree. If they do not agree well enough to train, `check_policy` raises an error instead of
+    returning this record."""
 
     warnings: list[str]
     exact: bool  # whether the log-probs agree in float32, within FP32_TOLERANCE
@@ -131,11 +132,15 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     """Check a run on real rollouts before its first step. The chat template must show the tools,
     and three computations of every sampled token's log-prob must agree.
 
-    The three are the sampling engine, the trainer's `forward_logprobs`, and the model's own
-    forward. The model's own forward is needed because an engine with the trainer's mistake would
-    agree with the trainer. In float32 every token may differ by FP32_TOLERANCE. Half precision
-    warns if the mean difference exceeds MARGIN times the difference between the model's own two
-    paths. It refuses above BF16_LIMIT.
+    The three computations are the sampling engine, the trainer's `forward_logprobs`, and the
+    model's own forward. The model's own forward is needed because an engine with the trainer's
+    mistake would agree with the trainer. In float32 the log-probs of every token may differ by at
+    most FP32_TOLERANCE.
+
+    In half precision the model is first compared with itself. It reads some rows once as whole
+    sequences, and once token by token (`measure_rounding`). If the mean difference between two
+    computations exceeds MARGIN times this model's own difference, the check prints a warning. If
+    the mean difference exceeds BF16_LIMIT, the check raises SelfCheckError.
 
     Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed if the environment
       failed in every episode.
@@ -194,8 +199,8 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
 
 
 def compute_own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """Compute log-probs [M] with the model's own forward, for the tokens marked by `mask`. Each row
-    has at least one marked token, and is read alone, without padding.
+    """Compute log-probs [M] of the tokens marked by `mask` with the model's own forward. Each row
+    has at least one marked token. The model reads each row alone, without padding.
 
     If the model allows it, logits are computed only from the row's first marked token on.
     """
@@ -215,11 +220,11 @@ def compute_own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: fl
 def compute_log_probs_by_token(
     model: Any, ids: Tensor, mask: Tensor, temperature: float
 ) -> Tensor | None:
-    """Compute log-probs [M] with the model's own forward and its own cache, for the tokens marked
-    by `mask`. Each row has at least one marked token. The tokens before it are read in one pass,
-    and the others one by one.
+    """Compute log-probs [M] of the tokens marked by `mask` with the model's own forward and its own
+    cache. Each row has at least one marked token. The model reads all tokens before the row's first
+    marked token in one pass, and the rest of the row token by token.
 
-    Returns: None if the forward does not take or return `past_key_values`.
+    Returns: the log-probs, or None if the forward does not take or return `past_key_values`.
     """
     causal = base_model(model)
     options = inspect.signature(causal.forward).parameters
@@ -244,11 +249,11 @@ def compute_log_probs_by_token(
 
 
 class Rounding(NamedTuple):
-    """The effect of half precision on a model's log-probs.
+    """Hold the effect of half precision on a model's log-probs.
 
-    The model is compared with itself on two paths: it reads the whole sequence at once, or token by
-    token. own: mean |Δ log-prob| in nats between the two paths. tokens: number of measured tokens;
-    0 for a model without a cache.
+    The model reads the same tokens on two paths: the whole sequence at once, or token by token.
+    `own` is the mean |Δ log-prob| between the two paths, in nats. `tokens` is the number of
+    measured tokens, and 0 for a model without a cache.
     """
 
     own: float
@@ -256,8 +261,9 @@ class Rounding(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """MARGIN times `own`. Here `own` counts as at least ROUNDOFF, or as at least TYPICAL if it
-        was measured on few tokens."""
+        """Return the largest mean |Δ log-prob| without a warning: MARGIN times `own`. Here `own`
+        counts as at least ROUNDOFF. If `own` was measured on fewer than FEW tokens, it counts as at
+        least TYPICAL."""
         return MARGIN * max(self.own, TYPICAL if self.tokens < FEW else ROUNDOFF)
 
     def __str__(self) -> str:
@@ -272,8 +278,9 @@ class Rounding(NamedTuple):
 def measure_rounding(
     model: Any, ids: Tensor, mask: Tensor, own: Tensor, temperature: float
 ) -> Rounding:
-    """Measure the difference between the model's own two paths. It is measured on the marked tokens
-    of some rows, up to FORWARD_TOKENS positions in each row.
+    """Measure how much a model's log-probs differ between two paths: reading a whole row at once,
+    and reading it token by token. The difference is measured on the marked tokens of some rows, up
+    to FORWARD_TOKENS positions in each row.
 
     Args:
       own: [M], the result of `compute_own_log_probs` for the same rows and mask.

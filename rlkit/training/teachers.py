@@ -1,9 +1,9 @@
-"""Teachers: models for the teacher stream. The stream compares the teacher's next-token
-distributions with the policy's. A teacher may read a prompt of its own.
+"""Define teachers, the models for the teacher stream. The stream compares the teacher's next-token
+distributions with the policy's distributions. A teacher may read a prompt of its own.
 
 A teacher's model is a `Reference`: another model, the policy's start, a moving average, or the
-policy itself. With `show`, the teacher's prompt also holds a hint before the policy's reply. So the
-policy learns to answer as if it had seen the hint.
+policy itself. With `show`, the teacher's prompt also holds a hint before the policy's reply. The
+policy thereby learns to answer as if it had seen the hint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]
 
 
 class Teacher(NamedTuple):
-    """Models to compare the policy with.
+    """Hold the models that teach the policy.
 
     A subclass may refuse configs (`rlkit.types.ChecksConfig`).
     """
@@ -35,7 +35,7 @@ class Teacher(NamedTuple):
 
 
 def no_teacher() -> Teacher:
-    """No teacher: the teacher stream is not used."""
+    """Make no teacher. The teacher stream is then not used."""
     return Teacher()
 
 
@@ -43,8 +43,8 @@ def no_teacher() -> Teacher:
 def path_teacher(
     *, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None
 ) -> Teacher:
-    """Other models with the policy's vocabulary: one for all prompts, or one for each part of a
-    mixture.
+    """Make teachers from other models with the policy's vocabulary. There is one model for all
+    prompts, or one model for each part of a mixture.
 
     Args:
       path: a local folder or a hub id.
@@ -69,13 +69,13 @@ def path_teacher(
 
 
 def start_teacher() -> Teacher:
-    """A teacher that stays the policy as it was at the start of the run."""
+    """Make a teacher that stays the policy as it was at the start of the run."""
     return Teacher("start", {"": frozen()})
 
 
 def ema_teacher(*, decay: float) -> Teacher:
-    """A teacher that is a moving average of the policy: teacher ← decay · teacher + (1 - decay) ·
-    policy after every RL step. decay: in [0, 1)."""
+    """Make a teacher that is a moving average of the policy. After every RL step, `teacher ← decay
+    · teacher + (1 - decay) · policy`, with decay in [0, 1)."""
     return Teacher("ema", {"": ema(decay=decay)})
 
 
@@ -85,16 +85,17 @@ def context_teacher(
     weights: Literal["live", "start", "ema"] = "live",
     decay: float = 0.95,
 ) -> Teacher:
-    """The policy itself as its own teacher, with an additional text in its prompt. The policy in
-    training does not see this text.
+    """Make the policy its own teacher. The teacher's prompt has an additional text, and the policy
+    in training does not see this text.
 
     Args:
-      show: which text the teacher sees. demonstration: the last reply of the conversation in the
-        task's row. answer: the row's gold answer. sibling: the first other reply of the same group
-        with a score of 1 or more, and the `feedback` in the rollout's metadata; either may be
-        missing. A rollout with nothing to show is left out.
-      weights: live (the policy's present weights), start (its first weights), or ema (a moving
-        average, with `decay` in [0, 1)).
+      show: which text the teacher sees. "demonstration" is the last reply of the conversation in
+        the task's row. "answer" is the row's gold answer. "sibling" is the first other reply of the
+        same group with a score of 1 or more, together with the `feedback` in the rollout's
+        metadata. If one of these two is missing, the teacher sees only the other. A rollout with
+        nothing to show is left out.
+      weights: "live" uses the policy's present weights, "start" its first weights, and "ema" a
+        moving average, with `decay` in [0, 1).
     Source: SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734.
     """
     model = {"live": live, "start": frozen, "ema": lambda: ema(decay=decay)}[weights]()
@@ -129,8 +130,8 @@ def answer(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 
 def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
     """Return a hint with another reply of the group, and with feedback on the rollout's own reply.
-    The other reply is the first one with a score of 1 or more. A missing part is left out. Return
-    None if both are missing."""
+    The other reply is the first reply with a score of 1 or more. If reply or feedback is missing,
+    the hint contains only the other. If both are missing, return None."""
     good = [
         r for r in group if r is not rollout and r.total_reward is not None and r.total_reward >= 1
     ]

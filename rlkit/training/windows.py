@@ -1,4 +1,4 @@
-"""The line about models with sliding-window layers, which see only the end of the context."""
+"""Describe models with sliding-window layers. These layers see only the end of the context."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlkit.types import Policy, Task
 
 
 def describe_windows(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> str:
-    """Return a line, `window: …`, about a model with sliding-window layers. It names the longest
-    context that the fast paths of engine and update can handle, and the longest possible context of
-    this run.
+    """Return a line, `window: …`, about a model with sliding-window layers. The line names the
+    longest context that the fast paths of engine and update can handle, and the longest possible
+    context of this run.
 
     The line is empty if every layer sees the whole of every context. It is also empty if the line
-    `kernels:` already rules out the fast paths.
+    `kernels:` already says that the fast paths cannot be used.
     """
     window = find_longest_context(base_model(policy.model).config)
     if not 0 < window < policy.context_length:

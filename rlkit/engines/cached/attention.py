@@ -1,7 +1,7 @@
-"""Attention of the cached engine.
+"""Compute the attention of the cached engine.
 
-It makes no copies of the keys for grouped query heads. For each slot it reads little more than the
-positions the slot holds.
+This attention makes no copies of the keys for grouped query heads. For each slot it reads little
+more than the positions that the slot holds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ CALL = 8192
 
 
 def find_longest_context(config: Any) -> float:
-    """Return the longest context, in tokens, that the cache can serve (`find_whole_context`). Up to
-    this length, every layer needs the keys and values of all tokens, and no other state.
+    """Return the longest context, in tokens, that the cache can serve. In contexts up to this
+    length, every layer needs the keys and values of all tokens, and no other state
+    (`find_whole_context`).
 
     Return 0 for a model with windows in some layers, unless it uses Hugging Face's "sdpa"
     attention. Families with attention sinks or capped logits have no "sdpa" form, and most of them
@@ -40,7 +41,7 @@ def find_longest_context(config: Any) -> float:
 
 @contextmanager
 def use_attention(config: Any, implementation: str) -> Iterator[None]:
-    """Make the model use this attention implementation within the block."""
+    """Return a context manager that makes the model use this attention implementation."""
     before = config._attn_implementation
     config._attn_implementation = implementation
     try:
@@ -50,7 +51,7 @@ def use_attention(config: Any, implementation: str) -> Iterator[None]:
 
 
 def use_grouped_attention(config: Any) -> AbstractContextManager[None]:
-    """Make the model use `attend` as its attention within the block."""
+    """Return a context manager that makes the model use `attend` as its attention."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
@@ -58,7 +59,8 @@ def use_grouped_attention(config: Any) -> AbstractContextManager[None]:
 
 
 def choose_attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Use any attention kernel of CUDA except cuDNN's: cuDNN makes a new plan for every length."""
+    """Return a context manager that excludes the attention kernel of cuDNN on CUDA, because cuDNN
+    makes a new plan for every length."""
     if device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -79,8 +81,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute grouped attention without copying keys.
 
-    The query heads of a group share one key head. Their queries are stacked, as if they were more
-    queries of a single head.
+    The query heads of a group share one key head. The queries of a group are stacked, as if a
+    single head had more queries.
 
     Args:
       query: [R, Hq, m, D].
@@ -107,8 +109,8 @@ def attend(
 def attend_in_place(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Compute attention for one new token per row, and read the pages in place. It calls torch's
-    `varlen_attn` with a block table (torch 2.12, CUDA, half precision).
+    """Compute attention for one new token per row, and read the pages in place. The function calls
+    torch's `varlen_attn` with a block table (torch 2.12, CUDA, half precision).
 
     Args:
       query: [R, Hq, 1, D].
@@ -137,7 +139,8 @@ def attend_in_place(
 
 
 def explain_no_reading_in_place() -> str:
-    """Return the reason why this version of torch cannot read pages in place; empty if it can."""
+    """Return the reason why this version of torch cannot read pages in place. Return "" if this
+    version can."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -153,8 +156,8 @@ Part = tuple[int, int, int]
 
 
 def cut_slots(reach: Sequence[int]) -> list[Part]:
-    """Cut the slots into ranges of similar length, if this saves more than the additional calls
-    cost.
+    """Divide the slots into ranges of similar length, if this saves more time than the additional
+    calls of attention cost.
 
     Args:
       reach: the number of positions seen by each slot.

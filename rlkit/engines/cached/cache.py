@@ -1,5 +1,5 @@
-"""Keys and values in pages, and one table with the pages of each slot. Both last as long as the
-engine."""
+"""Store keys and values in pages, and list the pages of each slot in one table. The pages and the
+table last as long as the engine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Pages:
         return -(-length // self.page)
 
     def take(self) -> int:
-        """Take a free page and give it one holder. Return its number.
+        """Acquire a free page for one row, and return the number of the page.
 
         Raises: IndexError if no page is free.
         """
@@ -100,7 +100,7 @@ class Pages:
         self.changed.add(slot)
 
     def flush(self) -> None:
-        """Copy the rows of the table changed on the host to the device."""
+        """Copy every row of the table that the host has changed to the device."""
         if self.changed and self.device.type != "cpu":
             rows = sorted(self.changed)
             entries = torch.from_numpy(self.entries[rows, : self.width]).to(self.device)
@@ -110,8 +110,8 @@ class Pages:
     # ----------------------------------------------------------------------------------- the device
 
     def places(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the places [R, m] of the positions [R, m] in these slots [R]. A place is an index
-        over the positions of all pages, one page after the other."""
+        """Return the places [R, m] of the positions [R, m] in these slots [R]. A place is the index
+        of a position if the positions of all pages are counted, one page after the other."""
         pages = self.table[rows].gather(1, positions // self.page)
         return pages * self.page + positions % self.page
 
@@ -148,8 +148,8 @@ class Pages:
         return found[0], found[1]
 
     def _scratch(self, number: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory for gathered pages. It is used again in the next call, because allocating
-        it would cost as much as the copy."""
+        """Return memory for gathered pages. The next call returns the same memory again, because
+        allocating new memory would cost as much as the copy."""
         size = math.prod(shape)
         own = self.scratch.get(number)
         if own is None or len(own) < size or own.dtype != like.dtype:
@@ -167,8 +167,8 @@ class Pages:
 def allocate_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Allocate zeros with the precision and the device of another tensor.
 
-    On a CPU, the operating system supplies memory only when it is first written to. So the unused
-    part of a cache costs nothing.
+    On a CPU, the operating system supplies memory only when it is first written to. Therefore the
+    unused part of a cache costs nothing.
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)
@@ -187,14 +187,14 @@ def count_token_bytes(causal: Any) -> int:
 def choose_cache_tokens(causal: Any, device: torch.device) -> int:
     """Return the number of tokens whose keys and values fit into the cache's memory; at least 1.
 
-    The cache gets `SHARE` of the memory that the weights leave. The memory is the GPU's or, on a
-    CPU, the machine's or the container's. The computation uses the total memory, not the free
-    memory, so that runs are reproducible.
+    The cache gets the share `SHARE` of the memory that the weights leave on the GPU or, on a CPU,
+    in the machine or the container. The computation uses the total memory, not the free memory, so
+    that runs are reproducible.
     """
     weights = sum(p.nbytes for p in causal.parameters())
     return max(1, compute_cache_bytes(weights, total_memory(device)) // count_token_bytes(causal))
 
 
 def compute_cache_bytes(weights: int, total: int) -> int:
-    """Return the size of the cache of keys and values in bytes: SHARE · (total - weights)."""
+    """Return the size of the cache of keys and values in bytes, `SHARE · (total - weights)`."""
     return int(SHARE * max(0, total - weights))

@@ -1,4 +1,4 @@
-"""The cached engine as a service with its options."""
+"""Define the cached engine, a service with options."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Cached(Service):
     """Decode with continuous batching over a cache of keys and values. An episode keeps its cached
     keys and values from turn to turn.
 
-    Tokens are drawn as in the reference engine (rlkit.engines.transformers.draw), from the
-    completion's own seed and position. The completion's slot and its neighbours change only the
-    last bits of the arithmetic.
+    Tokens are sampled as in the reference engine (rlkit.engines.transformers.draw). Each token
+    depends on the seed of its completion and on the token's position. The slot of a completion and
+    the completions in other slots change only the last bits of the arithmetic.
 
     If some layers see only a window of the context, the reference engine decodes every completion
     that could outgrow the window. The reference engine also decodes every completion of a model
@@ -42,12 +42,12 @@ class Cached(Service):
         at most `max_rows` contexts of full length. None: as many tokens as fit into 0.35 of the
         memory that the weights leave on the GPU or, on a CPU, in the machine or container. A CPU
         allocates this memory only as it is used. A prompt waits if it does not fit. If no page is
-        left for the rows that are drawing, episodes that wait for their environment lose their
-        pages first. Next, the row with the fewest drawn tokens loses its pages. That row keeps its
-        drawn tokens, and the model reads its context again later.
-      check_every: number of tokens drawn in every slot before the host looks for ended completions,
-        > 0. None: 1 on a CPU, 8 on other devices. The number changes no completion, because a slot
-        stops drawing when its completion ends.
+        left for the completions that are being sampled, episodes that wait for their environment
+        lose their pages first. Next, the completion with the fewest sampled tokens loses its pages.
+        This completion keeps its tokens, and the model reads its context again later.
+      check_every: the host checks for ended completions each time that this number of tokens has
+        been sampled in every slot, > 0. None: 1 on a CPU, 8 on other devices. The number changes no
+        completion, because sampling in a slot stops when its completion ends.
       keep_cache: True keeps the memory of the cache, and the CUDA graphs, between calls. False
         frees the memory after each call; the next call allocates the cache and captures the graphs
         again.
@@ -163,29 +163,29 @@ class Cached(Service):
         return decoder
 
     def metrics(self) -> dict[str, float]:
-        """Return the engine's metrics. `captured_shapes` is the number of CUDA graphs captured
+        """Return the metrics of the engine. `captured_shapes` is the number of CUDA graphs captured
         since the engine was made."""
         captured = self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
         return {**super().metrics(), "captured_shapes": captured}
 
     def keep_cached_tokens(self, tokens: int) -> None:
-        """Use this cache size, in tokens. It comes from a resumed run, or from the process that
-        samples for this process. If the config sets a size, the config's size stays."""
+        """Use this cache size, in tokens, unless the config sets a size. The given size comes from
+        a resumed run, or from the process that samples for this process."""
         if self.max_cached_tokens is None:
             self.cached_tokens = tokens
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """Return the kernel in use, or the kernel used by the run's sampling process. None before
-        the first weights are loaded."""
+        """Return the kernel in use. If this engine has loaded no weights yet, return the kernel
+        used by the run's sampling process, or None if no process has sampled yet."""
         if self.decoder is None:
             return self.elsewhere
         fused = isinstance(self.decoder, Scheduler) and self.decoder.kernel is not None
         return "fused" if fused else "eager"
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
-        """Replace `auto` by this kernel from now on. The trainer sends the same choice to the run's
-        sampling process."""
+        """Use this kernel from now on if the config asks for "auto". The trainer sends the same
+        choice to the run's sampling process."""
         if not self.automatic:
             return
         self.kernel = kernel
@@ -194,10 +194,11 @@ class Cached(Service):
             self.decoder.asked = kernel  # so `make_decoder` need not build the decoder again
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
-        """Continue a run that decoded with this kernel. If the run was eager, "auto" becomes eager.
+        """Prepare the engine to continue a run that decoded with this kernel. If the run's kernel
+        was "eager", "auto" now means "eager".
 
-        Returns: a sentence to show to the user if decoding will still differ from the run so far;
-        else an empty string.
+        Returns: a sentence for the user if decoding will differ from the run so far; else an empty
+        string.
         """
         if self.automatic and kernel == "eager":
             self.settle(kernel, "as the run did so far")
@@ -215,8 +216,8 @@ class Cached(Service):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Prepare the model for sampling within the block. The cache and the graphs stay in memory
-        for the next call, unless `keep_cache` is False."""
+        """Return a context manager that prepares the model for sampling. At its end, the cache and
+        the graphs stay in memory for the next call, unless `keep_cache` is False."""
         decoder = self.decoder
         if not isinstance(decoder, Scheduler):
             yield

@@ -1,10 +1,10 @@
-"""The forward pass of a Llama-like trunk in as few calls as possible. A decoding step of a small
-model spends its time on calls, not on arithmetic.
+"""Run the forward pass of a Llama-like trunk in as few calls as possible. A decoding step of a
+small model spends its time on calls, not on arithmetic.
 
-Hugging Face's forward pass starts about a hundred operations per layer, and most of them rotate or
-normalise. This forward pass starts about thirty: it rotates queries and keys together, normalises
-them together, and computes the values shared by all layers only once. Its results equal Hugging
-Face's up to the last bits of sums.
+Hugging Face's forward pass starts about a hundred operations per layer, and most of these
+operations rotate or normalise. This forward pass starts about thirty operations per layer. It
+rotates queries and keys together, normalises them together, and computes only once the tensors
+shared by all layers. The results equal Hugging Face's results up to the last bits of sums.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Layer(NamedTuple):
     """Hold a decoder layer, and the tensors made from its weights before the first step."""
 
     module: Any
-    project: Projection  # from normalised tokens to queries, keys and values, side by side
+    project: Projection  # from normalised tokens to queries, keys and values, concatenated
     out: Projection  # from attention's output to the residual stream
-    gates: Projection  # from normalised tokens to gate and up, side by side
+    gates: Projection  # from normalised tokens to gate and up, concatenated
     down: Projection  # from the gated MLP activations to the residual stream
     scale: Tensor | None  # [Hq + Hk, D], weights of the norms of queries and keys
 
 
 class Trunk:
-    """Run the forward pass of a trunk, without gradient. It uses the weights as they were when it
-    was made, or at the last call of `refresh`.
+    """Run the forward pass of a trunk, without gradient. The pass uses the weights as they were
+    when this object was made, or at the last call of `refresh`.
 
     Args:
       trunk: the transformer of a causal LM, of a family in `FORWARDS`.
@@ -60,15 +60,15 @@ class Trunk:
 
     @torch.no_grad()
     def derive(self, make: Callable[[], Tensor]) -> Tensor:
-        """Call `make`, keep the tensor it computes from weights, and return the tensor. `refresh`
-        computes it again, in place."""
+        """Call `make`, and return the tensor that `make` computes from weights. `refresh` computes
+        the same tensor again, in place."""
         self.derived.append((make(), make))
         return self.derived[-1][0]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute all derived tensors again, in place. Call it after the weights have changed in
-        place."""
+        """Compute all tensors made from weights again, in place. Call this function after the
+        weights have changed in place."""
         for tensor, make in self.derived:
             tensor.copy_(make())
 
@@ -112,8 +112,8 @@ class Trunk:
 def make_logits_function(head: Head, forward: Trunk | None) -> Callable[[Tensor], Tensor]:
     """Return the function from last hidden states [m, H] to logits [m, V].
 
-    It is the head, or a copy of the head in `half` if the trunk computes in `half`. If the head
-    does more than multiply, it is always the head itself.
+    The function is the head itself, with one exception. If the trunk computes in `half` and the
+    head only multiplies, the function multiplies by a copy of the head's weights in `half`.
     """
     if forward is None or forward.half is None or head.logits is not head.module:
         return head

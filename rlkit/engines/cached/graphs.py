@@ -1,5 +1,5 @@
-"""CUDA graphs of a decoding step. A step has hundreds of small GPU kernels, and one call of a graph
-starts them all."""
+"""Run decoding steps as CUDA graphs. A step has hundreds of small GPU kernels, and one call of a
+graph starts all of these kernels."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ MOST_SHAPES = 48  # the most captured shapes kept at once
 
 
 class Shape(NamedTuple):
-    """The settings and sizes fixed by a capture. Each combination is captured once."""
+    """Hold the settings and sizes that a captured graph cannot change. Each combination is captured
+    once."""
 
     settings: Any  # the sampling parameters that change a captured step
     slots: int  # number of slots in a step
-    pages: tuple[int, ...]  # for each part of the slots: number of pages to read for every slot
+    pages: tuple[int, ...]  # for each range of slots: number of pages to read for every slot
 
     def covers(self, other: Shape) -> bool:
-        """Return whether a step of this shape also does the work of the other shape. The extra
-        slots draw nothing, and the extra pages are masked."""
+        """Return whether a step of this shape can replace a step of the other shape. No token is
+        sampled in the additional slots, and the additional pages are masked."""
         return (
             self.settings == other.settings
             and self.slots >= other.slots
@@ -40,11 +41,12 @@ class Graphs:
     kernel, the second step is captured as a graph, and later steps replay the graph.
 
     A graph is valid as long as its buffers and weights stay in place. At most `MOST_SHAPES` graphs
-    are kept. From then on, a new shape replays the smallest kept graph that covers it; without such
-    a graph it runs kernel by kernel.
+    are kept. Once this number is reached, a step of a new shape replays the smallest graph with at
+    least as many slots and pages. If no graph is large enough, the step runs kernel by kernel.
 
-    A model cannot be captured if, for example, its step makes the host wait for the GPU. Then the
-    first step or the capture fails, and the model decodes without graphs after one warning.
+    A model cannot be captured if, for example, its step makes the host wait for the GPU. In this
+    case the first step or the capture fails, and the model decodes without graphs after one
+    warning.
     """
 
     refused: ClassVar[WeakSet[Any]] = WeakSet()  # models that cannot be captured
@@ -59,7 +61,8 @@ class Graphs:
         self.replays: dict[Shape, Callable[[], None]] = {}
 
     def forget(self) -> None:
-        """Drop all graphs. Call it when their buffers or weights have moved."""
+        """Drop all graphs. Call this function when the buffers or weights of the graphs have
+        moved."""
         self.started = set()
         self.replays = {}
         self.pool = None  # the allocator frees a pool when its last graph is freed
@@ -98,8 +101,8 @@ def can_capture(device: torch.device) -> bool:
 
 @contextmanager
 def refuse_host_waits(device: torch.device) -> Iterator[None]:
-    """Raise RuntimeError within the block if the host waits for the device. A wait of this kind
-    would break a capture."""
+    """Return a context manager for code in which the host must not wait for the GPU. If the code
+    waits, it raises RuntimeError. A wait during a capture would make the capture fail."""
     if device.type != "cuda":
         yield
         return
@@ -128,10 +131,11 @@ def side_stream(device: torch.device) -> Any:
 
 
 def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
-    """Capture the kernels of a step without running them. Return a function that starts them all.
+    """Capture the GPU kernels of a step without running them. Return a function that starts all
+    captured kernels.
 
-    torch.cuda.graph is not used for two reasons: it would first empty the memory cache, and it
-    would leave the side stream in force after a failed capture.
+    torch.cuda.graph is not used for two reasons. It would first empty the memory cache, and it
+    would leave the side stream in use after a failed capture.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
-"""The decoding step of a small model on a CPU as one call of compiled C (_step.c). It needs a C
-compiler.
+"""Run the decoding step of a small model on a CPU as one call of compiled C (_step.c). This needs a
+C compiler.
 
-In torch, such a step costs 300 calls and hardly any arithmetic. The machine's own compiler compiles
-the C file once, in about a second (rlkit.models.compiled).
+In torch, a decoding step of a small model costs 300 calls and hardly any arithmetic. The machine's
+own compiler compiles the C file once, in about a second (rlkit.models.compiled).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOURCE = Path(__file__).with_name("_step.c")
 HALF = ("-DHALF",)  # the compiler flag that selects bfloat16
 TILE = 32  # number of neighbouring columns stored together in a packed matrix, as in the C file
 # `auto` uses the kernel for models with at most this many weights, because the kernel keeps a
-# second copy of them.
+# second copy of the weights.
 MOST_WEIGHTS = 1 << 28
 PRODUCTS = ("project", "out", "gates", "down")
 LAYERS = (*PRODUCTS, "bias", "scale", "before", "between")
@@ -84,12 +84,12 @@ class StepArguments(ctypes.Structure):
 
 
 class Kernel:
-    """Run the decoding steps of a trunk and its head on a CPU, over the state of a cache and a
-    sampler.
+    """Run the decoding steps of a trunk and its head on a CPU. Each step reads and writes the state
+    of a cache and a sampler.
 
-    In float32, the weights of norms and adapters are multiplied into the matrices. In bfloat16 they
-    stay separate: rounding a merged matrix would change it more than the first updates of an
-    adapter do.
+    In float32, the weights of norms and adapters are multiplied into the matrices. In bfloat16
+    these weights stay separate, because rounding a merged matrix would change the matrix more than
+    the first updates of an adapter do.
 
     Args:
       trunk, head: the engine's trunk and head. `explain_misfit` must return "" for them.
@@ -149,7 +149,7 @@ class Kernel:
 
     def _enter(self, pages: Pages, sampler: Sampler) -> None:
         """Write the addresses of the pages and of the sampler's state into the arguments of the C
-        function. They stay valid from step to step."""
+        function. The addresses stay valid from step to step."""
         step = self.step
         for name, store in (("keys", pages.keys), ("values", pages.values)):
             self.arrays[name][:] = [tensor.data_ptr() for tensor in store]
@@ -165,8 +165,8 @@ class Kernel:
         self.made = pages.made
 
     def serves(self, sampler: Sampler) -> bool:
-        """Return whether the kernel can draw for this sampler. The kernel supports no top-p, top-k,
-        thinking budget or autocast."""
+        """Return whether the kernel can sample tokens as this sampler does. The kernel supports no
+        top-p, top-k, thinking budget or autocast."""
         return (
             sampler.budget is None
             and sampler.cut == {"top_p": 1.0, "top_k": 0}
@@ -174,11 +174,11 @@ class Kernel:
         )
 
     def __call__(self, pages: Pages, sampler: Sampler, slots: int, capacity: int) -> None:
-        """Draw one more token in every drawing slot among the first `slots`, as `Scheduler.decode`
-        does.
+        """Sample one more token in each of the first `slots` slots, except in slots whose
+        completion has ended. The step does the same as `Scheduler.decode`.
 
         Args:
-          capacity: the most positions seen by any slot.
+          capacity: the most positions that the new token of any slot attends to.
         Raises: MemoryError if no memory is left for the step.
         """
         step = self.step
@@ -199,10 +199,10 @@ class Kernel:
 def choose_kernel(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None, str]:
     """Choose how to decode for a value of `generation.kernel`.
 
-    Returns: the kernel, or None to decode with calls of torch; and the reason if "auto" does not
-    use the kernel, else "".
-    Raises: EngineError if "fused" is impossible, or if the machine is too busy to compile now, so
-    that the choice of "auto" would depend on its load.
+    Returns: a pair. The first value is the kernel, or None to decode with calls of torch. The
+    second value is the reason why "auto" does not use the kernel, or "" in all other cases.
+    Raises: EngineError if "fused" is impossible. EngineError also if the machine is too busy to
+    compile now, because the choice of "auto" must not depend on the machine's load.
     """
     if kind == "eager":
         return None, ""
@@ -221,7 +221,7 @@ def choose_kernel(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | 
 
 
 class Group(NamedTuple):
-    """Projections with the same input, and the norm before them."""
+    """Hold projections with the same input, and the norm applied to this input."""
 
     norm: Any | None
     modules: tuple[Any, ...]
@@ -251,7 +251,7 @@ def group_products(layer: Any) -> dict[str, Group]:
 
 
 def explain_misfit(trunk: Trunk | None, head: Head) -> str:
-    """Return the reason why the kernel cannot decode this model; empty if it can."""
+    """Return the reason why the kernel cannot decode this model. Return "" if the kernel can."""
     if trunk is None:
         return (
             f"a model of type {read_model_shape(head.causal.config).family!r} has a forward"
@@ -304,7 +304,8 @@ def _inputs(layer: Any) -> list[nn.Linear]:
 
 
 def tile_matrix(weight: Tensor) -> Tensor:
-    """Store a matrix [N, H] in the layout of the C file, padded with zeros to whole tiles.
+    """Return a copy of a matrix [N, H] in the layout that the C file reads. The copy consists of
+    tiles of TILE rows, and zeros fill up the last tile.
 
     Returns: [N / TILE, H, TILE], or in bfloat16 [N / TILE, H / 2, TILE, 2].
     """
@@ -315,8 +316,9 @@ def tile_matrix(weight: Tensor) -> Tensor:
 
 
 def join_weights(group: Group, half: bool) -> Tensor:
-    """Join the weights of a group side by side, in the layout of the C file. In float32, adapters
-    are added to the weights, and the norm's weight is multiplied in."""
+    """Concatenate the weights of a group, and return them in the layout of `tile_matrix`. In
+    float32, the adapters are added to the weights, and the weights are multiplied by the norm's
+    weight."""
     if half:
         return tile_matrix(torch.cat([part.base.weight for part in group.parts]))
     weight = torch.cat([merge_weight(part, torch.float32) for part in group.parts])
@@ -324,7 +326,7 @@ def join_weights(group: Group, half: bool) -> Tensor:
 
 
 def join_adapters(group: Group, rank: int, end: str) -> Tensor:
-    """Join one factor of each adapter of a group into one matrix, in the layout of the C file.
+    """Join one factor of each adapter of a group into one matrix, in the layout of `tile_matrix`.
 
     Args:
       rank: number of rows or columns after padding with zeros.
@@ -338,8 +340,8 @@ def join_adapters(group: Group, rank: int, end: str) -> Tensor:
 
 
 def find_norm_address(trunk: Trunk, norm: Any, half: bool) -> int | None:
-    """Return the address of a float32 copy of a norm's weight. Return None in float32, where the
-    weight is part of the next product."""
+    """Return the address of a float32 copy of a norm's weight, for models in bfloat16. Return None
+    for models in float32: the matrix after the norm is already multiplied by the norm's weight."""
     return trunk.derive(lambda: norm.weight.float().clone()).data_ptr() if half else None
 
 
@@ -370,8 +372,8 @@ def _layer(trunk: Trunk, layer: Any, scale: Tensor | None, half: bool) -> dict[s
 
 
 def _angles(trunk: Any, positions: int) -> Tensor:
-    """Return cosines and sines of the first positions, [2, positions, D / 2]. Only half of D is
-    kept, because the second half repeats the first."""
+    """Return the cosines and sines of the first `positions` positions, [2, positions, D / 2]. Only
+    half of D is kept, because the second half repeats the first half."""
     both = torch.stack(trunk.rotary_emb(torch.zeros(1), torch.arange(positions)[None]))[:, 0]
     return both[..., : both.shape[-1] // 2].contiguous()
 

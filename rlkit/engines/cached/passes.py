@@ -1,4 +1,4 @@
-"""The model's passes over rows of the cache. A pass either reads new tokens of several contexts, or
+"""Run the model over rows of the cache. A pass either reads new tokens of several contexts, or
 decodes one token in every slot."""
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rlkit.types import Policy
 
 
 class Seen(NamedTuple):
-    """Describe the places where a pass writes its new tokens, and the tokens each row attends to.
+    """Say to which places a pass writes keys and values, and to which tokens each row attends.
 
     Attributes:
       places: [R, m], the places for the keys and values of the new tokens (`Pages.places`).
-      table: [R, n], the pages to read. None for a pass over whole contexts: then each context
-        attends only to itself.
+      table: [R, n], the pages to read. None for a pass over whole contexts, in which each context
+        attends only to its own new tokens.
       mask: [R, 1, m, n · page], True if a token sees a position.
-      lengths: [R] int32, the number of positions each row sees. Used instead of a mask if the pages
+      lengths: [R] int32, the number of positions each row sees. This replaces the mask if the pages
         are read in place.
-      parts: ranges of rows of similar length, each with its own number of positions to read. Empty:
-        all rows read all pages.
+      parts: ranges of rows of similar length, each with its own number of positions to read. If
+        empty, all rows read all pages.
     """
 
     places: Tensor
@@ -62,14 +62,15 @@ class Passes:
         self.half = find_autocast_type(pages.device)
         self.forward = make_forward(self.trunk, self.half)
         self.logits = make_logits_function(self.head, self.forward)
-        # Whether graphs must be dropped after each call. They may read copies of weights made by
-        # autocast, and autocast frees its copies at the end of the call.
+        # True if graphs must be dropped after each call. A graph may read copies of weights made by
+        # autocast, and autocast frees these copies at the end of the call.
         self.casts = self.half is not None and casts_weights(self.head, self.forward)
         self.weights = list_addresses(causal)
 
     def serves(self, policy: Policy, causal: Any) -> bool:
-        """Return whether graphs captured for the previous weights also hold for these weights: all
-        addresses must be the same. If so, recompute the tensors derived from the weights."""
+        """Return whether graphs captured for the previous weights can be replayed with these
+        weights, because all addresses are the same. If so, recompute the tensors derived from the
+        weights."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
         if causal is not self.causal or not all(rest) or list_addresses(causal) != self.weights:
             return False
@@ -83,7 +84,7 @@ class Passes:
         """Pass the unread tokens of some rows through the model. Return the hidden state of each
         row's last token, [R, H].
 
-        Either no row has cached tokens yet, or every row has some.
+        The rows must be alike: either no row has cached tokens, or every row has cached tokens.
         """
         pages = self.pages
         device = pages.device
@@ -146,8 +147,8 @@ class Passes:
     def attention(
         self, seen: Seen, query: Tensor, key: Tensor, value: Tensor, layer: int
     ) -> Tensor:
-        """Write the new keys and values of a layer to the pages. Return the attention of these rows
-        to all tokens they see, [R, m, Hq, D]."""
+        """Write the new keys and values of a layer to the pages. Then compute the attention of
+        these rows to all tokens that they see. Return the output [R, m, Hq, D]."""
         pages = self.pages
         pages.put(layer, key, value, seen.places)
         if seen.table is None:
@@ -159,7 +160,7 @@ class Passes:
         outs = []
         for start, stop, length in seen.parts or ((0, len(query), seen.mask.shape[-1]),):
             table = seen.table[start:stop, : pages.span(length)]
-            # a part reads no further than its longest row
+            # a range of rows reads no further than its longest row
             keys, values = (own[:, :, :length] for own in pages.gather(layer, table))
             mask = seen.mask[start:stop, ..., :length]
             outs.append(attend(None, query[start:stop], keys, values, mask)[0])
@@ -184,14 +185,14 @@ class ModelCache:
         return self.pages.gather(layer, self.seen.table)
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Return the number of positions in the cache. Some models ask for it, although every pass
-        gives the positions itself."""
+        """Return the number of positions in the cache. Some models ask for this number, although
+        every pass states the positions of its tokens."""
         return 0 if self.seen.mask is None else self.seen.mask.shape[-1]
 
 
 def list_addresses(causal: Any) -> tuple[Any, ...]:
     """List the addresses of a model's weights, and the types, hooks and adapters of its modules. A
-    captured graph is valid only while they all stay the same."""
+    captured graph is valid only while this list stays the same."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [
         (m.merged, m.disable_adapters, tuple(m.active_adapters), tuple(m.scaling.items()))

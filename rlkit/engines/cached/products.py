@@ -1,12 +1,13 @@
-"""The matrix products of a decoding step. Modules with the same input, such as the projections to
-queries, keys and values, are multiplied together.
+"""Compute the matrix products of a decoding step. Modules with the same input, such as the
+projections to queries, keys and values, are computed in one product.
 
     y = x Wᵀ + b + (x Aᵀ) B
 
-W holds the modules' weights side by side. A holds the down factors of their adapters. B is
-block-diagonal; each block is the scaling × the up factor of one adapter. So all adapters of a group
-cost two products, while PEFT's modules would take six operations for each adapter. In float32 on a
-CPU adapters cost nothing, because W is a copy with the adapters added to it.
+W is the concatenation of the modules' weights, so y is the concatenation of their outputs. A holds
+the down factors of the modules' adapters. B is block-diagonal; each block is the scaling × the up
+factor of one adapter. Therefore all adapters of a group cost two products, while PEFT's modules
+would take six operations for each adapter. In float32 on a CPU, adapters cost nothing, because W is
+a copy of the weights with the adapters added.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Part(NamedTuple):
 
 
 def find_plain_part(module: Any, half: torch.dtype | None = None) -> Part | None:
-    """Return the weights of a linear layer, with or without a plain adapter. Return None if a call
-    of the module may do anything else.
+    """Return the weights of a module that is a linear layer, with or without a plain adapter.
+    Return None if calling the module may do more than multiply by these weights.
 
-    An adapter must compute in the precision of its base. With autocast (`half` is given) it always
-    does.
+    An adapter must compute in the precision of its base layer. With autocast (`half` is given),
+    every adapter does.
     """
     if type(module) is nn.Linear:
         return Part(module) if is_plain(module) else None
@@ -73,14 +74,14 @@ def merge_weight(part: Part, dtype: torch.dtype) -> Tensor:
 def make_projection(
     derive: Derive, norm: Any | None, *modules: Any, half: torch.dtype | None = None
 ) -> Projection:
-    """Make the function from tokens to the outputs of several modules, side by side.
+    """Make the function from tokens to the concatenated outputs of several modules.
 
     Args:
-      derive: keeps a tensor made from weights; see `Trunk.derive`.
+      derive: computes a tensor from weights, and keeps the tensor up to date; see `Trunk.derive`.
       norm: the norm before the modules. The tokens given to the function are normalised, but not
         yet multiplied by the norm's weight. None: no norm.
-      modules: the modules; all read the same tokens. If one of them does more than multiply, all of
-        them are called as modules.
+      modules: the modules; all read the same tokens. If one module does more than multiply, the
+        function calls all of them as modules.
       half: the type to compute in. Weights of another type are converted once, and the copies are
         kept. None: the type of the weights.
     Several modules become one matrix in two cases: the weights are copied to `half` anyway, or they
@@ -128,7 +129,7 @@ def make_projection(
 
 
 def make_called_projection(norm: Any | None, modules: Sequence[Any]) -> Projection:
-    """Make the function from tokens to the modules' outputs, side by side. It calls each module."""
+    """Make a function that calls each module on the same tokens and concatenates the outputs."""
 
     def call(x: Tensor) -> Tensor:
         x = x if norm is None else x * norm.weight
@@ -139,8 +140,8 @@ def make_called_projection(norm: Any | None, modules: Sequence[Any]) -> Projecti
 
 
 def join_projections(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projection:
-    """Make the function from tokens to their products with all weights of `pairs`, side by side.
-    Each pair is a weight and a bias or None."""
+    """Make a function that multiplies its tokens by each weight of `pairs`, and concatenates the
+    outputs. Each pair is a weight and its bias, or a weight and None."""
     if len(pairs) == 1:
         weight, bias = pairs[0]
         return lambda x: nn_functional.linear(x, weight, bias)
@@ -164,10 +165,11 @@ def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
 def join_factors(
     derive: Derive, parts: Sequence[Part], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Join the adapters' down factors side by side [ranks, H], and put scaling × their up factors
-    on a diagonal [ranks, N].
+    """Return two matrices made from the adapters of several modules: their concatenated down
+    factors [ranks, H], and a block-diagonal matrix [ranks, N] with scaling × the up factor of each
+    adapter.
 
-    The up factors are scaled first and then rounded to `dtype`, so they are rounded only once.
+    The up factors are scaled first and then rounded to `dtype`, so that each is rounded only once.
     """
 
     def down() -> Tensor:

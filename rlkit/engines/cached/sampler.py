@@ -1,5 +1,5 @@
-"""The state of every slot's completion in the cached engine, as tensors with one entry per slot
-[S], and the draw of its next token."""
+"""Keep the state of every slot's completion in the cached engine, and sample its next token. The
+state is a set of tensors with one entry per slot, [S]."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STATE = (
 
 
 class Saved(NamedTuple):
-    """Keep the tokens drawn for a completion before its row lost its slot and pages, and the state
-    of its thinking budget."""
+    """Keep an unfinished completion whose row has lost its slot and pages: the tokens sampled so
+    far, and the state of the thinking budget."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -38,14 +38,16 @@ class Saved(NamedTuple):
 
 class Sampler:
     """Hold the state of all slots except their keys and values. The host reads this state only in
-    `take`, in `save`, and in `draw` if a thinking tag is written with several tokens.
+    three cases: in `take`, in `save`, and in `draw` if a thinking tag consists of several tokens.
 
-    last, position      the last token, and its position
-    count, limit, seed  tokens drawn so far, most tokens to draw, and the seed of the completion
-    draws, ended        whether a slot draws; whether it has ended since the last call of `take`
+    last, position      the last token of the slot, and the position of this token
+    count, limit, seed  the number of tokens sampled so far, the most tokens to sample, and the seed
+                        of the completion
+    draws, ended        whether tokens are sampled in the slot, and whether its completion has ended
+                        since the last call of `take`
     tokens, logprobs, forced
                         the completion: its token ids, their log-probs, and whether the engine
-                        wrote a token in place of the policy's choice. Slots that do not draw
+                        wrote a token in place of the policy's choice. Slots with no token to sample
                         write to the last column, and nothing reads this column.
     """
 
@@ -86,8 +88,8 @@ class Sampler:
 
     @property
     def asks_the_host(self) -> bool:
-        """Return whether the host must read each drawn token, because a thinking tag is written
-        with several tokens. A draw of this kind cannot be captured in a CUDA graph."""
+        """Return whether the host must read each sampled token, because a thinking tag consists of
+        several tokens. Sampling of this kind cannot be captured in a CUDA graph."""
         return self.budget is not None and self.policy.renderer.thinking.ids is None
 
     def begin_call(self, params: SamplingParams) -> None:
@@ -115,8 +117,8 @@ class Sampler:
             self.budget.begin(at, contexts)
 
     def save(self, slots: Sequence[int]) -> list[Saved]:
-        """Return the tokens drawn so far in these slots, so that another slot can continue their
-        completions."""
+        """Return the tokens sampled so far in these slots, with the rest of the completions' state,
+        so that another slot can continue the completions."""
         at = torch.tensor(slots, device=self.device)
         counts = self.count[at].tolist()
         tokens = self.tokens[at].tolist()
@@ -133,8 +135,8 @@ class Sampler:
         ]
 
     def go_on(self, at: Tensor, saved: Sequence[Saved]) -> None:
-        """Continue saved completions in the slots `at`, right after `begin`. The model has already
-        read all of their saved tokens."""
+        """Continue saved completions in the slots `at`. Call this right after `begin`, when the
+        model has already read the context and all saved tokens."""
         width = self.tokens.shape[1]
 
         def fill(parts: Sequence[Sequence[float]], like: Tensor) -> Tensor:
@@ -153,13 +155,13 @@ class Sampler:
             self.budget.follow(at, torch.tensor(last, device=self.device))
 
     def draw(self, at: Tensor, logits: Tensor, begun: bool = False) -> None:
-        """Draw the next token of the slots `at`, from the logits [n, V] of their last tokens.
+        """Sample the next token of the n slots `at`, from the logits [n, V] of their last tokens.
 
         The model has not read the new token yet.
 
         Args:
-          begun: True if the last token belongs to the completion and the model has read it. False
-            for the first draw after a context was read.
+          begun: True if the slot's last token belongs to the completion and the model has read this
+            token. False for the first token sampled after a context was read.
         """
         draws = self.draws[at]
         count = self.count[at]
@@ -208,7 +210,8 @@ class Sampler:
             self.budget.move(source, target)
 
     def stop(self, at: Tensor) -> None:
-        """Stop drawing in these slots. Decoding steps still compute these slots, without effect."""
+        """Stop sampling in these slots. Decoding steps still compute these slots, without
+        effect."""
         self.draws[at] = False
         self.ended[at] = False
         self.position[at] = 0

@@ -1,5 +1,5 @@
-"""The decoder of the cached engine. It decides when contexts are read, when slots draw, and when
-the host checks for ended completions.
+"""Schedule the decoding of the cached engine. This file decides when contexts are read, when the
+next tokens are sampled, and when the host checks for ended completions.
 
     queue ──▶ slot ──▶ new tokens in one pass ──▶ one token a step in all slots ──▶ completion
                ▲                                                                        │
@@ -7,10 +7,10 @@ the host checks for ended completions.
 
 An episode keeps its pages until it is released, so a turn costs only its new tokens. Equal prompts,
 such as the prompts of one group's samples, are read once. The host reads no tensor in a decoding
-step: every slot in use goes through the model, and slots that do not draw are masked. So on CUDA
-the step can be captured as a graph, for a few numbers of slots and pages, and the host looks for
-ended completions only every few steps. Pages and graphs stay in place from call to call, as long as
-the weights stay in place.
+step. Every slot in use goes through the model, and slots with no token to sample are masked.
+Therefore a step on CUDA can be captured as a graph, for a few numbers of slots and pages. The host
+checks for ended completions only every few steps. Pages and graphs stay in place from call to call,
+as long as the weights stay in place.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from rlkit.engines.cached.slots import Row, Slots
 from rlkit.types import Generation, Policy, SamplingParams
 
 MOST_READ = 1 << 14  # the most tokens read in one pass, padding included
-# Reading a few contexts costs more than letting them wait. The contexts of waiting rows are read
-# when these rows are at least 1 / READ_AT of the rows in slots, or when the sum of their waits
-# reaches (rows in slots) / WAIT steps.
+# Reading a few contexts costs more than letting them wait. The contexts of waiting rows are read in
+# two cases. In the first case, these rows are at least 1 / READ_AT of the rows in slots. In the
+# second case, the numbers of steps that they have waited add up to at least (rows in slots) / WAIT.
 READ_AT = 32
 WAIT = 4
-QUARTERS = 4  # a captured step is cut into this many parts
+QUARTERS = 4  # a captured step divides its slots into this many ranges
 SLOTS = 8  # the number of slots in a captured step is a multiple of this, or all slots
 SAMPLERS = 8  # the most samplers kept, one for each kind of sampling parameters
 
 
 class Scheduler:
-    """Schedule the model's work: hold the slots, and choose between reading contexts and decoding.
+    """Schedule the model's work. This class holds the slots, and it decides in each round whether
+    the model reads contexts or decodes.
 
     Args:
       max_rows, check_every, cuda_graphs, kernel: see `Cached`.
@@ -73,7 +74,8 @@ class Scheduler:
         self.on_cpu = not can_capture(device)
         self.cuda_graphs = cuda_graphs and not self.on_cpu
         self.in_parts = not self.on_cpu and not in_place
-        # one position more than the context has: a row that has ended may point to it
+        # one position more than the context has, because a row that has ended may point to this
+        # position
         context = policy.context_length + 1
         self.pages = Pages(
             max(tokens, context), max_rows, context, device, FLASH_PAGE if in_place else PAGE
@@ -130,8 +132,8 @@ class Scheduler:
 
     @torch.inference_mode()
     def advance(self) -> list[tuple[int, Generation]]:
-        """Read the contexts of waiting rows in one or more passes, or decode for a few steps.
-        Return the completions that have ended, each with the key of its episode."""
+        """Read the contexts of waiting rows in one or more passes, or decode for `check_every`
+        steps. Return the completions that have ended, each with the key of its episode."""
         if self.changed:
             self.fill()
         reading = self.slots.reading
@@ -175,8 +177,8 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- slots
 
     def fill(self) -> None:
-        """Give free slots to rows in the queue, and move rows so that the slots in use are the
-        first ones."""
+        """Give free slots to rows in the queue. Then move rows so that the slots in use have the
+        lowest numbers."""
         self.changed = False
         stopped = self.slots.stopped
         self.slots.stopped = []
@@ -193,8 +195,9 @@ class Scheduler:
                 self.sampler.move(*self.tensor(order).T)
         enter = self.slots.reading
         if enter:
-            # These rows draw nothing until their contexts are read. Until then every step writes
-            # keys and values at their positions, and the reading pass overwrites them.
+            # No token is sampled for these rows until their contexts are read. Until then every
+            # step writes keys and values at the rows' positions, and the reading pass overwrites
+            # these keys and values.
             at = self.tensor([row.slot for row in enter])
             self.sampler.stop(at)
             self.sampler.position[at] = self.tensor([row.known for row in enter])
@@ -216,8 +219,9 @@ class Scheduler:
         return self.samplers[key]
 
     def make_room(self, steps: int) -> None:
-        """Give every drawing slot pages for `steps` more tokens. If pages run out, some rows lose
-        their slot and pages; the tokens they have drawn are saved."""
+        """Give pages for `steps` more tokens to every slot in which tokens are sampled. If pages
+        run out, some rows lose their slot and pages. The tokens already sampled for these rows are
+        saved."""
         cut = self.slots.extend(steps)
         drew = [(row, slot) for row, slot in cut if not row.reads]
         if drew:
@@ -235,7 +239,8 @@ class Scheduler:
     # -------------------------------------------------------------------------------------- reading
 
     def read(self, rows: Sequence[Row]) -> None:
-        """Read the new part of these rows' contexts, and draw the next token of each row."""
+        """Let the model read the unread part of these rows' contexts, and sample the next token of
+        each row."""
         page = self.pages.page
         firsts: dict[Any, Row] = {}  # (a prompt, its shared pages) → the row that reads the prompt
         sources = []
@@ -270,18 +275,19 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- decoding
 
     def draw(self) -> None:
-        """Draw `check_every` tokens in every drawing slot; then the host looks for ended
-        completions again."""
+        """Sample `check_every` tokens in every slot whose completion has not ended. Afterwards, the
+        host checks again for ended completions."""
         self.make_room(self.check_every)
         longest = self.slots.longest
         for _ in range(self.check_every):
             self.step(longest)
 
     def step(self, longest: int) -> None:
-        """Draw one more token in every drawing slot. The state of the other slots does not change.
+        """Sample one more token in every slot whose completion has not ended. The state of the
+        other slots does not change.
 
         Args:
-          longest: the most positions seen by any drawing slot.
+          longest: the most positions that the new token of any slot attends to.
         """
         assert self.params is not None
         rows = len(self.slots.rows)
@@ -299,9 +305,9 @@ class Scheduler:
             self.decode(slots, max(columns), parts)
 
     def cut_equally(self, slots: int) -> Sequence[Part]:
-        """Cut the slots into parts of equal size. For every slot of a part, the model reads as many
-        pages as the part's longest row has, rounded up by `round_to_bucket`. The slots are sorted
-        by length, so few pages are read in vain."""
+        """Divide the slots into ranges of equal size. For every slot of a range, the model reads as
+        many pages as the range's longest row has, rounded up by `round_to_bucket`. The slots are
+        sorted by length, so few pages are read in vain."""
         number = QUARTERS if self.in_parts else 1
         edges = sorted({slots * k // number for k in range(number + 1)})
         parts = []
@@ -312,11 +318,11 @@ class Scheduler:
         return parts
 
     def decode(self, slots: int, columns: int, parts: Sequence[Part] = ()) -> None:
-        """Run one decoding step for the first `slots` slots, over the first `columns` columns of
-        the table. Each of `parts` may read fewer columns.
+        """Run one decoding step for the first `slots` slots. The step reads the first `columns`
+        columns of the table of pages; each range of slots in `parts` may read fewer columns.
 
-        The step reads and writes only the state tensors, in place, and the host reads none of them.
-        So it can be captured as a CUDA graph.
+        The step reads and writes only the state tensors, in place, and the host reads none of these
+        tensors. Therefore the step can be captured as a CUDA graph.
         """
         sampler = self.sampler
         if self.kernel is not None and self.fused:
@@ -326,7 +332,8 @@ class Scheduler:
         sampler.draw(self.pages.indices[:slots], logits, begun=True)
 
     def measured(self, slots: int) -> Sequence[Part]:
-        """Cut the slots in use into parts of similar length. Used only on a CPU."""
+        """Divide the slots in use into ranges with rows of similar length. This is used only on a
+        CPU."""
         if not self.parts:
             reach = self.slots.reach[:slots]
             self.parts = cut_slots([max(1, n) for n in reach.tolist()])
@@ -338,8 +345,8 @@ class Scheduler:
 
 def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Yield groups of rows, each to be read in one pass. In a group, either no row has cached
-    tokens or every row has some. A pass has at most MOST_READ tokens with padding, unless it has
-    only one row."""
+    tokens, or every row has cached tokens. A pass has at most MOST_READ tokens with padding, unless
+    the group has only one row."""
     part: list[Row] = []
     width = 0
     for row in rows:
@@ -357,14 +364,15 @@ def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def round_to_bucket(number: int) -> int:
-    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, … So few shapes occur, and each is at most
-    1.5 times as large as needed."""
+    """Round a number up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, … Because of the rounding, captured
+    steps have only a few different shapes. The result is at most 1.5 times as large as the
+    number."""
     octave = 1 << (number - 1).bit_length()  # the next power of two
     return octave * 3 // 4 if octave > 2 and number <= octave * 3 // 4 else octave
 
 
 def select_captured_settings(params: SamplingParams) -> Any:
-    """Return the parameters that a captured step depends on. For the temperature, only its kind
+    """Return the sampling parameters that select a captured step. Of the temperature, only its kind
     matters: 0 (greedy), 1 (no division), or any other value."""
     return params._replace(
         temperature=params.temperature if params.temperature in (0, 1) else -1.0,

@@ -1,13 +1,14 @@
-"""The owners of slots and pages. This file computes with plain numbers on the host, and with no
-tensors.
+"""Decide which completions hold the slots and pages of the cache. This file computes with plain
+numbers on the host, and with no tensors.
 
     submit ──▶ queue ──▶ a slot, and pages for the context ──▶ finish ──▶ held, until the next
                  ▲                     │                                  prompt of the episode
                  └── cut: no page left ┘
 
-If no page is free, the episodes that wait for their environment lose their pages first. Next, the
-row with the fewest drawn tokens is cut: it loses its slot and pages and goes back to the queue. The
-choice depends on contexts and seeds alone.
+A row is a completion that is sampled or waits for its turn. If no page is free, the episodes that
+wait for their environment lose their pages first. Next, the row with the fewest sampled tokens is
+cut: the row loses its slot and pages and goes back to the queue. The choice of the row depends on
+contexts and seeds alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlkit.engines.cached.sampler import Saved
 from rlkit.types import agreement
 
 # While more than PLENTY pages are free for each slot in use, a row gets AHEAD pages at once. This
-# costs the host less than giving single pages.
+# costs the host less time than giving one page at a time.
 AHEAD = 4
 PLENTY = 2 * AHEAD
 FOREVER = 1 << 60  # a number of steps that no run reaches
@@ -37,13 +38,14 @@ class Row:
       key: the key of the episode.
       prompt: the tokens before the completion.
       seed: the seed of the completion.
-      need: upper bound of the tokens in prompt and completion together.
+      need: the most tokens that prompt and completion can have together.
       known: the number of leading tokens with keys and values in the pages.
       pages: the numbers of the row's pages, in the order of the tokens.
-      saved: the part of the completion drawn before the row was cut, that is, before it lost its
-        slot and pages; None if it was not cut.
-      tokens: used only between two completions: the tokens with keys and values in the pages.
-      slot: the row's slot; -1 if it has none.
+      saved: the tokens sampled before the row was cut, that is, before the row lost its slot and
+        pages. None if the row was not cut.
+      tokens: the tokens with keys and values in the pages. The field is used only between two
+        completions of the episode.
+      slot: the number of the row's slot; -1 if the row has no slot.
       reads: True if the model must still read a part of the context.
     """
 
@@ -60,28 +62,32 @@ class Row:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Return the tokens to read before the next token is drawn."""
+        """Return the tokens that the model must read before the next token can be sampled."""
         return self.prompt if self.saved is None else self.prompt + self.saved.token_ids
 
     @property
     def order(self) -> tuple[bool, bool, int, tuple[int, ...], int]:
-        """Return the sort key of the queue. Rows that were cut come first, then rows with a part of
-        their context in pages, then the shortest prompts. Samples of one prompt are neighbours."""
+        """Return the sort key of the queue. Rows that were cut come first. Next come rows with a
+        part of their context in pages, and then the rows with the shortest prompts. Samples of one
+        prompt are neighbours."""
         return self.saved is None, not self.known, len(self.prompt), self.prompt, self.key
 
 
 class Slots:
     """Hold the queue, the rows in slots, and the episodes waiting for their environment.
 
-    The slots in use are the first ones. A None among the rows is a free slot between them (a hole);
-    `fill` closes holes.
+    The slots in use have the lowest numbers. A None in `rows` is a free slot among the slots in use
+    (a hole). `fill` closes holes.
 
     Attributes:
       clock: the number of decoding steps for which pages were given out.
-      start: for each slot, the clock when it began to draw, minus the number of tokens it held
-        then. So clock - start is the most tokens it can hold now.
-      most: for each slot, an upper bound of its tokens; 0 if it does not draw.
-      room: for each slot, the number of tokens its pages can hold; 0 if it does not draw.
+      start: for each slot, `clock - n` at the time when sampling began in the slot, for the n
+        tokens held by the slot at that time. Therefore `clock - start` is the most tokens that the
+        slot can hold now.
+      most: for each slot, the most tokens of its context and completion together; 0 if no token is
+        sampled in the slot.
+      room: for each slot, the number of tokens that fit into its pages; 0 if no token is sampled in
+        the slot.
       safe: no slot needs another page while the clock is at most this number.
     """
 
@@ -103,18 +109,20 @@ class Slots:
 
     @property
     def reach(self) -> np.ndarray:
-        """Return an upper bound of each slot's tokens at the time when the host looks again; 0 if
-        the slot does not draw."""
+        """Return the most tokens that each slot can hold when the host next reads the slots' state.
+        The number is 0 if no token is sampled in the slot."""
         return np.minimum(self.clock - self.start, self.most)
 
     @property
     def longest(self) -> int:
-        """Return an upper bound of `reach`, computed without array arithmetic."""
+        """Return a number that is at least as high as every entry of `reach`, and at least 1. The
+        number is computed without array arithmetic."""
         return max(1, min(self.clock - self.oldest, self.furthest))
 
     @property
     def idle(self) -> bool:
-        """Return whether no row reads, draws or waits for a slot."""
+        """Return whether no completion is left: no row is in a slot, and no row waits for a
+        slot."""
         return not self.queue and not any(self.rows)
 
     @property
@@ -128,8 +136,8 @@ class Slots:
         return [row for row in self.rows if row is not None and row.reads]
 
     def submit(self, key: int, prompt: tuple[int, ...], seed: int, need: int) -> None:
-        """Queue a completion. If its episode still has pages, the completion begins with the pages
-        of the tokens shared with the new prompt."""
+        """Queue a completion. If its episode still has pages, the completion keeps the pages of the
+        tokens that the new prompt shares with the episode so far."""
         row = self.held.pop(key, None)
         if row is None:
             row = Row(key, prompt, seed, need)
@@ -143,8 +151,9 @@ class Slots:
     def _keep(self, row: Row, known: int) -> None:
         """Give back the row's pages after the first `known` tokens.
 
-        A row must not write to a page that it shares with others. If the last page kept would be
-        partly filled and is shared, it is given back too, and the model reads its tokens again.
+        A row must not write to a page that it shares with other rows. If the last page to keep
+        would be partly filled and is shared, this page is given back too. The model then reads the
+        tokens of this page again.
         """
         full = known // self.pages.page
         if known % self.pages.page and self.pages.holders[row.pages[full]] == 1:
@@ -169,8 +178,8 @@ class Slots:
                 self.pages.give_back(row.pages)
 
     def finish(self, row: Row, token_ids: Sequence[int]) -> None:
-        """End the completion of a row. The model has not read its last token; the pages of all
-        other tokens stay with the episode."""
+        """End the completion of a row. The model has not read the completion's last token. The
+        pages of all other tokens stay with the episode."""
         row.tokens = (*row.prompt, *token_ids[:-1])
         self._leave(row)
         kept = self.pages.span(len(row.tokens))
@@ -202,8 +211,8 @@ class Slots:
     # -------------------------------------------------------------------------------------- filling
 
     def fill(self) -> list[tuple[int, int]]:
-        """Give free slots to rows of the queue, and move the last rows into the remaining holes.
-        Return the moves as pairs (source, target)."""
+        """Give free slots to rows of the queue. Then move the rows with the highest slots into the
+        remaining holes. Return the moves as pairs (source slot, target slot)."""
         if not self.ordered:
             self.queue.sort(key=attrgetter("order"), reverse=True)
             self.ordered = True
@@ -213,8 +222,8 @@ class Slots:
         # prompt → the first row with this prompt among the rows that enter in this call
         firsts: dict[tuple[int, ...], Row] = {}
         for slot in free:
-            # Each drawing row needs a new page now and then. Without a margin of free pages, a row
-            # could enter a slot and be cut again after a few steps.
+            # Each row that is being sampled needs a new page now and then. Without a margin of free
+            # pages, a row could enter a slot and be cut again after a few steps.
             if not self.queue or not self._admit(slot, firsts, active):
                 break
             active += 1
@@ -231,7 +240,7 @@ class Slots:
         if fresh and row.prompt in firsts:
             shared = firsts[row.prompt].pages[: len(context) // self.pages.page]
         elif fresh and row.prompt in self.read:
-            # the last token must be read again: the first draw needs its hidden state
+            # the last token must be read again, because its hidden state gives the first new token
             shared = self.read[row.prompt].pages[: (len(context) - 1) // self.pages.page]
             known = len(shared) * self.pages.page
         wanted = self.pages.span(len(context) + 1) - len(row.pages) - len(shared)
@@ -251,9 +260,9 @@ class Slots:
         return True
 
     def _find(self, wanted: int, row: Row) -> bool:
-        """Return whether `wanted` pages are free for a row, after freeing pages if necessary.
-        Episodes that wait for their environment lose their pages first, beginning with the fewest
-        tokens. Next, other rows in the queue lose theirs."""
+        """Return whether `wanted` pages are free for a row. If too few are free, first take pages
+        away from others. Episodes that wait for their environment lose their pages first, beginning
+        with the episode with the fewest tokens. Next, other rows in the queue lose their pages."""
         left = self.pages.left
         while len(left) < wanted and self.held:
             held = min(self.held.values(), key=lambda own: (len(own.tokens), own.tokens, own.seed))
@@ -265,15 +274,16 @@ class Slots:
         return len(left) >= wanted
 
     def _strip(self, row: Row) -> None:
-        """Take all pages from a row. Its whole context must be read again."""
+        """Take all pages away from a row. The model must then read the row's whole context
+        again."""
         self.pages.give_back(row.pages)
         row.pages = []
         row.known = 0
         self.ordered = False
 
     def _close(self, holes: Iterable[int]) -> list[tuple[int, int]]:
-        """Move the last rows into the holes, so that the slots in use are the first ones. Return
-        the moves as pairs (source, target)."""
+        """Move the rows with the highest slots into the holes, so that no hole is left. Return the
+        moves as pairs (source slot, target slot)."""
         moves = []
         for hole in holes:
             while self.rows and self.rows[-1] is None:
@@ -299,8 +309,8 @@ class Slots:
         """Put the rows with the longest contexts into the first slots, so that neighbours have
         similar lengths.
 
-        Returns: the moves as pairs (source, target). The caller must apply them all at the same
-        time.
+        Returns: the moves as pairs (source slot, target slot). The caller must apply all moves at
+        the same time.
         """
 
         reach = self.reach.tolist()
@@ -325,7 +335,7 @@ class Slots:
     # -------------------------------------------------------------------------------------- drawing
 
     def begin(self, row: Row) -> None:
-        """Let a row draw from now on. The model has read its context."""
+        """Sample tokens for a row from now on. The model has read the row's context."""
         row.known = len(row.context)
         row.reads = False
         self.read.setdefault(row.prompt, row)
@@ -334,9 +344,10 @@ class Slots:
         self.safe = -1
 
     def extend(self, steps: int) -> list[tuple[Row, int]]:
-        """Give every drawing row pages for `steps` more tokens.
+        """Give pages for `steps` more tokens to every row that is being sampled.
 
-        Returns: the rows cut to make room, each with its former slot. They wait in the queue again.
+        Returns: the rows that lost their slot and pages to make room, each with its former slot.
+        These rows wait in the queue again.
         """
         self.clock += steps
         if self.clock <= self.safe:
@@ -371,8 +382,8 @@ class Slots:
         return cut
 
     def _find_weakest(self) -> Row:
-        """Return the row with the fewest drawn tokens; among equals, the row with the shortest
-        prompt."""
+        """Return the row with the fewest sampled tokens. Among rows with equally many, return the
+        row with the shortest prompt."""
         reach = self.reach.tolist()
         return min(
             self.active,
@@ -385,7 +396,8 @@ class Slots:
         )
 
     def _cut(self, row: Row) -> None:
-        """Take a row's slot and pages. It waits in the queue until its context is read again."""
+        """Take away a row's slot and pages, and put the row back into the queue. Once the row has a
+        slot again, the model reads its whole context again."""
         self.stopped.append(row.slot)
         self._leave(row)
         self._strip(row)

@@ -1,5 +1,5 @@
-"""The decoder for models with a window in some layers. The cache serves short contexts, and the
-reference engine decodes longer ones."""
+"""Decode with models that have a window in some layers. Short contexts are decoded with the cache,
+and longer contexts by the reference engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Windowed(Scheduler):
     The reference engine decodes all other completions, even if the same episode has used the cache
     before.
 
-    Both engines draw the same tokens. The reference engine decodes its completions together, when
-    nothing is left to do in the cache.
+    Both engines sample the same tokens. The reference engine decodes all of its completions
+    together, after every completion in the cache has ended.
 
     Args:
       policy: the policy with its whole context.

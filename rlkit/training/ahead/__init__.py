@@ -1,5 +1,5 @@
-"""Sampling ahead of training. Each RL step learns from groups of episodes. This package decides
-which version of the weights samples the groups, and in which process.
+"""Sample groups of episodes ahead of training. Each RL step learns from groups. This package
+decides which version of the weights samples the groups, and in which process.
 
 The files, in order; each imports only from the files above it:
 

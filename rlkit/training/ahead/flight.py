@@ -1,12 +1,11 @@
-"""Records of sampling ahead: a request for the groups of a step, the groups, and everything in
-flight.
+"""Record the groups in flight: groups that have been requested, but not yet trained on.
 
     weights after step v ── sample ──▶ groups of step v + staleness ── in flight ──▶ learner.step
 
-"In flight" are the groups between their request and their learning step. Each group is numbered by
-its RL step and by its position in this step. Groups are requested and consumed in this order, and
-none is dropped. At most (staleness + 1) × batch.prompts groups wait for their learning step. With a
-staleness of 0 this is the synchronous run.
+A group is in flight from its request until the RL step that learns from it. Each group is numbered
+by its RL step and by its position in this step. Groups are requested and consumed in this order,
+and no group is dropped. At most (staleness + 1) × batch.prompts groups are in flight. With a
+staleness of 0, a run samples and trains in turn.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from rlkit.types import Rollout, Task, is_record
 
 
 class StepGroups(NamedTuple):
-    """The groups of one RL step, sampled and scored."""
+    """Hold the groups of one RL step, sampled and scored."""
 
     step: int  # how many RL steps are done before the step that learns from the groups
     version: int  # how many RL steps had trained the sampling weights
     sampled: list[Rollout]  # all scored episodes of the step
     trained: list[Rollout]  # the rollouts to train on
-    before: StreamState  # the prompt stream before the step's prompts were drawn
-    after: StreamState  # the prompt stream after they were drawn
+    before: StreamState  # the prompt stream before the step took its prompts
+    after: StreamState  # the prompt stream after the step took its prompts
     settings: str  # digest of all other settings with an effect on the groups (`digest_settings`)
 
 
 class Request(NamedTuple):
-    """A request to sample the groups of an RL step."""
+    """Describe the groups of an RL step that are still to be sampled."""
 
     step: int
     version: int
@@ -53,7 +52,7 @@ class Request(NamedTuple):
 
     @property
     def after(self) -> None:
-        """Return None: refills may draw more prompts, so the state of the prompt stream is known
+        """Return None. Refills may take more prompts, so the state of the prompt stream is known
         only after sampling."""
 
 
@@ -61,24 +60,25 @@ InFlight = StepGroups | Request
 
 
 class Flight(NamedTuple):
-    """All sampled groups and requests in flight, in the order of their RL steps."""
+    """List the groups in flight, in the order of their RL steps. The list holds the groups that are
+    already sampled, and the requests for all other groups."""
 
     consumed: StreamState = StreamState()  # the prompt stream after the last finished RL step
     ahead: tuple[InFlight, ...] = ()
 
     @property
     def after(self) -> StreamState | None:
-        """Return the state of the prompt stream for the next groups, or None as long as it is
-        unknown."""
+        """Return the state of the prompt stream after all groups in flight. Return None as long as
+        this state is unknown."""
         return self.ahead[-1].after if self.ahead else self.consumed
 
 
 def compute_version(step: int, staleness: int) -> int:
-    """Return the version of the weights that samples the groups of an RL step. A version is a
-    number of RL steps. Only this function decides it.
+    """Return the version of the weights that samples the groups of an RL step. A version is the
+    number of RL steps that have trained the weights.
 
     A resumed run may no longer have this version, because asynchrony.staleness was lowered or
-    trainer.steps was raised. It then samples with the current weights, which are newer.
+    trainer.steps was raised. The run then samples with the current weights, which are newer.
 
     >>> [compute_version(step, 2) for step in range(5)]
     [0, 0, 0, 1, 2]
@@ -87,16 +87,16 @@ def compute_version(step: int, staleness: int) -> int:
 
 
 def list_due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
-    """List the steps to request now. They come after the last step in flight, and their groups may
-    be sampled by the weights of version `now`."""
+    """List the RL steps for which groups can be requested now. These steps come after the last step
+    with groups in flight, and weights of version `now` may sample their groups."""
     first = flight.ahead[-1].step + 1 if flight.ahead else now
     steps = range(first, max(x.trainer.steps, now + 1))
     return [*takewhile(lambda step: compute_version(step, x.asynchrony.staleness) <= now, steps)]
 
 
 def digest_settings(x: Experiment) -> str:
-    """Digest the settings with an effect on a step's groups: sampling, environment, reward, batch
-    and refills. A function enters the digest by its name.
+    """Return a digest of all settings with an effect on a step's groups: sampling, environment,
+    reward, batch and refills. For a function, the digest contains its name.
 
     Args:
       x: the experiment of the step.
@@ -132,12 +132,11 @@ def _plain(part: Any) -> Any:
 
 
 def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str, Any]:
-    """Convert a flight to plain values and tensors. The result holds no tasks, because the prompt
-    stream can draw them again.
+    """Convert the groups in flight to plain values and tensors, for a checkpoint. The result holds
+    no tasks, because the prompt stream can produce the same tasks again.
 
     Args:
-      weights: version → bytes of the weights. It holds every version needed by a request in the
-        flight.
+      weights: version → the weights as bytes, for every version needed by a request in flight.
     """
     return {
         "stream": list(flight.consumed),
@@ -154,11 +153,12 @@ def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str,
 def unpack_flight(
     saved: Mapping[str, Any], tasks: Sequence[Task], x: Experiment, progress: Progress, kinds: Any
 ) -> Flight:
-    """Restore a flight from the value of `pack_flight`, and drop the groups that no longer fit.
+    """Restore the groups in flight from the value of `pack_flight`. Drop the groups that the
+    present config would sample differently.
 
-    The first groups or request that do not fit are dropped, together with everything after them. A
-    printed line names the dropped steps. An entry does not fit if the present config would sample
-    it differently, or if its type is not in `kinds`.
+    Entries are checked in the order of their RL steps. The first entry that does not fit is
+    dropped, together with all later entries. An entry also does not fit if its type (groups or
+    request) is not in `kinds`. A printed line names the dropped steps.
 
     Raises: DataError if the tasks have changed.
     """
@@ -212,8 +212,8 @@ def unpack_groups(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> Tensor:
-    """Encode rollouts as bytes in a tensor, so that a checkpoint's size is known before it is
-    written. Each task keeps only its id and its part of the mixture."""
+    """Encode rollouts as bytes in a tensor, so that the size of a checkpoint is known before the
+    checkpoint is written. Of each task, only its id and its part of the mixture are kept."""
     plain = [r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in rollouts]
     return torch.frombuffer(bytearray(encode_rollouts(plain)), dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Sampling in the trainer's process: asynchrony=none and asynchrony=lag."""
+"""Sample in the trainer's process, for asynchrony=none and asynchrony=lag."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlkit.types import Policy, Task
 
 
 class Here:
-    """Sample a step's groups in the trainer's process when the step receives them
+    """Sample the groups of an RL step in the trainer's process, at the beginning of this step
     (asynchrony=none).
 
     Args:
@@ -41,11 +41,12 @@ class Here:
         self.policy = policy
 
     def request(self, request: Request, clock: Clock) -> InFlight:
-        """Return the request unchanged; sampling waits until `receive`."""
+        """Return the request unchanged. The groups are sampled later, in `receive`."""
         return request
 
     def receive(self, groups: InFlight, clock: Clock) -> Received:
-        """Sample the groups, unless they are sampled already."""
+        """Sample the groups of a request, and return them. Groups that are already sampled are
+        returned unchanged."""
         return (self.sample(groups, clock) if isinstance(groups, Request) else groups), {}
 
     def sample(self, request: Request, clock: Clock) -> StepGroups:
@@ -53,12 +54,12 @@ class Here:
         return sample_groups(self.x, self.policy, self.tasks, request, request.before, clock)
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """Convert the flight to plain values and tensors."""
+        """Convert the groups in flight to plain values and tensors."""
         return pack_flight(flight)
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """Restore the groups in flight. Requests are dropped, because the weights for them are
-        gone."""
+        """Restore the groups in flight. Drop requests for groups not yet sampled, because the
+        weights to sample these groups are gone."""
         return unpack_flight(saved, self.tasks, self.x, progress, StepGroups)
 
 

@@ -1,13 +1,13 @@
-"""Write groups to disk before the trainer learns from them. This serves engines that cannot sample
-the same groups a second time (`rlkit.types.SharedEngine`).
+"""Write groups to disk before the trainer learns from them. The journal is needed for engines that
+cannot sample the same groups a second time (`rlkit.types.SharedEngine`).
 
     groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ requested again ──▶
     read from the journal
 
-A record is used only for the same step, version, settings, prompts and bits of the sampling
-weights. So a run that continues with other settings samples again. A checkpoint holds the groups in
-flight. So when a checkpoint is written, the journal deletes old records: those of all steps before
-the oldest step in flight at the previous checkpoint.
+A record is used only if a request has the same step, version, settings, prompts and bits of the
+sampling weights. Therefore a run that continues with other settings samples its groups again. A
+checkpoint also holds the groups in flight. When a checkpoint is written, the journal deletes the
+records of all steps before the oldest step in flight at the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rlkit.types import Task
 
 
 class Journal:
-    """A folder with records of groups, one file per RL step.
+    """Keep records of groups in a folder, with one file per RL step.
 
     Args:
-      folder: where the records are.
+      folder: the folder with the records.
       tasks: the training prompts of the run.
       seed: the seed of the run.
     """
@@ -41,8 +41,8 @@ class Journal:
         self.saved = 0  # the oldest step in flight at the last checkpoint
 
     def keep(self, groups: StepGroups, weights: str) -> None:
-        """Write the groups to disk and sync them before returning. If the disk is full, the run
-        warns that it cannot be repeated exactly, and continues."""
+        """Write the groups to disk, and return after the disk has stored them. If the disk is full,
+        the run prints a warning that it cannot be repeated exactly, and continues."""
         with (
             report_write_errors(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
             open_atomically(self._place(groups.step)) as file,
@@ -50,8 +50,8 @@ class Journal:
             torch.save(pack_groups(groups) | {"weights": weights}, file)
 
     def find(self, request: Request) -> StepGroups | None:
-        """Return the recorded groups of a request, or None if they have to be sampled. With None,
-        the records of this step and of all later steps are deleted."""
+        """Return the recorded groups of a request. If no record fits, delete the records of this
+        step and of all later steps, and return None; the groups must then be sampled."""
         place = self._place(request.step)
         if place.is_file():
             record = torch.load(place, weights_only=True)

@@ -1,4 +1,4 @@
-"""Choose a run's `GroupSource` by asynchrony.mode. No other place makes this choice."""
+"""Choose a run's `GroupSource` by asynchrony.mode. No other file makes this choice."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def group_source(
       x: the experiment of the whole run.
       tasks: the training prompts of the run.
       again: a function to build the experiment in a second process
-        (`rlkit.config.compose.make_builder`). None if parts of the experiment are Python objects,
-        which no config can hold.
-      folder: of the run; the second process writes its log and journal there.
+        (`rlkit.config.compose.make_builder`). None if the experiment contains Python objects, which
+        no config can hold.
+      folder: the run folder. The second process writes its log and journal into it.
     Raises: ConfigError if a second process cannot be made.
     """
     if x.asynchrony.mode == "overlap":

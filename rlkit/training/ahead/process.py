@@ -1,5 +1,6 @@
-"""The trainer's side of asynchrony=overlap. It publishes weights, sends requests, and takes answers
-as they come. `rlkit.training.ahead.sampler` is the other side."""
+"""Run the trainer's side of asynchrony=overlap. The trainer publishes weights, sends requests, and
+stores answers as they arrive. `rlkit.training.ahead.sampler` is the side of the sampling
+process."""
 
 from __future__ import annotations
 
@@ -49,9 +50,9 @@ class SamplingProcess:
     Args:
       x: the experiment of the whole run.
       tasks: the training prompts of the run.
-      again: a function to build the experiment in the second process. It must be picklable, for
-        example a partial of a module's function.
-      folder: of the run, for the journal and the output of the second process. None: the second
+      again: a function to build the experiment in the second process. The function must be
+        picklable, for example a partial of a module's function.
+      folder: the run folder, for the journal and the output of the second process. None: the second
         process prints to the trainer's output, and no journal is kept.
     Raises: ConfigError if the second process cannot be made.
     """
@@ -130,8 +131,8 @@ class SamplingProcess:
         self.publish_s += time.perf_counter() - begun
 
     def request(self, request: Request, clock: Clock) -> InFlight:
-        """Return the groups of a request if the journal has them. Otherwise send the request to the
-        sampling process, and return the request."""
+        """Return the groups of a request if the journal holds these groups. Otherwise send the
+        request to the sampling process, and return the request."""
         request = request._replace(weights=request.weights or self.weights)
         groups = self.journal.find(request) if self.journal else None
         if groups:
@@ -168,7 +169,7 @@ class SamplingProcess:
 
     def state(self, flight: Flight) -> dict[str, Any]:
         """Return the groups that have arrived, the requests without an answer, and the weights for
-        these requests. The call never waits, and every answer stays available."""
+        these requests, for a checkpoint. The call never waits, and it removes no answer."""
         flight = flight._replace(ahead=self.take_answers(flight.ahead))
         if self.journal and flight.ahead:
             self.journal.checkpoint(flight.ahead[0].step)
@@ -177,8 +178,8 @@ class SamplingProcess:
         return pack_flight(flight, weights)
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """Restore the groups in flight. Each request without an answer is sent again, after its
-        weights are back in their slot."""
+        """Restore the groups in flight. For each request without an answer, first write its weights
+        back into their slot of the shared memory, and then send the request again."""
         kept = unpack_flight(saved, self.tasks, self.x, progress, InFlight)
         flight = kept._replace(ahead=())
         for own in kept.ahead:
@@ -190,7 +191,7 @@ class SamplingProcess:
         return flight
 
     def take_answers(self, ahead: Sequence[InFlight]) -> tuple[InFlight, ...]:
-        """Return the flight's entries, with the groups in place of every answered request."""
+        """Return the entries of `ahead`, and replace each answered request by its groups."""
         while not self.answers.empty() and not self.failure:
             self._take()
         return tuple(self.here[own.step].groups if own.step in self.here else own for own in ahead)
@@ -201,9 +202,9 @@ class SamplingProcess:
             self._take()
 
     def get_slots(self, model: Any) -> WeightSlots:
-        """Return the slots for this model's weights. The first call also sends a `Handshake` to the
-        sampling process: the layout of the slots, the decoding kernel settled in the trainer, and
-        the size of the engine's cache."""
+        """Return the slots in shared memory for this model's weights. The first call also sends a
+        `Handshake` to the sampling process. The handshake holds the layout of the slots, the
+        decoding kernel chosen by the trainer, and the size of the engine's cache."""
         if self.slots is None:
             self.slots = WeightSlots(self.memory, self.x.asynchrony.staleness + 1, model)
             engine = self.x.generation.engine
@@ -224,7 +225,8 @@ class SamplingProcess:
             raise self.make_gone_error() from None
 
     def _listen(self) -> None:
-        """Take answers as they come, so that the sampling process never waits for the trainer."""
+        """Receive answers as they arrive, so that the sampling process never waits for the
+        trainer."""
         with self.connection, suppress(EOFError, OSError):
             while True:
                 data = self.connection.recv_bytes()

@@ -1,5 +1,5 @@
-"""The sampling process of asynchrony=overlap. It samples and scores groups while the trainer
-updates.
+"""Run the sampling process of asynchrony=overlap. This process samples and scores groups while the
+trainer updates the weights.
 
     trainer ── weights of version v (shared memory) ────▶ sampling process
     trainer ── request (step v + staleness, version v) ─▶ sampling process ── groups ──▶ trainer
@@ -7,8 +7,8 @@ updates.
 The sampling process builds its own experiment, model, engine and environments. It reads the
 trainable weights of each version from memory shared with the trainer. It answers requests one by
 one, in order. It samples with the same function as asynchrony=lag in the trainer (`sample_groups`).
-So its groups are the same, bit for bit, whichever process is faster. It exits when the trainer
-exits, because the connection to the trainer is then closed.
+Therefore its groups are the same, bit for bit, whichever process is faster. The sampling process
+exits when the trainer exits, because the connection to the trainer is then closed.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ START = (
 
 
 class Handshake(NamedTuple):
-    """The trainer's first message to the sampling process: the settings that both processes
+    """Hold the trainer's first message to the sampling process: the settings that both processes
     share."""
 
     slots: int  # how many versions of the weights fit into the shared memory
     layout: Sequence[Any]  # name, type and shape of each weight in a slot (`WeightSlots.layout`)
-    # generation.kernel, as settled in the trainer
+    # the decoding kernel that the trainer has chosen for generation.kernel
     kernel: Literal["auto", "eager", "fused"] | None
     cached_tokens: int | None  # size of the engine's cache in tokens; None: the engine decides
 
 
 class Answer(NamedTuple):
-    """The sampling process's answer to a request."""
+    """Hold the sampling process's answer to a request."""
 
     groups: StepGroups
     # seconds of the sampling process. idle_s: waiting for the request. handover_s: reading the
     # weights. sampling_s: sampling and scoring the groups
     seconds: dict[str, float]
     sessions: list[float]  # seconds that each episode spent in its session
-    engine: dict[str, float]  # figures of the engine, for the step's row
+    engine: dict[str, float]  # metrics of the engine, for the step's row
     kernel: Any  # the kernel that the engine decoded with
     cached_tokens: int | None  # size in tokens of the cache that the engine decoded with
     # global state of the process that user functions have changed (rlkit.system.shared_state)
@@ -104,7 +104,7 @@ def _stop(number: int, _: Any) -> None:
 
 
 def _listen(link: Connection, messages: queue.SimpleQueue[Any], parent: int) -> None:
-    """Put the trainer's messages into a queue as they arrive. When the trainer is gone, end the
+    """Put the trainer's messages into a queue as they arrive. If the trainer has exited, end this
     process immediately."""
     try:
         with suppress(EOFError, OSError):
@@ -137,7 +137,8 @@ def serve(
         x = again()
         engine = x.generation.engine
         if isinstance(engine, SharedEngine):
-            # no wait is needed in this process: the trainer waits before it uses the shared servers
+            # no wait is needed in this process, because the trainer waits before it uses the shared
+            # servers
             engine.lent = lambda: None
         policy, device = _load_policy(x)
         loaded = None

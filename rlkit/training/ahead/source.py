@@ -1,4 +1,5 @@
-"""The contract for sampling the groups of each step, and its use in a step."""
+"""Define the contract for sampling the groups of each step, and get a step's groups through this
+contract."""
 
 from __future__ import annotations
 
@@ -24,26 +25,26 @@ Received = tuple[StepGroups, dict[str, float]]  # the groups; name → seconds o
 
 
 class GroupSource(Protocol):
-    """A source of sampled and scored groups for the RL steps of a run.
+    """Define a source of sampled and scored groups for the RL steps of a run.
 
-    Calls come in this order, and requests in the order of their steps:
+    The methods are called in this order. Requests come in the order of their steps:
 
         publish, request, request, …, receive   in each step; publish only if requests follow
         state                                   between steps
         restore                                 at most once, before all others
 
-    The flight, and not the source, records how many groups have been consumed. So a step may be
-    interrupted while it samples. The run then continues from the `state` of the flight before this
-    step.
+    The groups in flight are listed in a `Flight`, and the source itself does not record how many
+    groups have been consumed. Therefore a step may be interrupted while it samples. The run then
+    continues from the `state` of the `Flight` before this step.
     """
 
     def publish(self, policy: Policy, version: int) -> None:
-        """Name the policy's present weights as this version. All requests until the next call are
-        sampled with these weights."""
+        """Give the policy's present weights to the source, under the number of their version. All
+        requests until the next call of `publish` are sampled with these weights."""
 
     def request(self, request: Request, clock: Clock) -> InFlight:
         """Ask for the groups of a step. If the groups exist already, return them. Otherwise return
-        the request, completed with everything that another process needs to repeat it."""
+        the request, with all information that another process needs to repeat the request."""
 
     def receive(self, groups: InFlight, clock: Clock) -> Received:
         """Wait until the groups are sampled, and return them.
@@ -54,11 +55,13 @@ class GroupSource(Protocol):
         """
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """Return everything that another process needs to continue, as plain values and tensors."""
+        """Return the groups in flight as plain values and tensors, complete enough for another
+        process to continue the run."""
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """Continue from the value of `state`. The returned flight ends before the first groups that
-        the present config would sample differently.
+        """Continue from the value of `state`, and return the groups in flight. If the present
+        config would sample the groups of a step differently, the groups of this step and of all
+        later steps are left out.
 
         Raises: DataError if the tasks have changed.
         """
@@ -73,11 +76,12 @@ def get_next_groups(
     progress: Progress,
     clock: Clock,
 ) -> tuple[StepGroups, Flight, dict[str, float]]:
-    """Return the groups for the next step, the flight after this step, and figures for the step's
+    """Return the groups for the next step, the `Flight` after this step, and metrics for the step's
     row.
 
-    The function first requests all groups due for the current weights, each with the settings of
-    its own step. If it is interrupted, the caller's flight is still valid.
+    The function first requests all groups that the current weights must sample. Each request has
+    the settings of its own step. If the function is interrupted, the argument `flight` is still
+    valid.
 
     staleness/in_flight_groups     groups sampled, or being sampled, for later steps
     staleness/wait_s               asynchrony=overlap only: seconds that the trainer waited for its
@@ -90,8 +94,8 @@ def get_next_groups(
 
     Args:
       x: the experiment of the whole run.
-      progress: the progress of the run after `Learner.begin`. It determines the experiment of each
-        step, and its count of steps is the version of the policy's weights.
+      progress: the progress of the run after `Learner.begin`. The progress determines the
+        experiment of each step. `progress.step` is the version of the policy's weights.
       clock: receives the seconds of each part of the work.
     """
     version = progress.step
@@ -127,7 +131,7 @@ def sample_groups(
     of the requested step.
 
     Args:
-      before: the state of the prompt stream to draw the prompts from. It must be known by now.
+      before: the state of the prompt stream before the step's prompts; must not be None.
     """
     assert before is not None
     step = request.step

@@ -1,4 +1,5 @@
-"""Versions of the trainable weights in memory shared by the trainer and the sampling process."""
+"""Keep versions of the trainable weights in memory shared by the trainer and the sampling
+process."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ PIECE = 1 << 30
 
 
 class WeightSlots:
-    """A file in memory with the trainable weights of the latest versions. Slot v mod n holds the
-    number v, followed by the weights of version v.
+    """Store the trainable weights of the latest versions in a file in memory. The file has n slots.
+    Slot v mod n holds the number v, followed by the weights of version v.
 
-    n = staleness + 1 slots are enough. When version v is written, the groups sampled by version v -
-    staleness - 1 have already been consumed, so their slot is free.
+    n = staleness + 1 slots are enough. When version v is written, the groups sampled by version `v
+    - staleness - 1` have already been consumed. Therefore the slot of this older version is free.
     """
 
     def __init__(self, file: int, count: int, model: Any):
@@ -37,12 +38,13 @@ class WeightSlots:
         return [(name, str(p.dtype), tuple(p.shape)) for name, p in self.named]
 
     def place(self, version: int) -> int:
-        """Return the position in the file where a version's number begins; its weights follow."""
+        """Return the position of a version's number in the file. The weights of the version follow
+        the number."""
         return version % self.count * (8 + self.size)
 
     def write(self, version: int) -> None:
-        """Write the model's current weights as this version. Raise OSError if memory is too small
-        for them."""
+        """Write the model's current weights into the slot of this version. Raise OSError if memory
+        is too small."""
         self._fill(version, (p.detach().cpu() for _, p in self.named))
 
     def read(self, version: int) -> None:
@@ -78,8 +80,8 @@ class WeightSlots:
         os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
 
     def _find_slot(self, version: int) -> int:
-        """Return the position in the file where a version's weights begin. Raise EngineError if the
-        slot holds another version."""
+        """Return the position of a version's weights in the file. Raise EngineError if the slot
+        holds another version."""
         found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
         if found != version:
             raise EngineError(
@@ -104,8 +106,8 @@ def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor
 
 
 def make_shared_memory() -> int:
-    """Open a nameless file in memory. It exists as long as a process has it open. On systems other
-    than Linux it is a temporary file on disk."""
+    """Open a nameless file in memory. The file exists as long as a process has it open. On systems
+    other than Linux, the file is a temporary file on disk."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("rlkit-weights")
     with tempfile.TemporaryFile() as file:

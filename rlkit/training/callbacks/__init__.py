@@ -1,5 +1,5 @@
-"""Everything that a run does besides learning. Each function here takes the run folder and makes a
-Lightning callback.
+"""Make the callbacks of a run. Each function takes the run folder and makes a Lightning callback.
+Callbacks do all work of a run besides learning.
 
 Lightning is imported only when a callback is made, so checking a config does not import it.
 
@@ -32,9 +32,9 @@ def checkpoint(
 
     Args:
       best: a column of metrics.jsonl, such as eval/accuracy (on validation problems); test/* is
-        refused. The step with the best value so far is also saved and kept: checkpoints/best.ckpt
-        is a link to its checkpoint, and checkpoints/best.json holds its value. None: no best step
-        is kept.
+        refused. The step with the best value so far is also saved, and its checkpoint is kept.
+        checkpoints/best.ckpt is a link to this checkpoint, and checkpoints/best.json holds the
+        value. None: no best step is kept.
       mode: whether the greatest or the smallest value is the best.
       model: whether the end of a run writes the policy to model/ and the best policy to
         model_best/. The format is Hugging Face's; adapters are in PEFT's format.
@@ -59,7 +59,8 @@ def samples(run: Path, /, *, every: int = 5, count: int = 6) -> Any:
 
 @ranges(every=(0, None))
 def rollouts(run: Path, /, *, every: int = 1) -> Any:
-    """Write all rollouts of every `every`-th RL step to rollouts/. 0 writes none."""
+    """Write all rollouts of every `every`-th RL step to rollouts/. With 0, no rollouts are
+    written."""
     from rlkit.training.callbacks.conversations import Rollouts
 
     return Rollouts(run / "rollouts", every=every)
@@ -68,11 +69,11 @@ def rollouts(run: Path, /, *, every: int = 1) -> Any:
 @ranges(every=(0, None), tables=(0, None))
 def completions(run: Path, /, *, every: int = 1, tables: int = 5) -> Any:
     """Write the rollouts of every `every`-th RL step to completions/, as rows of a flat Parquet
-    table. 0 writes none.
+    table. With 0, no rollouts are written.
 
     Args:
-      tables: RL steps between two tables in the loggers that sort and filter tables (wandb,
-        trackio). The first and the last step always have a table. 0: no tables.
+      tables: a table of rollouts is sent to wandb and trackio after every `tables`-th RL step, and
+        also after the first and the last step. 0: no tables.
     """
     from rlkit.training.callbacks.conversations import Completions
 
@@ -87,7 +88,7 @@ def progress(run: Path, /) -> Any:
 
 
 def health(run: Path, /) -> Any:
-    """Say in plain words when a run shows a known pathology."""
+    """Print a warning in plain words when a run shows a known pathology."""
     from rlkit.training.callbacks._health import Health
 
     return Health()

@@ -1,5 +1,5 @@
-"""Print each known pathology once on the terminal. At the end, `rlkit train` counts the steps of
-each pathology."""
+"""Print each known pathology once on the terminal. At the end of a run, `rlkit train` prints in how
+many steps each pathology occurred."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Write checkpoints between RL steps. Lightning's own checkpoints follow optimizer steps and not RL
-steps."""
+"""Write checkpoints between RL steps. Lightning's own checkpoint callback counts optimizer steps
+and not RL steps."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def _size(value: Any) -> int:
 
 class RLCheckpoint(L.Callback):
     """Save a checkpoint after every `every` RL steps, after the last step, and on a signal. The
-    newest `keep` checkpoints and the best one by a metric stay.
+    newest `keep` checkpoints and the best checkpoint by a metric stay.
 
-    This callback runs after every other callback. So all files of a step are written before the
-    checkpoint states that the step is done. A failed save is reported, and the run continues.
-    Checkpoints are removed only after a newer one is complete. With several ranks the first rank
-    writes, and all ranks learn whether it succeeded.
+    This callback runs after every other callback. Therefore all files of a step are written before
+    the checkpoint states that the step is done. A failed save is reported, and the run continues.
+    An old checkpoint is removed only after a newer checkpoint is complete. With several ranks the
+    first rank writes, and then tells all ranks whether it succeeded.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class RLCheckpoint(L.Callback):
         self.try_write("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
 
     def has_improved(self, module: Any) -> bool:
-        """Return whether the step's row holds the metric, and its value is better than in all
-        earlier steps. If so, note the step as the best."""
+        """Return whether the step has a value of the metric, and this value is better than in all
+        earlier steps. If so, remember the step as the best step."""
         if self.metric is None or self.metric not in module.metrics:
             return False
         value = float(module.metrics[self.metric])
@@ -226,14 +226,15 @@ class RLCheckpoint(L.Callback):
             write_json(self.folder / "best.json", self.best)
 
     def try_write(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
-        """Run a write, and return whether it succeeded. A failure is reported, and files written
-        earlier stay; see `report_write_errors`."""
+        """Call `write`, and return whether it succeeded. A failure is reported, and files written
+        earlier stay (see `report_write_errors`)."""
         with report_write_errors(what, kind):
             write()
         return kind not in LOST
 
     def prune(self) -> None:
-        """Delete checkpoints that newer complete checkpoints replace, but never the best one."""
+        """Delete all checkpoints except the newest `keep` checkpoints and the best checkpoint.
+        Also delete checkpoints renamed by `supersede`."""
         held = (self.folder / BEST).resolve()
         old = [
             path for path in list_checkpoints(self.folder)[: -self.keep] if path.resolve() != held
@@ -246,8 +247,8 @@ class RLCheckpoint(L.Callback):
 
 
 def gather_policy(model: Any) -> dict[str, Any] | None:
-    """Gather the tensors of a sharded model for `save_policy`. They are all weights, or under LoRA
-    the adapters. Return None if the model is not sharded."""
+    """Gather the tensors of a sharded model for `save_policy`: all weights, or only the adapters
+    under LoRA. Return None if the model is not sharded."""
     if not find_sharded_modules(model):
         return None
     ranks.reshard(model)
@@ -296,9 +297,10 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     """Load a checkpoint onto the CPU: the named file, or the newest intact checkpoint of a folder.
     Return its path and its content.
 
-    In a folder, damaged checkpoints are skipped. A warning names each of them, and the checkpoint
-    used instead. A damaged file that was given by name is refused, because nobody asked for an
-    older one. The message then names the newest intact checkpoint before it.
+    In a folder, damaged checkpoints are skipped. A warning names each damaged checkpoint, and the
+    checkpoint used instead. A damaged file that was given by name is refused, because nobody asked
+    for an older checkpoint. The message then names the newest intact checkpoint before the damaged
+    file.
 
     Raises: DataError if no checkpoint can be read.
     """
@@ -325,8 +327,8 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a file of AtomicCheckpointIO onto the CPU. Its whole content is verified before any part
-    of it is loaded. Raise DataError if it is damaged."""
+    """Load a file of AtomicCheckpointIO onto the CPU. The digest of the whole file is verified
+    before any part of the file is loaded. Raise DataError if the file is damaged."""
     why = find_damage(path)
     if not why:
         try:
@@ -361,7 +363,7 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
 
 
 def set_foreign_aside(run: Path, identity: str) -> None:
-    """Move checkpoints of other runs out of checkpoints/. There they would be deleted like old
+    """Move checkpoints of other runs out of checkpoints/. Otherwise they would be deleted like old
     checkpoints of this run."""
     folder = run / "checkpoints"
     for path in (*list_checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
@@ -382,9 +384,10 @@ def set_foreign_aside(run: Path, identity: str) -> None:
 def supersede(folder: Path, step: int) -> None:
     """Rename the checkpoints after `step`, because the run continues from `step`.
 
-    Suppose they kept their names and the run were killed. The next resume would then take them for
-    the newest checkpoints, although the run has replaced the rows up to them. The next save deletes
-    the intact ones. Damaged ones are kept as evidence.
+    Suppose that the checkpoints kept their names and the run were killed. The next resume would
+    then take them for the newest checkpoints, although the run has already rewritten the rows of
+    these steps. The next save deletes the intact checkpoints among them. Damaged checkpoints are
+    kept as evidence.
     """
     for path in list_checkpoints(folder):
         if parse_step(path) <= step:

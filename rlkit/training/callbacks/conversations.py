@@ -23,8 +23,8 @@ WAITING = 20_000  # the most rows of the completions table that wait for a check
 
 
 class Samples(L.Callback):
-    """Write conversations as Markdown, with many steps per file. For each step they are the best
-    one, the worst one, and then others in order."""
+    """Write conversations as Markdown, with many steps per file. For each step, the file has the
+    best conversation, the worst conversation, and then other conversations in order."""
 
     def __init__(self, folder: Path, *, every: int, count: int):
         self.folder = folder
@@ -65,11 +65,12 @@ class Rollouts(L.Callback):
 
 
 class Completions(L.Callback):
-    """Write rollouts as rows of Parquet files, and give the loggers the table of a step.
+    """Write rollouts as rows of Parquet files, and send the rollouts of some steps to the loggers
+    as a table.
 
-    Rows wait for the next checkpoint. So each file is written once, and ends at a step from which a
-    resumed run can continue. If the run is killed, the waiting rows are lost; the resumed run
-    writes them again. The files in rollouts/ have the same rollouts in any case.
+    Rows wait for the next checkpoint. Therefore each file is written once, and its last step is a
+    step from which a resumed run can continue. If the run is killed, the waiting rows are lost, and
+    the resumed run writes them again. The files in rollouts/ contain the same rollouts in any case.
     """
 
     def __init__(self, folder: Path, *, every: int, tables: int):
@@ -156,7 +157,8 @@ def mean_advantages(batch: Weighted, trained: Sequence[Rollout]) -> dict[tuple[i
 
 
 def select_best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """Select up to `count` rollouts: the best one, the worst one, then the others in order."""
+    """Select up to `count` rollouts: the best rollout, the worst rollout, then the others in
+    order."""
     ranked = sorted(rollouts, key=lambda r: (r.total_reward is not None, r.total_reward or 0.0))
     picked = [ranked[-1], ranked[0]]
     return (picked + [r for r in rollouts if r is not ranked[0] and r is not ranked[-1]])[:count]

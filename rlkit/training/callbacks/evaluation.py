@@ -1,6 +1,7 @@
-"""Evaluations of a run. During training, validation problems are played for the curve, for
-`stop_at` and for the best checkpoint. Before the first step and after the last, test problems are
-played for the reported figures. Nothing in a run depends on a test problem."""
+"""Evaluate the policy of a run. During training, validation problems are played to plot a curve, to
+decide when to stop (`stop_at`), and to choose the best checkpoint. Before the first step and after
+the last step, test problems are played to report results. Nothing in a run depends on a test
+problem."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
 
 KEPT = 16  # rollouts that an evaluation writes, always of the same tasks to show changes
-# split → prefix of its figures' names in a row of metrics.jsonl
+# split → prefix of the names of its metrics in a row of metrics.jsonl
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
 
@@ -37,8 +38,8 @@ class HeldOut(L.Callback):
 
     With `evaluation.every` = n > 0, validation problems are played before the first step, after
     every n-th step and after the last step. With 0 they are never played. Test problems are played
-    before the first step and after the last. `results` collects the figures. A resumed run restores
-    `results` from its checkpoint.
+    before the first step and after the last. `results` collects the results of all evaluations. A
+    resumed run restores `results` from its checkpoint.
     """
 
     def __init__(self, tasks: Splits, metrics: Path, results: Results):
@@ -88,8 +89,8 @@ class HeldOut(L.Callback):
                 module.metrics |= row | {"perf/eval_s": spent + row["perf/eval_s"]}
 
     def evaluate(self, trainer: L.Trainer, module: Any, split: Split) -> dict[str, float]:
-        """Play and score the tasks of a split once, and return the metrics. Without tasks the
-        metrics are empty."""
+        """Play and score the tasks of a split once, and return the metrics. If the split has no
+        tasks, return an empty mapping."""
         started = time.perf_counter()
         tasks = self.tasks._asdict()[split]
         x = module.experiment
@@ -119,8 +120,8 @@ class HeldOut(L.Callback):
 
 
 def limit_evaluation(settings: Evaluation, name: str) -> AbstractContextManager[None]:
-    """Limit the time of an evaluation, or of a part of one. At the deadline the process prints a
-    line and ends."""
+    """Return a context manager that limits the time of an evaluation, or of a part of an
+    evaluation. At the deadline the process prints a line and ends."""
     return limit_waiting(
         settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True
     )
@@ -128,7 +129,7 @@ def limit_evaluation(settings: Evaluation, name: str) -> AbstractContextManager[
 
 def flatten_result(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Convert a result to metrics with a prefix, for example `eval/`. The metrics of each part of a
-    mixture are `eval/part/NAME/*`. Figures from the reward's functions are
+    mixture are `eval/part/NAME/*`. Metrics returned by the reward's functions are
     `eval/reward/TERM/METRIC` and `eval/aggregator/METRIC`."""
     parts = result.get("parts", {})
     rows = {prefix: result, **{f"{prefix}part/{part}/": own for part, own in parts.items()}}

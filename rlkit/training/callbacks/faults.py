@@ -29,9 +29,10 @@ class DebugBundle(L.Callback):
     config.yaml and rollouts.jsonl.gz. After a failed update it also holds the update's minibatch
     and the state before the update, so `rlkit replay bundle=FOLDER` can repeat it.
 
-    With several ranks, the first one writes. A rank that fails alone writes
-    debug/step_000007_rank1/. With trainer=ddp each rank has the whole state. Shards can be gathered
-    only if all ranks fail together, as they do when numbers are not finite.
+    With several ranks, the first rank writes the folder. A rank that fails alone writes a folder of
+    its own, such as debug/step_000007_rank1/. With trainer=ddp each rank has the whole state. The
+    state of sharded weights can be gathered only if all ranks fail together, for example when
+    numbers are not finite.
     """
 
     def __init__(self, run: Path):
@@ -89,19 +90,19 @@ def collect_state(trainer: L.Trainer, module: Any) -> dict[str, Any]:
 
 
 class Watchdog(L.Callback):
-    """Tell the limit `trainer.max_step_time` (`rlkit.system.waiting.limit_waiting`) where a run
-    hangs: in which step, and in which part of the step.
+    """Record the step of a run, and its current activity (generate, reward or update). If the run
+    exceeds `trainer.max_step_time` (`rlkit.system.waiting.limit_waiting`), the message says where
+    the run hangs.
 
-    The parts of a step are generate, reward and update. Between steps the limit applies only to
-    calls that wait for an answer from outside, such as the rewards and environments of an
-    evaluation.
+    Between steps the limit applies only to calls that wait for an answer from outside, such as the
+    rewards and environments of an evaluation.
     """
 
     def __init__(self) -> None:
         self.module: Any = None
 
     def place(self) -> str:
-        """Return, for example, "step 7 hangs in generate". Between steps return ""."""
+        """Return a text such as "step 7 hangs in generate". Between steps, return ""."""
         if self.module is None:
             return ""
         part = self.module.clock.current or "between generate, reward and update"

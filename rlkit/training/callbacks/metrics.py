@@ -30,8 +30,8 @@ FINAL = (  # the metrics whose last values compare runs
 
 
 class Ownership(L.Callback):
-    """Check owner.json at the start and at the end of each step. The writers of rows and
-    checkpoints check it again."""
+    """Check owner.json at the start and at the end of each step. The functions that write rows and
+    checkpoints check this file again."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -47,8 +47,8 @@ class Ownership(L.Callback):
 
 
 class ChoicesNoted(L.Callback):
-    """Write the settled choices of the run (kernels, checkpointing of activations) to run.json. A
-    resumed run has taken over the choices of its checkpoint before."""
+    """Write the run's choices of kernels and of checkpointing of activations to run.json. Before
+    this, a resumed run has taken over the choices of its checkpoint."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -60,15 +60,15 @@ class ChoicesNoted(L.Callback):
 
 
 def check_ownership(run: Path) -> None:
-    """End the run on all ranks if another process has taken its folder. The first rank checks. It
-    raises TakenOver, and the other ranks raise RankError."""
+    """End the run on all ranks if another process has taken its folder. The first rank checks the
+    folder and raises TakenOver; the other ranks then raise RankError."""
     ranks.broadcast(lambda: owner.check_owner(run))
 
 
 class MetricsFile(L.Callback):
-    """Append the module's row to metrics.jsonl after each RL step, and give the loggers the row
-    with its texts and histograms. Then tell the learner to advance with this row, `eval/*`
-    included. If a phase ends, print a line.
+    """Append the metrics of each RL step to metrics.jsonl, and send them to the loggers, with texts
+    and histograms. Then let the learner update its controllers and its phase with these metrics,
+    `eval/*` included (`Learner.advance`). If a phase ends, print a line.
 
     This callback runs after every callback that adds to the row.
     """

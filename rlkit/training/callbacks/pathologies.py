@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 Row = dict[str, Any]
-# figure of an evaluation → the key of its interval
+# metric of an evaluation → the key of its confidence interval
 INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 
 
@@ -22,8 +22,8 @@ LEAST_BAD = "least_bad"  # key of the smallest group/frac_all_bad of the run so 
 
 
 def with_least_bad(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Yield the rows of a run in their order, each with the smallest group/frac_all_bad so far
-    under LEAST_BAD."""
+    """Yield the rows of a run in their order, and add one entry to each row. The key of this entry
+    is LEAST_BAD. Its value is the smallest group/frac_all_bad of all rows up to this row."""
     least = 1.0
     for row in rows:
         bad = row.get("group/frac_all_bad")
@@ -32,8 +32,8 @@ def with_least_bad(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def broken_policy(row: Row) -> str | None:
-    """Report a broken policy: most prompts were solved before, and hardly any is solved now. The
-    problems are not too hard, because they were solved before."""
+    """Report a broken policy: most prompts were solved in an earlier step, and hardly any prompt is
+    solved now. The problems are not too hard, because the policy has solved them before."""
     if not (row.get("group/frac_all_bad", 0) >= 0.9 and row.get(LEAST_BAD, 1) < 0.5):
         return None
     return (
@@ -44,8 +44,8 @@ def broken_policy(row: Row) -> str | None:
 
 
 def all_rewards_equal(row: Row) -> str | None:
-    """Report that all groups have equal rewards and nothing else gives an advantage, so that
-    nothing is learned from rewards."""
+    """Report that nothing is learned from rewards, because all rewards within each group are equal
+    and nothing else gives an advantage."""
     # a critic or other groups of the batch give advantages; a group of one always has equal rewards
     compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0
     # demonstrations are not sampled, and the policy learns all of them
@@ -100,8 +100,10 @@ def most_truncated(row: Row) -> str | None:
 
 
 def length_inflation(row: Row) -> str | None:
-    """Report inflated lengths: replies loop, or a policy follows a teacher and many of its replies
-    are truncated. In a loop, teacher and policy agree, so the teacher does not end the loop."""
+    """Report inflated lengths in two cases. In the first case, some replies repeat the same
+    text over and over. In the second case, a policy that learns from a teacher has many
+    truncated replies. Within repeated text, teacher and policy predict the same next token, so the
+    teacher does not teach the policy to stop."""
     looping = row["len/loop_frac"]
     cut = row["len/truncated_frac"] if "streams/teacher" in row else 0
     if not (looping > 0.02 or cut > 0.15):
@@ -133,8 +135,8 @@ def parse_failures(row: Row) -> str | None:
 
 
 def reward_failures(row: Row) -> str | None:
-    """Report a reward term that raised an error, hung or returned no reward, within
-    reward.max_error_rate."""
+    """Report a reward term that raised an error, hung or returned no reward. The run continues,
+    because the share of these failures is at most reward.max_error_rate."""
     rates = {
         key.removesuffix("/error_frac"): row[key]
         + row[f"{key.removesuffix('error_frac')}timeout_frac"]
@@ -164,7 +166,8 @@ def ratio_off(row: Row) -> str | None:
 
 def sampler_off(row: Row) -> str | None:
     """Report that sampler and trainer compute different log-probs for the same tokens. In half
-    precision the limit is the rounding measured at the start."""
+    precision, the accepted difference is derived from the rounding measured before the first step
+    (`Agreement.bound`)."""
     gap = row["mismatch/logp_abs_mean"]
     bound = row.get("mismatch/logp_abs_bound", MISMATCH)
     return (
@@ -188,8 +191,8 @@ def version_wrong(row: Row) -> str | None:
 
 
 def version_unknown(row: Row) -> str | None:
-    """Report that the claimed version is not proved so far, because two versions differ by less
-    than the engine rounds."""
+    """Report that it is not yet known whether the engine samples with the version of the weights
+    that it reports. Consecutive versions differ by less than the rounding of the engine."""
     digits = row.get("mismatch/version_right", PROOF)
     if not digits < PROOF or version_wrong(row):
         return None
@@ -200,8 +203,8 @@ def version_unknown(row: Row) -> str | None:
 
 
 def environment_failures(row: Row) -> str | None:
-    """Report episodes whose environment failed. These episodes have no score, so they teach
-    nothing."""
+    """Report episodes with a failed environment. These episodes have no score, so nothing is
+    learned from them."""
     share = row["stop_reason/error"]
     return (
         f"the environment failed in {share:.0%} of the episodes; they are not scored"
@@ -211,8 +214,9 @@ def environment_failures(row: Row) -> str | None:
 
 
 def dropped_thinking(row: Row) -> str | None:
-    """Report that the program drops the thinking of replies. Each time this begins a new row, and
-    these rows hold more than a tenth of the prompt tokens."""
+    """Report that a program removes the thinking of earlier replies from its prompts. Each removal
+    begins a new row of the batch. The pathology is reported if these rows hold more than a tenth of
+    the prompt tokens."""
     share = row.get("program/thinking_tokens", 0.0) / (row.get("program/prompt_tokens") or 1.0)
     return (
         "the program drops the thinking of replies, and each time a new row begins;"
@@ -236,7 +240,7 @@ def no_answers(row: Row) -> str | None:
 
 
 def no_gradient(row: Row) -> str | None:
-    """Report updates that changed nothing although the rewards are not the reason."""
+    """Report updates that changed nothing, if equal rewards are not the reason."""
     known = all_rewards_equal(row) or broken_policy(row)
     if row["optim/grad_norm"] != 0 or not row["optim/updates"] or known:
         return None
@@ -260,8 +264,8 @@ def waits_for_cores(row: Row) -> str | None:
     """Report that other processes take the cores of this machine. The update took at least twice as
     long as the processor worked on it, and at least one second longer.
 
-    Only the update can show this, because it computes in this process and waits for nothing else. A
-    rollout may wait for tools or a server.
+    Only the update can show this, because an update computes in this process and waits for nothing
+    else. A rollout may wait for tools or a server.
     """
     took = row["perf/update_s"]
     worked = row["perf/update_processor_s"]

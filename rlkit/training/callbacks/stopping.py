@@ -27,9 +27,9 @@ class StopOnSignal(L.Callback):
     """Handle the signals that end a run. Rollouts in progress are dropped immediately. An update,
     evaluation or save in progress is finished first.
 
-    These handlers replace Lightning's handlers, because those end the process with status 0, and
-    under SLURM save in the middle of a step. This callback runs before all others. So for each step
-    either all callbacks run or none.
+    These handlers replace Lightning's handlers, because Lightning's end the process with status 0
+    and, under SLURM, save in the middle of a step. This callback runs before all other callbacks.
+    Therefore either all callbacks run for a step, or none.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""The lines on the terminal while a run trains. There is one line per RL step, and on a terminal a
-bar below the lines."""
+"""Print the lines of a run while it trains. Each RL step has one line. On a terminal, there is also
+a bar below the lines."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ class ProgressLines(L.Callback):
 
 
 class TimeLeft:
-    """The time left, as a text that counts down. The text is empty as long as the time is
+    """Show the time left as a text that counts down. The text is empty as long as the time is
     unknown."""
 
     def __init__(self) -> None:
         self.end: float | None = None
 
     def set(self, seconds: float | None) -> None:
-        """Start to count down from this many seconds. None shows nothing."""
+        """Start to count down from this many seconds. With None, the text is empty."""
         self.end = None if seconds is None else time.perf_counter() + seconds
 
     def __str__(self) -> str:
@@ -118,11 +118,10 @@ class TimeLeft:
 
 
 def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
-    """Estimate the seconds that remain in a run: for its steps, and for its evaluations. Each step
-    counts with the median of `taken`.
+    """Estimate the seconds that remain in a run: `steps · median(taken) + evaluations`.
 
-    The median is used because single steps may be unusually slow and say nothing about other steps.
-    Such a step compiles code, or writes a checkpoint to a slow disk.
+    The median is used because a single step may be unusually slow. For example, a step compiles
+    code, or writes a checkpoint to a slow disk. Such a step says nothing about later steps.
 
     Args:
       steps: number of steps that remain.
@@ -133,8 +132,9 @@ def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
 
 
 def count_evaluations_left(step: int, total: int, every: int) -> int:
-    """Return how many evaluations follow after `step`. There is one after each `every` steps (0:
-    none of these), and one after the last step.
+    """Return the number of evaluations after `step`. A run is evaluated after every `every`-th
+    step, and once after the last step. If `every` is 0, only the evaluation after the last step
+    remains.
 
     >>> (
     ...     count_evaluations_left(0, 25, 10),
@@ -153,12 +153,13 @@ def step_line(
     step: int, total: int, row: dict[str, Any], last_reward: float | None, left: str = ""
 ) -> str:
     """Return the line of a step, such as `step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3%
-    | 0.8 + 0.9 s, 0:24 left`. The seconds are of sampling and of the update.
+    | 0.8 + 0.9 s, 0:24 left`. The two numbers before `s` are the seconds of sampling and of the
+    update.
 
-    The line has at most 80 columns. If there is no room, the change of the reward is left out
-    first, and then the seconds are added up. Figures that do not exist, for example a KL without a
-    reference, are left out. If nothing was scored, the loss takes the place of the reward. Scoring
-    gets its own seconds if it takes at least half a second.
+    The line has at most 80 columns. If there is not enough room, first the change of the reward is
+    left out, and then the seconds are added up. Metrics that do not exist, for example a KL without
+    a reference, are left out. If nothing was scored, the loss takes the place of the reward. The
+    seconds of scoring are shown separately if scoring takes at least half a second.
     """
     reward = row["reward/mean"]
     kl = row["kl/ref_k3"]

@@ -1,5 +1,5 @@
-"""Numbers and parts of an experiment as functions of the run's progress. A schedule never edits an
-experiment: it returns a new experiment for each step.
+"""Compute the numbers and config groups of an experiment from the run's progress. A schedule never
+edits an experiment. Instead it returns a new experiment for each step.
 
 Each file imports only files before it in this list: controllers, functions, paths, progress.
 """

@@ -1,6 +1,6 @@
-"""Controllers and conditions. A controller is a number that follows a run's metrics; the functions
-here return it with explicit state. A condition tests a step's metrics, for example `reward/mean >
-0.8 for 5`."""
+"""Make controllers, and test conditions. A controller is a number that changes with a run's
+metrics; its state is explicit. A condition tests a step's metrics, for example `reward/mean > 0.8
+for 5`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
 
 
 class Condition(NamedTuple):
-    """The condition `metric operator bound`. It must hold on `times` steps in a row."""
+    """Hold a condition `metric operator bound`. The condition is fulfilled once it has held on
+    `times` consecutive steps."""
 
     metric: str
     operator: str
@@ -37,7 +38,7 @@ class Condition(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def read_condition(text: str) -> Condition:
     """Read a condition: METRIC, one of > >= < <=, NUMBER, and optionally `for N`. N is the number
-    of steps in a row on which the condition must hold.
+    of consecutive steps on which the condition must hold.
 
     Raises: ValueError with the grammar.
 
@@ -54,15 +55,15 @@ def read_condition(text: str) -> Condition:
 
 
 def count_streak(condition: Condition, before: float, metrics: Mapping[str, float]) -> int:
-    """Return on how many steps in a row a condition has held, after one more step. A metric of nan
-    does not fulfil the condition.
+    """Return the number of consecutive steps on which a condition has held, up to and including the
+    present step. A metric of nan does not fulfil the condition.
 
-    A step without the metric does not count and does not end the row. So `eval/accuracy > 0.9 for
-    2` asks for two evaluations in a row.
+    A step without the metric leaves the number as it was. Therefore `eval/accuracy > 0.9 for 2`
+    asks for two consecutive evaluations.
 
     Args:
-      before: the number before this step.
-      metrics: the metrics of this step.
+      before: the number of consecutive steps before the present step.
+      metrics: the metrics of the present step.
     """
     if condition.metric not in metrics:
         return int(before)
@@ -85,17 +86,18 @@ def adaptive(
 ) -> Controller:
     """Make a coefficient that keeps a divergence near a target.
 
-    After each RL step the coefficient is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1
-    / (horizon · steps)). A step without a finite KL changes nothing.
+    After each RL step the coefficient is multiplied by `1 + clip(KL / target - 1, ±limit) · min(1,
+    1 / (horizon · steps))`. A step without a finite KL changes nothing.
 
-    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, count the horizon in rollouts: H rollouts at
-    n a step correspond to horizon = H / (n · steps). Here the horizon is a share of the run. So the
-    coefficient can change as much in a short run as in a long one. With the defaults this is a
-    factor of about e², up or down.
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, count the horizon in rollouts: a horizon of
+    H rollouts, with n rollouts in a step, corresponds to `horizon = H / (n · steps)`. Here the
+    horizon is a share of the run. Therefore the coefficient can change as much in a short run as in
+    a long run. With the defaults this is a factor of about e², up or down.
 
     Args:
-      start: coefficient of the first step, greater than 0, because it is only ever multiplied.
-      target: nats, greater than 0, in the unit of `metric`.
+      start: coefficient of the first step, greater than 0, because the coefficient is only ever
+        multiplied.
+      target: value of `metric` to stay near, in nats, greater than 0.
       horizon: share of `steps`, in (0, 1]. During this share of the run the coefficient changes by
         at most about the share `limit` of its value.
       limit: largest relative error that counts, in (0, 1).
@@ -152,12 +154,12 @@ def adaptive_entropy(
     metric: str = "policy/entropy",
 ) -> Controller:
     """Make a coefficient that keeps the entropy near a target. After an RL step with an entropy
-    below the target it grows by `step`. After an RL step with an entropy above the target it falls
-    by `step`. It stays within [low, high].
+    below the target, the coefficient grows by `step`. After an RL step with an entropy above the
+    target, the coefficient falls by `step`. The coefficient stays within [low, high].
 
     The rule is from He et al. 2025, arXiv:2505.22312, as in TRL. In the paper the bonus counts only
-    while the entropy is at most the target. Here the coefficient always counts, and falls above the
-    target. A step without a finite entropy changes nothing.
+    while the entropy is at most the target. Here the bonus always counts, and the coefficient falls
+    while the entropy is above the target. A step without a finite entropy changes nothing.
 
     Args:
       start: coefficient of the first step.

@@ -1,7 +1,7 @@
-"""Numbers as functions of the step. Steps count from 0.
+"""Compute numbers as functions of the step. Steps count from 0.
 
-In a schedule, `steps` may be left out. It is then the length of the run or, inside a phase, the
-length of the phase (`rlkit.training.schedules.resolve_schedules`).
+In a schedule, `steps` may be left out. The value is then the length of the run or, inside a phase,
+the length of the phase (`rlkit.training.schedules.resolve_schedules`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def constant(step: int, *, value: float) -> float:
 
 
 def linear(step: int, *, start: float, end: float, steps: int | None = None) -> float:
-    """Change linearly from `start` to `end`: start + (end - start) · min(1, step / steps). `steps`
-    must be greater than 0.
+    """Change linearly from `start` to `end`: `start + (end - start) · min(1, step / steps)`.
+    `steps` must be greater than 0.
 
     >>> linear(5, start=1.0, end=0.0, steps=10)
     0.5
@@ -31,8 +31,8 @@ def linear(step: int, *, start: float, end: float, steps: int | None = None) -> 
 
 
 def cosine(step: int, *, start: float, end: float, steps: int | None = None) -> float:
-    """Change along a half cosine from `start` to `end`: end + (start - end) · (1 + cos(π · min(1,
-    step / steps))) / 2. `steps` must be greater than 0.
+    """Change along a half cosine from `start` to `end`: `end + (start - end) · (1 + cos(π · min(1,
+    step / steps))) / 2`. `steps` must be greater than 0.
 
     >>> round(cosine(5, start=1.0, end=0.0, steps=10), 6)
     0.5
@@ -42,8 +42,8 @@ def cosine(step: int, *, start: float, end: float, steps: int | None = None) -> 
 
 @ranges(to=(0, None))
 def decay(step: int, value: float, *, to: float, steps: int | None = None) -> float:
-    """Change linearly from the configured value to `to` times this value: value · (1 - (1 - to) ·
-    min(1, step / steps)). `steps` must be greater than 0.
+    """Change linearly from the configured value to `to` times this value: `value · (1 - (1 - to) ·
+    min(1, step / steps))`. `steps` must be greater than 0.
 
     >>> decay(5, 2.0, to=0.5, steps=10)
     1.5

@@ -1,5 +1,5 @@
-"""Read and replace numbers within the parts of an experiment. A dotted path names a number, for
-example kl.coef or algorithm.policy_loss.clip_high."""
+"""Read and replace the numbers in an experiment. A dotted path names a number, for example kl.coef
+or algorithm.policy_loss.clip_high."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
       keys: the rest of the path, from this node on.
       change: old value → new value.
       path: the whole path, for messages.
-    Raises: KeyError with the path if it does not lead to a number.
+    Raises: KeyError with the path if the path does not lead to a number.
     """
     key = keys[0]
     rest = keys[1:]

@@ -1,4 +1,4 @@
-"""The course of a run: its phases, its progress, and the experiment of each step.
+"""Define the phases and the progress of a run, and make the experiment of each step.
 
     start ──▶ at ──▶ one RL step ──▶ advance ──▶ at ──▶ …
 
@@ -22,7 +22,8 @@ PHASED = ("algorithm", "kl", "reference", "reward")  # the groups that a phase c
 
 @safe("algorithm", "kl", "reference", "reward", "until", "numbers", "reset")
 class Phase(NamedTuple):
-    """A part of the run with config groups of its own. A group of None stays the whole run's group.
+    """Describe a part of the run with config groups of its own, such as `algorithm` or `reward`. A
+    field with the value None means that the phase uses the whole run's config group.
 
     `until` says when the phase ends:
 
@@ -32,8 +33,9 @@ class Phase(NamedTuple):
     function   once it returns True: (metrics) or (metrics, steps in the phase) → bool
     None       never; only the last phase may have it
 
-    `numbers` are like the numbers of the schedule, but count steps from the start of the phase.
-    They take precedence over the schedule's numbers, which count steps from the start of the run.
+    `numbers` are like the numbers of the schedule, but their functions count steps from the start
+    of the phase. The schedule's own numbers count steps from the start of the run. If both name the
+    same path, the phase's number is used.
     """
 
     algorithm: Any
@@ -42,27 +44,27 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    # parts that are reset when the phase begins, in addition to the groups replaced by the phase
+    # reset when the phase begins; a reference replaced by the phase starts anew in any case
     reset: Sequence[Literal["optimizer", "reference"]] = ()
 
     @property
     def groups(self) -> dict[str, Any]:
-        """Config groups replaced by the phase: name → group."""
+        """Return the config groups replaced by the phase, as name → group."""
         own = self._asdict()
         return {name: own[name] for name in PHASED if own[name] is not None}
 
 
 @safe("numbers", "phases", "name")
 class Schedule(NamedTuple):
-    """Scheduled numbers of a run, and its phases.
+    """Hold the scheduled numbers of a run, and its phases.
 
     `numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function or
     a Controller. A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}. A
     command line can override nested mappings.
 
     A function takes the step, counted from 0. If it has a second positional parameter `value`, it
-    also takes the configured number. If its keyword `steps` defaults to None, it gets the length of
-    the run (trainer.steps), or of its phase.
+    also takes the configured number. If its keyword `steps` defaults to None, the keyword is set to
+    the length of the run (trainer.steps) or, for a number of a phase, to the length of this phase.
 
     `phases` maps names to phases, in order. `name` is the name of a run with phases, because no
     single algorithm can name this run.
@@ -74,19 +76,19 @@ class Schedule(NamedTuple):
 
     @property
     def paths(self) -> dict[str, Callable[..., float] | Controller]:
-        """Dotted path → function or Controller, for the whole run. The functions and Controllers of
-        a phase are in `list_phases(experiment)[name].schedule`."""
+        """Return dotted path → function or Controller, for the whole run. The functions and
+        Controllers of a phase are in `list_phases(experiment)[name].schedule`."""
         return flatten_numbers(self.numbers)
 
 
 class Progress(NamedTuple):
-    """The position of a run in its course. A checkpoint stores these plain numbers as
-    `_asdict()`."""
+    """Say how far a run has come: its step, its phase, and the state of its controllers. A
+    checkpoint stores these plain numbers as `_asdict()`."""
 
     step: int = 0  # RL steps done
     phase: int = 0  # position among the phases
     since: int = 0  # RL step at which the phase began
-    streak: int = 0  # on how many steps in a row the phase's end condition has held
+    streak: int = 0  # on how many consecutive steps the phase's end condition has held
     controllers: Mapping[str, Mapping[str, float]] = {}  # path → state of its Controller
 
 
@@ -101,9 +103,10 @@ def start(experiment: Any) -> Progress:
 def list_phases(experiment: Any) -> dict[str, Any]:
     """Return the experiment of each phase by the name of the phase.
 
-    The experiment of a phase has the phase's groups in place of the run's. A number of the phase
-    takes the place of the run's number with the same path. The experiment has no further phases. A
-    run without phases is one phase named "".
+    The experiment of a phase has the phase's config groups (algorithm, kl, reference, reward) in
+    place of the run's config groups. If phase and run schedule the same number, the experiment has
+    the phase's schedule for this number. The schedule of a phase's experiment contains no phases.
+    For a run without phases, return one phase named "".
     """
     schedule = experiment.schedule
     if not schedule.phases:
@@ -124,8 +127,8 @@ def _find_current(experiment: Any, progress: Progress) -> tuple[Phase | None, An
 
 
 def find_controllers(experiment: Any) -> dict[str, Controller]:
-    """Return path → Controller for the experiment of one phase. A Controller may take the place of
-    a number in the experiment, or be one of the schedule's numbers."""
+    """Return path → Controller for the experiment of one phase. A Controller stands either in the
+    experiment itself, in place of a number, or in `experiment.schedule.numbers`."""
     scheduled = {
         path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)
     }
@@ -142,8 +145,8 @@ def find_inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def resolve_schedules(experiment: Any, progress: Progress) -> Any:
-    """Return the experiment of the next step. It has the phase's groups, and a plain number in
-    place of every scheduled number.
+    """Return the experiment of the next step. Its config groups are those of the present phase, and
+    every scheduled number is replaced by its present value.
 
     Raises: KeyError naming a path that leads to no number.
     """
@@ -162,7 +165,7 @@ def resolve_schedules(experiment: Any, progress: Progress) -> Any:
 
 def foresee_step(experiment: Any, progress: Progress, step: int) -> Any:
     """Return the experiment of a later step, as far as it is known now. Phases of known length are
-    assumed to end on time, and controllers to keep their values."""
+    assumed to end on time. Controllers are assumed to keep their values."""
     given = list(experiment.schedule.phases.values())
     while progress.step < step:
         progress = progress._replace(step=progress.step + 1)
@@ -174,18 +177,19 @@ def foresee_step(experiment: Any, progress: Progress, step: int) -> Any:
 
 
 def phase_steps(until: Any, steps: int) -> int | None:
-    """Return how many RL steps a phase has in a run of `steps`, or None if `until` is not a
-    number."""
+    """Return how many RL steps a phase lasts in a run of `steps` RL steps, or None if `until` is
+    not a number."""
     if isinstance(until, float):
         return max(1, round(until * steps))
     return until if isinstance(until, int) else None
 
 
 def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
-    """Return the length, in RL steps, of a schedule without `steps`. It is the length of the run,
-    or of the present phase if the phase itself defines the schedule (`own`).
+    """Return the length, in RL steps, of a schedule without `steps`. This is the length of the run.
+    If the phase itself defines the schedule (`own`), it is the length of the present phase.
 
-    A phase whose end is not known beforehand counts until the end of the run.
+    If the end of the phase is not known beforehand, the phase is assumed to last until the end of
+    the run.
     """
     steps = experiment.trainer.steps
     if not own:
@@ -207,8 +211,8 @@ def _set_span(
 
 
 def _is_brought(phase: Phase | None, path: str) -> bool:
-    """Return whether the number at a path comes from the phase: from the phase's numbers, or from a
-    group replaced by the phase."""
+    """Return whether the number at a path comes from the phase: from the phase's scheduled numbers,
+    or from a config group replaced by the phase."""
     return phase is not None and (
         path in flatten_numbers(phase.numbers) or path.partition(".")[0] in phase.groups
     )
@@ -235,8 +239,8 @@ def list_values(experiment: Any, progress: Progress) -> dict[str, float]:
 
 
 def explain_new_length(experiment: Any, progress: Progress, *, before: int) -> str:
-    """Return a sentence about the effect of a changed trainer.steps on a resumed run, or "" if it
-    is unchanged.
+    """Return a sentence about the effect of a changed trainer.steps on a resumed run, or "" if
+    trainer.steps is unchanged.
 
     Args:
       before: trainer.steps of the run so far.
@@ -262,8 +266,8 @@ def explain_new_length(experiment: Any, progress: Progress, *, before: int) -> s
 def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> Progress:
     """Return the progress after an RL step with these `metrics`.
 
-    Controllers are updated. If the phase's end condition holds, the next phase begins. Controllers
-    that the new phase defines start again. Controllers shared by both phases continue.
+    Controllers are updated. If the phase's end condition is fulfilled, the next phase begins.
+    Controllers defined by the new phase start again. Controllers shared by both phases continue.
     """
     phase, x = _find_current(experiment, progress)
     now = find_controllers(x)
@@ -287,8 +291,8 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
 
 
 def find_resets(experiment: Any, progress: Progress) -> Sequence[str]:
-    """Return the parts to reset at the beginning of the phase: "reference", "optimizer", both or
-    neither."""
+    """Return the things to reset at the beginning of the present phase: "reference", "optimizer",
+    both or neither."""
     phase, _ = _find_current(experiment, progress)
     return () if phase is None else phase.reset
 
@@ -315,15 +319,15 @@ def describe_transition(
 
 
 def measure_schedules(experiment: Any, progress: Progress) -> dict[str, float]:
-    """Return metrics about schedules. schedule/PATH: the value of every scheduled number in the
-    step. schedule/phase: the number of the phase, counted from 0."""
+    """Return metrics about schedules. schedule/PATH is the value of each scheduled number in the
+    step. schedule/phase is the number of the phase, counted from 0."""
     own = {f"schedule/{path}": value for path, value in list_values(experiment, progress).items()}
     return own | ({"schedule/phase": progress.phase} if len(list_phases(experiment)) > 1 else {})
 
 
 def list_watched(experiment: Any, progress: Progress) -> dict[str, str]:
-    """Return path → the metric that is watched at this path in the present phase. A controller
-    watches a metric, or the condition for the end of the phase does."""
+    """Return path → metric for every controller and every end condition of the present phase. The
+    path leads to the controller or the condition, and the metric is the one that it reads."""
     phase, x = _find_current(experiment, progress)
     out = {}
     for path, controller in find_controllers(x).items():
@@ -337,8 +341,9 @@ def list_watched(experiment: Any, progress: Progress) -> dict[str, str]:
 
 
 def find_unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each path that waits for a metric not measured in a step. Metrics of
-    validation problems (eval/…) are left out, because not every step measures them."""
+    """Return a sentence for each controller or end condition that reads a metric not measured in
+    this step. Metrics of validation problems (eval/…) are left out, because not every step measures
+    them."""
     return [
         f"{path}: waits for '{metric}', but no step measures it.{suggest_name(metric, metrics)}"
         f" Every step measures: {', '.join(sorted(metrics))}"
@@ -348,12 +353,14 @@ def find_unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, f
 
 
 def require_measured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> None:
-    """Raise ConfigError if a path waits for a metric that this step has not measured."""
+    """Raise ConfigError if a controller or end condition reads a metric not measured in this
+    step."""
     refuse_problems(find_unmeasured(experiment, progress, metrics))
 
 
 def _check_end(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
-    """Return whether the phase is over, and on how many steps in a row its condition has held."""
+    """Return whether the phase is over, and on how many consecutive steps its condition has
+    held."""
     steps = progress.step - progress.since
     if isinstance(until, str):
         held = count_streak(read_condition(until), progress.streak, metrics)

@@ -1,4 +1,4 @@
-"""The work of one RL step on its batch: first the passes without gradient, then the updates.
+"""Do the work of one RL step on its batch: first the passes without gradient, then the updates.
 
 Each file imports only from the files above it:
 

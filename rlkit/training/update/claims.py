@@ -3,25 +3,28 @@
 
 `Cached` and `Transformers` read the trainer's own tensors, so there is nothing to check. Every
 other engine gets copies of the weights. In every step the trainer's forward pass reads one rollout
-in 128 again, and at least one. It reads the rollout with the weights of the claimed version, and
-with the previous and the next version.
+in 128 again, and at least one rollout. The trainer reads this rollout with the weights of the
+claimed version, of the previous version and of the next version.
 
     noise     mean over a row's tokens of min(|engine - claimed|, |engine - other|)
     telling   tokens with |other - claimed| > 16 noise
     digits    after each row: digits ← max(0, digits) + log10(4) · there - log10(7/4) · here
 
-engine, claimed and other are log-probs. `there` counts the telling tokens nearer to `other`, and
-`here` the telling tokens nearer to `claimed`.
+engine, claimed and other are log-probs of the same tokens. A telling token has clearly different
+log-probs under the two versions. `there` is the number of telling tokens with an engine log-prob
+nearer to `other` than to `claimed`. `here` is the number of telling tokens with an engine log-prob
+nearer to `claimed`.
 
 Suppose that the engine is honest and its rounding is symmetric. Then the mean rounding is at most
-twice the noise. So a telling token lies nearer to `other` with a probability of at most 1/8.
-Markov's inequality gives this bound: the probability of a rounding this large is at most 1/4, and
-half of these roundings go towards `other`. 4 and 4/7 are then the likelihood ratios of 1/2 against
-1/8. So n rows of an honest engine reach 6 digits with a probability of at most n · 1e-6. An engine
-with another version reaches 6 digits after 10 telling tokens if all of them lie nearer to the other
-version. If only half of them do, it reaches 6 digits after 34 telling tokens. The same sum with
-`here` and `there` exchanged proves the claimed version. If neither version is proved, the two
-versions differ by less than the engine rounds.
+twice the noise. Therefore the log-prob of a telling token lies nearer to `other` with a probability
+of at most 1/8. Markov's inequality gives this bound: the probability of a rounding this large is at
+most 1/4, and half of these roundings go towards `other`. 4 and 4/7 are then the likelihood ratios
+of 1/2 against 1/8. Therefore n rows of an honest engine reach 6 digits with a probability of at
+most n · 1e-6. An engine with another version reaches 6 digits after 10 telling tokens if all of
+them lie nearer to the other version. If only half of these tokens lie nearer to the other version,
+the engine reaches 6 digits after 34 telling tokens. The same sum with `here` and `there` exchanged
+proves the claimed version. If neither version is proved, the two versions differ by less than the
+engine rounds.
 
 Source: Page 1954, "Continuous inspection schemes", applied to likelihood ratios.
 """
@@ -47,11 +50,16 @@ LARGEST = 1 << 30  # versions are kept if one version's trained weights take at 
 
 
 def count_telling(engine: Tensor, claimed: Tensor, other: Tensor) -> tuple[int, int]:
-    """Count the telling tokens nearer to the claimed version, and the telling tokens nearer to the
-    other version.
+    """Count the tokens that speak for the claimed version of the weights, and the tokens that speak
+    for another version.
+
+    A token counts only if it is telling, that is, if the log-probs of the two versions differ by
+    more than TELLING times the noise. A telling token speaks for the version with the log-prob
+    nearer to the engine's log-prob.
 
     Args:
-      engine, claimed, other: [M] log-probs of the same tokens in nats.
+      engine, claimed, other: [M] log-probs of the same tokens in nats, computed by the engine, with
+        the claimed version, and with the other version.
     """
     to_claimed = (engine - claimed).abs()
     to_other = (engine - other).abs()
@@ -61,12 +69,13 @@ def count_telling(engine: Tensor, claimed: Tensor, other: Tensor) -> tuple[int, 
 
 
 def add_row(digits: float, tokens: int, against: int) -> float:
-    """Return the digits of a proof after one more row.
+    """Return the digits of a proof after one more row: `max(0, digits) + log10(4) · tokens -
+    log10(7/4) · against`.
 
     Args:
       digits: the digits of the proof before the row.
-      tokens: number of the row's telling tokens that support the proof.
-      against: number of the row's telling tokens that contradict it.
+      tokens: number of the row's telling tokens that speak for the proved version.
+      against: number of the row's telling tokens that speak for the other version.
     """
     return max(0.0, digits) + math.log10(4) * tokens - math.log10(7 / 4) * against
 
@@ -77,7 +86,7 @@ def has_copies(engine: Any) -> bool:
 
 
 def keeps_versions(model: nn.Module) -> bool:
-    """Return whether the weights of earlier versions are kept. They are kept if the trained weights
+    """Return whether the weights of earlier versions are kept. This is so if the trained weights
     take at most LARGEST bytes and are not sharded."""
     return sum(p.nbytes for p in list_trained(model)) <= LARGEST and not find_sharded_modules(model)
 
@@ -94,8 +103,8 @@ def unchecked_line(engine: Any, model: nn.Module, *, shards: bool) -> str:
 
 
 class Claims:
-    """The trained weights of the latest versions, and what the tokens so far prove about the
-    engine."""
+    """Keep the trained weights of the latest versions, and the evidence for or against the versions
+    claimed by the engine."""
 
     def __init__(self) -> None:
         self.kept: dict[int, list[Tensor]] = {}  # version → weights, on the CPU
@@ -105,9 +114,9 @@ class Claims:
         self.wrong = NAN
 
     def check(self, u: Update) -> dict[str, float]:
-        """Keep a copy of the weights before the updates of a step, and compare a few of its
-        rollouts with the kept versions. Return figures for the step's row, or an empty mapping if
-        the engine is not checked."""
+        """Keep a copy of the weights before the updates of a step. Then compare the log-probs of a
+        few of the step's rollouts with the log-probs of the kept versions. Return metrics for the
+        step's row, or an empty mapping if the engine is not checked."""
         x = u.x
         if not has_copies(x.generation.engine) or not keeps_versions(u.model):
             return {}

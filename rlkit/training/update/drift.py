@@ -1,19 +1,20 @@
 """Measure how far the policy moves, on a few rollouts after a step's last update. No weights are
 copied.
 
-A KL from an earlier policy to the present one needs only the earlier policy's log-probs of its own
-tokens. So the log-probs of a few rollouts are kept: a sixteenth of a step's rollouts, but at least
-four. After the last update, one forward pass for each figure computes the present log-probs of
-these rollouts. The earlier log-probs come from the trainer's pass before its updates. A step with a
-single update has no such pass, and this update itself gives them. If neither exists (see
-`algorithm.old`), an additional pass reads the same rollouts.
+A KL from an earlier policy to the present policy needs only the earlier policy's log-probs of its
+own tokens. Therefore the log-probs of a few rollouts are kept: a sixteenth of a step's rollouts,
+but at least four. After the last update, one forward pass for each KL computes the present
+log-probs of these rollouts. The earlier log-probs usually come from the trainer's pass before its
+updates. A step with a single update has no pass of this kind, and the update itself gives the
+earlier log-probs. If neither exists (see `algorithm.old`), an additional pass reads the same
+rollouts.
 
-    figure     mean of k3, in nats per token     on
+    metric     mean of k3, in nats per token     on
     kl/step    KL(before the step‖now)           rollouts of the step with a trained token
     kl/start   KL(the start of the run‖now)      the same rollouts of the first step, in every step
 
 kl/start is nan if kl/ref already measures the distance from the start. This is so with an active KL
-and a reference frozen at the start. Both figures are nan if the policy did not sample the episodes
+and a reference frozen at the start. Both metrics are nan if the policy did not sample the episodes
 (algorithm=sft).
 """
 
@@ -42,8 +43,8 @@ TENSORS = [f.name for f in fields(Batch) if f.default is f.default_factory is MI
 
 
 class Few(NamedTuple):
-    """A few rollouts, and an earlier policy's log-probs of their tokens [B, T]. The log-probs are
-    None until they are known."""
+    """Hold a few rollouts, and the log-probs [B, T] of their tokens under an earlier policy. The
+    log-probs are None until they are computed."""
 
     batch: Batch
     logprobs: Tensor | None
@@ -63,15 +64,16 @@ def select_few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
 
 
 def add_pass(u: Update, own: Few | None) -> Few | None:
-    """Compute the present policy's log-probs of the rollouts, unless log-probs are already
-    there."""
+    """Add the present policy's log-probs of the kept rollouts, computed in a forward pass. If `own`
+    is None or already holds log-probs, return `own` unchanged."""
     if own is None or own.logprobs is not None:
         return own
     return own._replace(logprobs=compute_batch_logprobs(u, u.model, own.batch).logprobs)
 
 
 def add_terms(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | None:
-    """Take the log-probs from the step's only update, unless log-probs are already there.
+    """Add the log-probs of the kept rollouts, taken from the update of a step with a single update.
+    If `own` is None or already holds log-probs, return `own` unchanged.
 
     Args:
       terms: name → per-token terms of the update, in the order of each rollout's tokens.
@@ -94,11 +96,12 @@ def prepare_drift(
     """Select the rollouts that measure a step's drift. Do this before the updates of the step.
 
     Args:
-      start: rollouts of the first step. None in the first step, or if no figure needs them.
+      start: the kept rollouts of the first step. None in the first step, or if kl/start is not
+        measured.
       rollouts: all rollouts of the step.
-    Returns: rollouts of this step, and rollouts of the first step, both with the log-probs from
-      before the updates. If the step has a single update, the log-probs of its own rollouts are
-      added after this update (`add_terms`).
+    Returns: a pair, the kept rollouts of this step and the kept rollouts of the first step. Both
+      hold log-probs from before the updates. If the step has a single update, the log-probs of its
+      own rollouts are added after this update (`add_terms`).
     """
     if u.x.algorithm.episodes is not None:  # the policy has not sampled the episodes
         return None, start
@@ -111,7 +114,7 @@ def prepare_drift(
 
 
 def measure_drift(u: Update, own: Few | None, start: Few | None) -> dict[str, float]:
-    """Compute kl/step and kl/start. A figure is nan without rollouts to measure it on."""
+    """Compute kl/step and kl/start. Each is nan if its rollouts are None."""
     says = u.kept.measures_drift(u.kept.phase, u.x)
     device = next(u.model.parameters()).device
     kl = {}

@@ -37,15 +37,16 @@ def surrogate(
     """Compute the policy's loss on some rows of an update's batch: Σ weights · (scale · policy loss
     + coef · KL - entropy_coef · entropy).
 
-    The loss is a sum over rows, never a mean. So the losses of micro-batches add up to the loss of
-    their minibatch.
+    The loss is a sum over rows, never a mean. Therefore the losses of micro-batches add up to the
+    loss of their minibatch.
 
     Args:
-      batch: with advantages, weights, old log-probs and, if the KL is in the loss, reference
-        log-probs.
+      batch: the rows, with advantages, weights and old log-probs. If the KL is in the loss, the
+        batch also has reference log-probs.
       scores: log-probs and entropies of the policy in training.
-    Returns: the loss, and detached terms for the metrics. A term is [B, T] per token, or a figure
-      of a part, named PART/NAME.
+    Returns: the loss, and detached tensors for the metrics, by name. Most of these tensors hold one
+      value per token, [B, T]. A function of the algorithm, for example the policy loss, may also
+      return metrics of its own; their names are FUNCTION/NAME.
     """
     mask = batch.response_mask
     given = batch.quantities | {
@@ -118,9 +119,9 @@ def value_surrogate(
 def find_clipped_tokens(
     loss: Callable[..., Any], quantities: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return clip_held and clip_capped, [B, T] bool. The rule declared by the policy loss
-    (`policy_losses.Clip`) decides which tokens are clipped. Return an empty mapping if the loss
-    declares no rule."""
+    """Return the masks clip_held and clip_capped of clipped tokens, [B, T] bool. The policy loss
+    declares a rule (`policy_losses.Clip`), and this rule decides which tokens are clipped. Return
+    an empty mapping if the loss declares no rule."""
     clip = getattr(plain(loss), "clip", None)
     if clip is None:
         return {}

@@ -26,8 +26,8 @@ class OutOfMemory(RLKitError, MemoryError):
 
 
 class MicroBatches:
-    """The size of a run's micro-batches: trainer.micro_batch_tokens, halved each time memory runs
-    out."""
+    """Hold the size of a run's micro-batches. The size begins with trainer.micro_batch_tokens, and
+    is halved each time memory runs out."""
 
     def __init__(self, tokens: int):
         self.tokens = tokens
@@ -36,13 +36,14 @@ class MicroBatches:
 
     @property
     def limit(self) -> int:
-        """The largest number of tokens in a micro-batch."""
+        """Return the largest number of tokens in a micro-batch."""
         return max(1, self.tokens >> self.halvings)
 
     def of(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
-        """Split a batch into this rank's micro-batches. Each item holds row numbers, and whether
-        its results count. Every rank gets the same number of micro-batches. A rank with too few
-        gets additional ones, and these do not count."""
+        """Split a batch into this rank's micro-batches. Each item is a pair: the numbers of the
+        rows in a micro-batch, and whether the results of this micro-batch count. Every rank gets
+        the same number of micro-batches. A rank with too few micro-batches gets additional ones
+        with results that do not count."""
         if ranks.size() == 1:
             return ((rows, True) for rows in split_into_micro_batches(batch, self.limit))
         lengths = batch.attention_mask.sum(1)
@@ -56,7 +57,7 @@ class MicroBatches:
     def retry_halved(
         self, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None
     ) -> T:
-        """Call `work` and return its value. If memory runs out, call it again with half as many
+        """Call `work` and return its value. If memory runs out, call `work` again with half as many
         tokens per micro-batch, as long as smaller micro-batches split `batch` further.
 
         The micro-batches stay small from then on, also after a resume from a checkpoint. This
@@ -78,8 +79,9 @@ class MicroBatches:
             self.halve(batch, message)
 
     def retry_update(self, minibatch: Minibatch, work: Callable[[], T], terms: UpdateTerms) -> T:
-        """Call `retry_halved` for the update of a minibatch. If the update fails, `minibatch` keeps
-        this minibatch for the debug bundle."""
+        """Call `retry_halved` for the update of a minibatch. During the update the attribute
+        `self.minibatch` holds the argument `minibatch`. If the update fails, the attribute stays
+        set, so that the debug bundle can save it."""
         self.minibatch = minibatch
         done = self.retry_halved(minibatch, work, terms)
         self.minibatch = None
@@ -114,8 +116,8 @@ class MicroBatches:
 
 @contextmanager
 def name_remedy(what: str, remedy: str) -> Iterator[None]:
-    """Run a block. If memory runs out in it, raise OutOfMemory with `remedy`, the change that saves
-    memory."""
+    """Return a context manager that raises OutOfMemory if memory runs out in its block. The message
+    names `remedy`, a change of the config that saves memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,5 +1,5 @@
-"""The updates of a step, with one minibatch for each. A minibatch is processed in micro-batches,
-and the gradients of its micro-batches are added up."""
+"""Run the updates of a step, one on each minibatch. A minibatch is processed in micro-batches, and
+the gradients of its micro-batches are added up."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def step_minibatches(u: Update, batch: Weighted, terms: UpdateTerms) -> Iterator
     """Yield the batch of every update in order, with each token's weight in the loss.
 
     Every epoch splits the rollouts into different minibatches. The reference's log-probs were
-    computed in the minibatches of the first epoch. If an update of a later epoch needs them, and no
-    earlier update has had a gradient, they are computed again in the new minibatches.
+    computed in the minibatches of the first epoch. If an update of a later epoch needs the
+    reference's log-probs, and no earlier update has had a gradient, these log-probs are computed
+    again in the new minibatches.
     """
     kl = u.x.kl
     for epoch, splits in enumerate(split_into_minibatches(batch, u.x.algorithm, u.seed)):

@@ -1,4 +1,5 @@
-"""The optimizers of policy and critic, and an AdamW with 8-bit moments."""
+"""Step the optimizers of policy and critic, and make them. One of them is an AdamW with 8-bit
+moments."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ CRITIC = 1
 
 
 class Optimizers:
-    """The optimizer of the policy and, if there is a critic, the optimizer of the critic, in this
-    order. For each optimizer it counts how many steps in a row were skipped because the loss or the
-    gradient was not finite."""
+    """Hold the optimizer of the policy and, if there is a critic, the optimizer of the critic, in
+    this order. For each optimizer, this class counts how many consecutive steps were skipped
+    because the loss or the gradient was not finite."""
 
     def __init__(self, made: Sequence[torch.optim.Optimizer]):
         self.made = list(made)
@@ -52,7 +53,7 @@ class Optimizers:
 
         If the loss or the norm is not finite, the step is skipped and the returned norm is nan.
 
-        Raises: NonFinite, after trainer.max_nonfinite skipped steps in a row.
+        Raises: NonFinite after trainer.max_nonfinite consecutive skipped steps.
         """
         optimizer = self.made[index]
         for group in optimizer.param_groups:
@@ -80,8 +81,8 @@ class Optimizers:
 
 
 def make_first_critic(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
-    """Make the critic of the first phase that trains one. Return None if no phase trains a critic.
-    The critic is made at the start of the run, even if only a later phase trains it."""
+    """Make the critic of the first phase that trains a critic. Return None if no phase trains a
+    critic. The critic is made at the start of the run, even if only a later phase trains it."""
     active = find_first_critic(x)
     if active is None:
         return None
@@ -92,7 +93,8 @@ def make_first_critic(x: Experiment, model: torch.nn.Module) -> torch.nn.Module 
 
 
 def find_first_critic(x: Experiment) -> Critic | None:
-    """Return the critic's settings in the first phase that trains one, or None."""
+    """Return the critic's settings in the first phase that trains a critic, or None if no phase
+    does."""
     every = (phase.algorithm.critic for phase in list_phases(x).values())
     return next((critic for critic in every if critic.active), None)
 
@@ -132,8 +134,8 @@ def adamw_8bit(
     betas: Sequence[float] = (0.9, 0.99),
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """AdamW with 8-bit moments in blocks, which take 2 bytes per parameter instead of 8. Tensors
-    below 4,096 entries keep float32 moments.
+    """Make an AdamW with 8-bit moments, quantised in blocks. The two moments take 2 bytes per
+    parameter instead of 8. Tensors below 4,096 entries keep float32 moments.
 
     Raises: ConfigError if the package bitsandbytes is missing, or if the weights are sharded.
     Source: Dettmers et al. 2022, arXiv:2110.02861.

@@ -16,11 +16,11 @@ from rlkit.types import Batch, Rollout, Step, Task
 
 
 def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
-    """Run a forward and backward pass on a micro-batch of the longest possible rollouts, while
-    memory for the optimizer's moments is taken.
+    """Run a forward and backward pass on a micro-batch of the longest possible rollouts. During
+    these passes, memory for the optimizer's moments is reserved.
 
-    This happens before the first step on a GPU. So if memory is too small, it runs out in the first
-    minute and not in the first hour.
+    The caller does this before the first step on a GPU. If memory is too small, the run then fails
+    in the first minute and not in the first hour.
 
     Raises: OutOfMemory.
     """

@@ -1,4 +1,4 @@
-"""The record of one RL step. All passes and updates of the step read it."""
+"""Define the record of one RL step. All passes and updates of the step read this record."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rlkit.types import Batch, Policy, Rollout
 
 
 class Host(NamedTuple):
-    """Hooks for the host of the computation. They run the forward pass, the backward pass, the
-    optimizer step and the all-reduce. The defaults are plain torch and the collectives of a process
-    group."""
+    """Hold hooks for the host of the computation, such as Lightning. The hooks run the forward
+    pass, the backward pass, the optimizer step and the all-reduce. The defaults are plain torch and
+    the collectives of a process group."""
 
     # (model, function, *arguments, **settings) → function(model, …), run as a forward pass
     forward: Callable[..., Any] = ranks.run_in_forward
@@ -31,7 +31,8 @@ class Host(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One RL step: its experiment, the models, and the hooks that run its computations.
+    """Hold the inputs of one RL step: its experiment, its models, and the hooks that run its
+    computations.
 
     The record itself does not change between the first pass and the last update. Only the weights
     of its models change, and `micro` may halve the micro-batches.
@@ -45,20 +46,21 @@ class Update(NamedTuple):
     host: Host
     clock: Clock
     step: int  # RL steps done before this one
-    # seed for the order of rollouts and every other random draw of the step; the same on all ranks
+    # seed for the order of rollouts and every other random choice of the step; the same on all
+    # ranks
     seed: int
     warming_up: bool  # whether only the critic learns in this step
     trained: Sequence[Rollout]  # the rollouts that the rows of the batch come from
 
     @property
     def model(self) -> nn.Module:
-        """The policy's model."""
+        """Return the policy's model."""
         return self.policy.model
 
     @property
     def temperature(self) -> float:
-        """The temperature that divides the logits for the trained log-probs. It is the sampler's
-        temperature, or 1 for a greedy sampler."""
+        """Return the temperature for the trained log-probs; the logits are divided by this number.
+        It is the sampler's temperature, or 1 for a greedy sampler."""
         return self.x.generation.temperature or 1.0
 
     def assemble_batch(self, rollouts: Sequence[Rollout]) -> Batch:

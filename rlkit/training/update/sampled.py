@@ -19,7 +19,7 @@ from rlkit.types import Batch, Rollout
 
 
 def make_sampled_batch(u: Update) -> Batch:
-    """Return the batch of the rollouts in `u.trained`."""
+    """Return the batch made from the rollouts in `u.trained`."""
     a = u.x.algorithm
     batch = filter_rollouts(u.assemble_batch(u.trained), a)
     batch = select_reward_rows(batch, u.trained, a.streams.get("reward"))
@@ -33,8 +33,8 @@ def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
 
     The group filter reads the raw rewards. Afterwards the overlong rule may change rewards and
     leave rollouts out. A change of a reward also changes the token reward at the rollout's last
-    sampled token. The tokens of a rollout that is left out are removed from `response_mask`. They
-    stay in `sampled_mask`, and the rollout's reward still counts in baselines.
+    sampled token. The tokens of a rollout that is left out are removed from `response_mask`. These
+    tokens stay in `sampled_mask`, and the rollout's reward still counts in baselines.
     """
     with torch.no_grad():
         given = batch.quantities
@@ -58,8 +58,8 @@ def mark_last_tokens(batch: Batch) -> Tensor:
 
 
 def select_reward_rows(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
-    """Train only on rollouts from the parts of the mixture that the reward's stream names. Without
-    such a stream the batch stays unchanged."""
+    """Train only on rollouts from the parts of the mixture that the reward's stream names. If no
+    stream belongs to the reward, return the batch unchanged."""
     return batch if stream is None else select_parts(batch, rollouts, stream)
 
 
@@ -82,9 +82,9 @@ def select_rows(batch: Rows, rows: Sequence[bool]) -> Rows:
 
 
 def mark_observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Batch:
-    """Add `observed_mask` to the batch. It marks the tokens of tools' answers, without the
-    template's tokens around them. If several rows hold the same answer, only the first row marks
-    it."""
+    """Add `observed_mask` to the batch. The mask marks the tokens of tools' answers, without the
+    tokens that the template puts around an answer. If several rows hold the same answer, only its
+    tokens in the first row are marked."""
     mask = torch.zeros_like(batch.response_mask)
     row = 0
     for rollout in rollouts:

@@ -1,5 +1,5 @@
-"""Passes over a batch without gradient, one micro-batch at a time. They compute the models'
-log-probs, entropies and values before the updates."""
+"""Compute the models' log-probs, entropies and values before the updates. The passes over the batch
+run without gradient, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ Known = TypeVar("Known", bound=Scored)
 
 
 def score(u: Update, batch: Batch) -> Scored:
-    """Add log-probs without gradient to the batch: the old policy's log-probs with entropies and
-    values, and the reference's log-probs. Each is computed only if a later computation needs it.
+    """Add quantities computed without gradient to the batch. They are the old policy's log-probs,
+    entropies and values, and the reference's log-probs. Each quantity is computed only if a later
+    computation needs it.
 
-    The passes use the minibatches and micro-batches of the first epoch. So if the policy equals the
-    reference, both give the same bits, and the gradient of the KL is exactly 0. Otherwise the
-    gradient would be rounding noise, and an optimizer enlarges noise to full steps.
+    The passes use the minibatches and micro-batches of the first epoch. Therefore policy and
+    reference give the same bits if their weights are equal, and the gradient of the KL is then
+    exactly 0. In other minibatches the gradient would be rounding noise, and an optimizer enlarges
+    noise to full steps.
 
-    With one epoch of one minibatch the old policy is the current one. Its log-probs are then the
-    detached log-probs of the update and cost nothing. If algorithm.old takes the old policy from
-    elsewhere, the trainer's pass runs only if something else needs it.
+    With one epoch of one minibatch the old policy is the current policy. Its log-probs are then the
+    detached log-probs of the update and cost nothing. If algorithm.old does not take the old policy
+    from the trainer's pass, this pass runs only if another computation needs its results.
     """
     splits = split_into_minibatches(batch, u.x.algorithm, u.seed)[0]
     share = compute_old_share(batch, u.x.algorithm, step=u.step)
@@ -49,9 +51,9 @@ def score(u: Update, batch: Batch) -> Scored:
 
 
 def compute_old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None:
-    """Return where the ratio's old policy lies between the sampling policy (0) and the current
+    """Return the position of the ratio's old policy between the sampling policy (0) and the current
     policy (1), [B, T]. Return None if the trainer has to compute the old policy's log-probs in a
-    pass before the update. algorithm.old decides:
+    pass before the update. The value of algorithm.old decides:
 
     trainer      None: a pass of the trainer gives the policy before the update
     sampler      share 0: the old policy is the sampling policy, with the sampler's log-probs. The
@@ -72,8 +74,8 @@ def compute_old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tenso
 
 
 def needs_old(u: Update) -> bool:
-    """Return whether any part needs the policy's log-probs, entropies or values from before the
-    update."""
+    """Return whether any function of the algorithm needs the policy's log-probs, entropies or
+    values from before the update."""
     a = u.x.algorithm
     before = [a.advantage, a.normalization, a.overlong, a.token_filter]
     if a.old == "trainer":
@@ -90,15 +92,15 @@ def needs_old(u: Update) -> bool:
 
 
 def with_reference(u: Update, batch: Known, splits: Sequence[Tensor]) -> Known:
-    """Add the reference's log-probs to the batch, computed in the minibatches given by `splits`."""
+    """Add the reference's log-probs to the batch, computed in the minibatches `splits`."""
     with u.kept.reference(u.x.reference) as model:
         found = compute_batch_logprobs(u, model, read_batch(u, batch), splits)
     return replace(batch, logprobs_ref=found.logprobs)
 
 
 def read_batch(u: Update, batch: Rows) -> Rows:
-    """Return the batch with a response mask on every token whose log-probs are needed. A KL in the
-    baseline and a teacher also need the tokens of untrained rollouts."""
+    """Return the batch with a response mask that marks every token whose log-probs are needed. A KL
+    in the baseline and a teacher also need the log-probs of untrained rollouts."""
     every = u.x.kl.in_baseline or "teacher" in u.x.algorithm.active_streams
     return batch.whole() if every else batch
 
@@ -117,7 +119,7 @@ def compute_batch_logprobs(
     Args:
       splits: row numbers of each minibatch. Each minibatch is split into micro-batches separately.
         None: one minibatch with all rows.
-      critic: the model of the values. None: no values are computed.
+      critic: the model that predicts the values. None: no values are computed.
     """
     out: dict[str, Tensor] = {}
     for split in (

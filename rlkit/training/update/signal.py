@@ -12,8 +12,8 @@ from rlkit.types import Weighted, declarations
 def has_signal(u: Update, batch: Weighted) -> bool:
     """Return False if the gradient of the policy's loss is known to be exactly 0.
 
-    The gradient is 0 for a batch without a trained token. It is also 0 if none of these terms has a
-    gradient:
+    The gradient is 0 for a batch without a trained token. It is also 0 if none of the following
+    four terms has a gradient:
 
     policy loss     it has none if every advantage is 0 and the loss declares by `@vanishes` that
                     its gradient is then 0
@@ -25,7 +25,7 @@ def has_signal(u: Update, batch: Weighted) -> bool:
     A skipped update steps no optimizer, so the weights, the moments and the optimizer's count of
     steps stay as they are. A step with a gradient of 0 would instead decay the weights and repeat
     old momentum. A skipped update is not measured for algorithm.target_kl. The batch is the same on
-    all ranks, so the answer is too.
+    all ranks, and therefore the answer is the same on all ranks.
     """
     a = u.x.algorithm
     if not batch.response_mask.any():
@@ -42,12 +42,13 @@ def has_signal(u: Update, batch: Weighted) -> bool:
 
 
 def _declared(part: Any, when: str) -> bool:
-    """Return whether a part declares by `@vanishes` that it has no gradient in the case `when`."""
+    """Return whether a function of the algorithm declares by `@vanishes` that it has no gradient in
+    the case `when`."""
     return when in (declarations(part, "vanishes") or ())
 
 
 def updates_once(u: Update, batch: Weighted) -> bool:
-    """Return whether a single update reads the whole batch before any weight moves. The log-probs
-    in this update are then the log-probs of the old policy."""
+    """Return whether the step has a single update, which reads the whole batch before any weight
+    moves. The log-probs in this update are then the log-probs of the old policy."""
     a = u.x.algorithm
     return a.epochs * a.minibatches == 1 and not u.warming_up and has_signal(u, batch)

@@ -43,8 +43,9 @@ def select(batch: Rows, rows: Tensor) -> Rows:
 
 
 def split_into_minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
-    """Return the row numbers of every update, epoch by epoch. Each of the `epochs` passes over all
-    rollouts is split at random into `minibatches` parts. A rollout is never divided."""
+    """Return the row numbers of every update, epoch by epoch. In each of the `epochs` epochs, all
+    rollouts are divided at random into `minibatches` minibatches. All rows of a rollout are in the
+    same minibatch."""
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     owners = batch.rollout_ids.cpu()
     orders = [
@@ -57,19 +58,19 @@ def split_into_minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> lis
         ]
         for order in orders
     ]
-    # A part without rows is left out: each of its rollouts ended before its first reply.
+    # A minibatch without rows is left out. All of its rollouts ended before their first reply.
     return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
 
 
 def split_into_micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
-    """Yield the row numbers of one micro-batch after another. Each takes as many rows as fit into
-    `max_tokens` tokens. Rollouts of a group are neighbours.
+    """Yield the row numbers of one micro-batch after another. Each micro-batch takes as many rows
+    as fit into `max_tokens` tokens. Rollouts of a group are neighbours.
 
     Rows of one rollout stay together, because a ratio or a mean over a sequence needs all of its
-    tokens. So a micro-batch has at least one rollout, even if this rollout alone exceeds
+    tokens. Therefore a micro-batch has at least one rollout, even if this rollout alone exceeds
     `max_tokens`. A row counts up to its last trained token. Tokens shared between rows
     (`rlkit.models.packing`) count in each row. Rows without a trained token are left out, because
-    they add nothing to any sum.
+    they would add nothing to any sum.
     """
     lengths = (
         (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device))

@@ -1,4 +1,4 @@
-"""One RL step of the policy and the critic: sampled → scored → weighted → updated."""
+"""Take one RL step of the policy and the critic: sampled → scored → weighted → updated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlkit.types import Rollout, Weighted
 
 
 class Updated(NamedTuple):
-    """The batch of a step's updates, and the effects of these updates."""
+    """Hold the batch of a step's updates, and the effects of these updates."""
 
     batch: Weighted
     terms: UpdateTerms
@@ -57,7 +57,7 @@ def update_models(
 
 
 def weigh_batch(u: Update) -> Weighted:
-    """Return the batch of the step with all inputs of its loss. Later code does not change this
+    """Return the batch of the step with all inputs of the loss. Later code does not change this
     batch."""
     batch = make_sampled_batch(u)
     scored = u.micro.retry_halved(batch, partial(score, u, batch))

@@ -1,9 +1,10 @@
-"""Streams: training signals other than the reward. A stream adds coef · Σ weights · loss per token
-to an update. It has a pass of its own, over its own tokens.
+"""Add the gradients of streams to an update. A stream is a training signal other than the reward.
+It adds `coef · Σ weights · loss per token` to the loss of an update. Each stream has its own pass,
+over its own tokens.
 
 loss = reward + Σ_c coef_c Σ_t w_ct l_ct. The weights w_c sum to 1 over the tokens of stream c, and
-are fixed before the batch is split. So a stream does not change the gradients of other streams. A
-stream computes nothing if it has no tokens, or if its coefficient is 0.
+are fixed before the batch is split. Therefore a stream does not change the gradients of other
+streams. A stream computes nothing if it has no tokens, or if its coefficient is 0.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Prompts = dict[int, tuple[int, list[int]]]
 
 
 class Imitation(NamedTuple):
-    """A pass of a stream that imitates given tokens. The response_mask of `batch` marks these
-    tokens."""
+    """Describe a pass of a stream that imitates given tokens. The response_mask of `batch` marks
+    these tokens."""
 
     name: str
     stream: Stream
@@ -45,8 +46,8 @@ class Imitation(NamedTuple):
 
 
 class Taught(NamedTuple):
-    """A pass in which the policy follows one teacher. The response_mask of `batch` marks the tokens
-    of the pass."""
+    """Describe a pass in which the policy learns from one teacher. The response_mask of `batch`
+    marks the tokens of the pass."""
 
     name: str
     stream: Stream
@@ -58,8 +59,8 @@ class Taught(NamedTuple):
 
 
 def list_stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taught]:
-    """Yield every pass of an update. The weights of a pass are fixed before the pass is split. A
-    stream without tokens yields no pass.
+    """Yield the passes of all streams in an update. The weights of a pass are fixed before the pass
+    is split into micro-batches. A stream without tokens yields no pass.
 
     Raises: DataError if a part of the mixture has no teacher.
     """
@@ -73,9 +74,9 @@ def list_stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | 
 
 
 def _select_imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch | None:
-    """Return the tokens imitated by a stream. They are the answers of tools, or the conversations
-    in the data rows of the minibatch's prompts. Return None if the stream applies to none of these
-    prompts."""
+    """Return a batch with the tokens that a stream imitates. These tokens are the answers of tools,
+    or the conversations in the data rows of the minibatch's prompts. Return None if the stream
+    applies to none of these prompts."""
     if stream.mask == "observations":
         assert minibatch.observed_mask is not None
         batch = replace(minibatch, response_mask=minibatch.observed_mask)
@@ -89,7 +90,7 @@ def _select_imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch |
 
 def _list_taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]:
     """Yield one pass for each teacher, over the rows from the teacher's part of the mixture. The
-    weights of all these passes together sum to 1."""
+    weights of all teachers' passes together sum to 1."""
     teacher = u.x.teacher
     batch = select_parts(minibatch.whole(), u.trained, stream)
     shown = None
@@ -97,7 +98,7 @@ def _list_taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Ta
     if teacher.show is not None:
         shown = build_shown_prompts(u.policy, u.trained, teacher.show, u.x.environment)
         # a row whose context was rewritten does not begin with the first prompt, so the hint cannot
-        # be put into it
+        # be put into this row
         first = (batch.step_ids[:, 0] == 0).tolist()
         batch = select_rows(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
     if not batch.response_mask.any():
@@ -125,7 +126,8 @@ def _weights(stream: Stream, batch: Batch) -> Tensor:
 
 
 def _correction(u: Update, batch: Minibatch) -> Tensor | None:
-    """Return the off-policy correction of the sampled tokens in a teacher's pass. None means 1."""
+    """Return the off-policy correction [B, T] for a pass in which the policy learns from a teacher.
+    None means that every token has the factor 1."""
     function = u.x.algorithm.correction
     nothing = plain(function) is no_correction
     if nothing or batch.logprobs_old is None or batch.old_share is not None:
@@ -135,8 +137,8 @@ def _correction(u: Update, batch: Minibatch) -> Tensor | None:
 
 
 def backward_stream(u: Update, given: Imitation | Taught, terms: UpdateTerms) -> float:
-    """Add the gradient of a stream's pass, one micro-batch at a time. Return this rank's part of
-    the loss."""
+    """Compute the gradient of a stream's pass, one micro-batch at a time, and add it to the
+    gradients of the update. Return this rank's part of the loss."""
     total = 0.0
     for rows, counts in u.micro.of(given.batch):
         some: Batch = select(given.batch, rows)
@@ -164,8 +166,8 @@ def compute_nll(u: Update, packed: Packed) -> Tensor:
 
 def compute_divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) -> Tensor:
     """Compute the divergence between policy and teacher at each token of some rows of a pass [M].
-    The teacher reads the same reply. Before it, the teacher reads its own prompt if it has one, and
-    otherwise the policy's."""
+    The teacher reads the same reply as the policy. Before the reply, the teacher reads its own
+    prompt if it has one, and otherwise the policy's prompt."""
     batch = select(given.batch, rows)
     mask = batch.response_mask
     factor = None if given.factor is None else given.factor[rows][:, : mask.shape[1]]
@@ -188,8 +190,8 @@ def compute_divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) 
 def compute_teacher_states(
     u: Update, given: Taught, batch: Batch, packed: Packed
 ) -> tuple[Tensor, Any]:
-    """Return the teacher's last hidden states at the tokens of the pass [M, H], and its head. A
-    teacher that is a TokenScorer returns this pair itself."""
+    """Return the teacher's last hidden states at the tokens of the pass [M, H], and the teacher's
+    head. A teacher that is a TokenScorer returns this pair itself."""
     rows = (
         (batch.ids, batch.response_mask)
         if given.shown is None
@@ -240,8 +242,9 @@ def compute_token_divergences(
 
 
 def show_to_teacher(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
-    """Return the rows as the teacher reads them, as token ids and mask [B, T']. The teacher's
-    prompt takes the place of the policy's prompt, and the tokens after it stay the same."""
+    """Return the rows in the form that the teacher reads, as token ids and mask [B, T']. The
+    teacher's prompt takes the place of the policy's prompt. The tokens after the prompt stay the
+    same."""
     ids = []
     masks = []
     for row, rollout in enumerate(batch.rollout_ids.tolist()):

@@ -19,16 +19,17 @@ from rlkit.types import Batch, Estimate, Scored, Weighted
 
 
 def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:  # noqa: B008  (immutable)
-    """Return the batch with advantages [B, T] and the factor on each token's policy loss. If there
-    is a critic, also add returns. The factor is zero outside the response mask.
+    """Add advantages [B, T] and the factor on each token's policy loss to the batch. If there is a
+    critic, also add returns. The factor is zero outside the response mask.
 
     Advantages are estimated, then normalised. With a KL in the reward, each token's advantage is
     then lowered by the KL of this token and of all later ones. There are two exceptions. If the
     advantage asks for `token_rewards`, the KL is deducted from these rewards instead. With
-    `kl.in_baseline`, the KL is deducted from the rewards of rollouts before any kind of advantage
-    is estimated. This includes untrained rollouts, because they count in the baseline too.
+    `kl.in_baseline`, the KL is deducted from the rewards of all rollouts before any kind of
+    advantage is estimated. Untrained rollouts are included, because their rewards count in the
+    baseline too.
 
-    The factor is off-policy correction × token filter. Both functions may ask for advantages.
+    The factor is `off-policy correction × token filter`. Both functions may ask for advantages.
     Everything is computed once over the whole batch of the step, without gradient.
 
     Raises: PartError if the advantage has neither shape [N] nor [B, T], or if there is a critic and
@@ -52,7 +53,7 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
             and not kl.in_baseline
             and not asks_for(algorithm.advantage, "token_rewards")
         ):
-            # an unscored rollout has no advantage, whatever its KL
+            # a rollout without a reward has no advantage, even if it has a KL
             later = F.fill_masked(_reward_to_go(penalty, batch), _mark_scored(batch), 0.0)
             advantages = advantages - later
         given |= {"advantages": advantages}
@@ -106,8 +107,10 @@ def _mark_scored(batch: Batch) -> Tensor:
 def _scale(
     batch: Scored, algorithm: Algorithm, given: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return off-policy correction × token filter [B, T], and the metrics of both. If the old
-    policy changes together with the current policy, the correction is left to `surrogate`."""
+    """Return `off-policy correction × token filter`, [B, T], and the metrics of both functions. If
+    `batch.old_share` is set, the old policy lies between sampling policy and current policy, and
+    moves with every update. In this case `surrogate` computes the correction in each update, and
+    here the correction is 1."""
     factor: Any = 1.0
     corrected: dict[str, Tensor] = {}
     if batch.old_share is None:
@@ -118,7 +121,7 @@ def _scale(
 
 def penalize(batch: Scored, kl: KL) -> Tensor:
     """Return the KL penalty on the reward of each token [B, T], for the policy before the update.
-    It is zero everywhere if the KL is not in the reward."""
+    The penalty is zero everywhere if the KL is not in the reward."""
     if not kl.in_reward:
         return torch.zeros_like(batch.token_rewards)
     mask = batch.response_mask
@@ -138,8 +141,8 @@ def penalize(batch: Scored, kl: KL) -> Tensor:
 
 
 def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
-    """Sum the values of a token and of all later trained tokens in its rollout [B, T]. Tokens of
-    tools and users do not count."""
+    """For each token, sum its value and the values of all later trained tokens in the same rollout,
+    [B, T]. Tokens of tools and users do not count."""
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     later = F.to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
     return F.from_episodes(later, positions, mask, values)
@@ -147,10 +150,11 @@ def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
 
 def set_known_old(u: Update, batch: Weighted) -> Weighted:
     """Fill in the old policy's log-probs if every update of the step will be skipped. In this case
-    no update computes them, and the reference's log-probs take their place.
+    no update computes these log-probs, and the reference's log-probs take their place.
 
-    Both are equal. With the KL in the loss, an update is skipped only as long as the reference is
-    the policy itself. In all other cases the batch is returned unchanged.
+    Old policy and reference have equal log-probs here: with the KL in the loss, an update is
+    skipped only as long as the reference equals the policy. In all other cases the batch is
+    returned unchanged.
     """
     open_ = u.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
     if not open_ or u.x.algorithm.active_streams or has_signal(u, batch):
