@@ -15,8 +15,8 @@ from rlkit.types import Batch, Rollout
 
 
 class TokenRow(NamedTuple):
-    """Hold one training sequence: consecutive steps of one rollout. The context of each step
-    extends the context of the step before."""
+    """Hold one training sequence: consecutive steps of one rollout. The context of each step begins
+    with the context and the reply of the step before."""
 
     ids: list[int]
     sampled: list[bool]
@@ -31,9 +31,9 @@ def split_into_rows(rollout: Rollout) -> list[TokenRow]:
 
     A step extends the current row if its context begins with the previous step's context and reply.
     Otherwise the step starts a new row. This happens if the template has dropped earlier thinking,
-    or if turns were dropped to make room. The same rule serves every history policy. Text inserted
-    by a thinking budget is part of the row, because the policy has read it. The policy is not
-    trained on this text.
+    or if turns were dropped to make room. The same rule serves every setting of `history`. Text
+    inserted by a thinking budget is part of the row, because the policy has read this text. The
+    policy is not trained on it.
     """
     out: list[TokenRow] = []
     # the row and position of the last sampled token so far; rewards are added at this token

@@ -71,8 +71,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def count_failures(rollouts: Sequence[Rollout]) -> str:
-    """Return a sentence with the number of failed environments and the first error. It is empty if
-    none failed.
+    """Return a sentence with the number of episodes in which the environment failed, and the first
+    error. The result is an empty text if no environment failed.
 
     Raises: EnvironmentFailed if the environment failed in every episode, because there is then
       nothing to measure or learn.
@@ -91,8 +91,8 @@ def count_failures(rollouts: Sequence[Rollout]) -> str:
 
 
 def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
-    """Return a sentence on each tool that failed in all of its calls, if there were at least
-    FEWEST_CALLS. A call of an unknown tool does not count."""
+    """Return a sentence on each tool that failed in all of its calls. A tool with fewer than
+    FEWEST_CALLS calls is not reported. A call of an unknown tool does not count."""
     results = defaultdict(list)
     for result in (r for rollout in rollouts for step in rollout.steps for r in step.tool_results):
         if not result.content.startswith("Error: there is no tool"):
@@ -106,8 +106,10 @@ def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def count_refusals(rollouts: Sequence[Rollout]) -> str:
-    """Return a sentence with the number of episodes in which requests of a program were refused,
-    and the first refusal. It is empty if no request was refused."""
+    """Return a sentence about refused requests, for episodes played by the user's own program. A
+    program asks rlkit's endpoint for completions, and the endpoint may refuse a request. The
+    sentence has the number of episodes with a refused request, and the first refusal. The result is
+    an empty text if no request was refused."""
     refused = [r for r in rollouts if r.metadata.get("refused")]
     if not refused:
         return ""
@@ -118,7 +120,8 @@ def count_refusals(rollouts: Sequence[Rollout]) -> str:
 
 
 def group_by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """Group the rollouts by the part of the mixture. The result is empty without a mixture."""
+    """Group the rollouts by the part of the mixture that their task belongs to. The result is empty
+    without a mixture."""
     parts: dict[str, list[Rollout]] = {
         part: [] for part in sorted({r.task.part for r in rollouts} - {""})
     }
@@ -228,9 +231,9 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def measure_reward_functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the means of the metrics that the reward's functions return beside their scores. The
-    names are reward/TERM/METRIC and aggregator/METRIC. A mean is over the rollouts that have the
-    metric."""
+    """Return the mean of each metric that the reward's functions return in addition to their
+    scores. The names are reward/TERM/METRIC and aggregator/METRIC. Each mean is over the rollouts
+    with this metric."""
     return {
         name: _mean([r.metrics[name] for r in rollouts if name in r.metrics])
         for name in dict.fromkeys(name for r in rollouts for name in r.metrics)
@@ -238,8 +241,9 @@ def measure_reward_functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
-    """Compute (Σ x y)² / (Σ x² Σ y²), where x is the component minus its mean in the group, and y
-    the same for the reward. The result is nan if x or y does not vary."""
+    """Compute `(Σ x y)² / (Σ x² Σ y²)` over the rollouts. x is the component's value less the mean
+    value in the rollout's group. y is the reward less the mean reward in the group. The result is
+    nan if x or y does not vary."""
     groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for r in rollouts:
         value = r.rewards[name]
@@ -255,7 +259,7 @@ def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
     xx = sum(x * x for x, _ in pairs)
     yy = sum(y * y for _, y in pairs)
     scale = sum(abs(r.rewards[name] or 0.0) + abs(r.total_reward or 0.0) for r in rollouts)
-    if min(xx, yy) <= (1e-9 * scale) ** 2:  # no variation beyond the rounding of the means
+    if min(xx, yy) <= (1e-9 * scale) ** 2:  # only rounding errors vary
         return NAN
     return min(1.0, sum(x * y for x, y in pairs) ** 2 / (xx * yy))
 

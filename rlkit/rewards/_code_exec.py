@@ -33,8 +33,8 @@ class Judgement(NamedTuple):
 
     `status` is ok if every test passes, and wrong if some test fails. timeout: the program took too
     long. error: it raised, was killed or printed too much. unparseable: the reply has no code, or
-    the code is not Python. unrun: this machine could not start the program, and the program is not
-    to blame.
+    the code is not Python. unrun: this machine could not start the program, for a reason outside
+    the program.
     """
 
     status: Literal["ok", "wrong", "timeout", "error", "unparseable", "unrun"]
@@ -114,10 +114,11 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
     whole text if no block can be a program.
 
     Args:
-      names: names to be defined at the top level of the program. The program is the last block with
-        a definition of one of these names, so an example of its use may follow. Python blocks are
-        preferred to unmarked blocks, and unmarked blocks to blocks in other languages. If no block
-        defines a name, the program is the last Python block, else the last unmarked block.
+      names: names that the program may define at its top level. The program is the last block with
+        a definition of one of these names, so a block with an example of its use may follow. Python
+        blocks are preferred to unmarked blocks, and unmarked blocks to blocks in other languages.
+        If no block defines a name, the program is the last Python block, else the last unmarked
+        block.
 
     >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\nThis prints\\n```\\n1\\n```")
     'a = 1'

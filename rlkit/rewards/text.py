@@ -83,7 +83,7 @@ def format_match(
 
     Args:
       pattern: a regular expression of Python's `re`. Flags are written in front of it, as (?s) or
-        (?i). Avoid nested repetition: its cost on hostile text has no bound.
+        (?i). Avoid nested repetition: its running time on hostile text has no bound.
       whole: if True, the pattern must match the whole reply, without surrounding white space. If
         False, a match of any part is enough.
       correct, wrong: the two scores.
