@@ -1,5 +1,5 @@
-"""Hold a conversation with a function as the user. The function writes the next message and ends
-the episode."""
+"""Hold a conversation in which a function plays the user. The function writes the next message and
+ends the episode."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def dialogue(
         drops the oldest replies, each with the messages after it, until a whole reply fits. The
         task's messages always stay.
       deadline: seconds, > 0, that an episode may wait for its functions in total; then it is
-        truncated. None: no limit. Only an async function can be cut short. A plain function is
-        waited for to its end.
+        truncated. None: no limit. Only an async function can be interrupted. A plain function
+        always runs to its end.
     Raises: ConfigError for a limit out of range, or for a tool under another name than its
       function's.
     """
