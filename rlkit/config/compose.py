@@ -512,9 +512,10 @@ def _require_text(node: Mapping[Any, Any], path: str = "") -> None:
 
 
 def _find_unresolved(node: Any, path: str = "") -> tuple[str, str]:
-    """Return the first key with an unresolvable reference, and the reference as written.
+    """Find the first key with a reference that cannot be resolved. Return the key, and the
+    reference as written.
 
-    Both are empty if every reference can be resolved.
+    Both texts are empty if every reference can be resolved.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -1,8 +1,8 @@
 """Compute defaults from the suggestions of several options: `${rlkit_lr:…}`,
 `${rlkit_reply_length:…}`, `${rlkit_answer_room:…}`, `${rlkit_weights:}` in conf/.
 
-An option gives suggestions for other groups' keys under `suggests`. A key in another group takes a
-suggestion as its default, by interpolation.
+An option may suggest values for keys of other groups, under its key `suggests`. A key in another
+group refers to a suggestion as its default.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOM = 256  # tokens for a reply to a row with a short answer
+ROOM = 256  # tokens of room for a reply, before those for the answer's length
 PER_CHARACTER = 2  # further tokens for each character of the longest answer
-LOOKED_AT = 1 << 20  # characters of a file of rows
-TIMES = 10  # factor of the learning rate of adapters: Schulman et al. 2025, "LoRA Without Regret"
+LOOKED_AT = 1 << 20  # number of characters to read from a file of rows
+TIMES = 10  # the learning rate for adapters, relative to all weights: Schulman et al. 2025
 
 
 def learning_rate(otherwise: float, *, _root_: Any) -> float:
@@ -80,8 +80,8 @@ def _answer_length(line: str, field: str) -> int:
 
 
 def reward_weights(*, _root_: Any) -> dict[str, float]:
-    """Compute the default of gdpo's algorithm.advantage.weights: name of a reward term → its
-    weight."""
+    """Compute the default of algorithm.advantage.weights for gdpo: name of a reward term → weight
+    of the term."""
     return {
         name: _read(term, "weight") for name, term in (_read(_root_, "reward.terms") or {}).items()
     }
