@@ -283,9 +283,9 @@ def check_vocabulary(
       teacher, teacher_revision: the teacher's path and revision.
       key: the config key of the teacher, for messages.
       rows: number of rows in the policy's head.
-    Returns: None if an id means the same token in both models. Otherwise a list for `take_rows`: for
-    each id of the policy, the number of the teacher's row. An id of the policy without a token gets
-    one of the teacher's rows without a token, as long as any are left.
+    Returns: None if an id means the same token in both models. Otherwise a list for `take_rows`:
+    the number of the teacher's row for each id of the policy. An id of the policy without a token
+    gets one of the teacher's rows without a token, as long as any are left.
     Raises: ConfigError naming the `key` and the first token missing in the teacher's vocabulary.
     """
     tokenizer = pretrained_tokenizer(path, **hub)
