@@ -757,11 +757,11 @@ def _is_copied(part: Any, name: str) -> bool:
 def declarations(
     part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]
 ) -> frozenset[str] | None:
-    """Return the declared words of a part that hold for its bound hyperparameters; None if it
-    declares nothing of this kind.
+    """Return the declared words of a part that hold for the part's bound hyperparameters. Return
+    None if the part declares nothing of this kind.
 
-    A `functools.partial` declares the same as its function. So does a wrapper made with
-    `functools.wraps`, except for `vanishes`.
+    A `functools.partial` declares the same as its function. A wrapper made with `functools.wraps`
+    also does, except for `vanishes`.
     """
     bound: dict[str, Any] = {}
     while isinstance(part, functools.partial):
@@ -799,9 +799,9 @@ class Estimate(NamedTuple):
 
 # mypy checks the return type of the shipped parts in rlkit.functional and rlkit.rewards, with and
 # without metrics (`PolicyLossFn[...]`). A part chooses its quantities itself, and Python has no
-# type for "some of these names". So the names are checked when the config is composed. A dry run on
-# fake data checks that each quantity has been computed before the part is called. Every call checks
-# the shape, the kind of numbers and the device of the result (`rlkit.algorithm.call_part`).
+# type for "some of these names". Therefore the names are checked when the config is composed. A dry
+# run on fake data checks that each quantity has been computed before the part is called. Every call
+# checks the shape, the kind of numbers and the device of the result (`rlkit.algorithm.call_part`).
 Q = ParamSpec("Q")
 # name → a number, or a tensor [N] or [B, T], logged as the mean over its entries that count
 Metrics = Mapping[str, "float | Tensor"]
@@ -879,7 +879,7 @@ class NormalizationFn(PerTokenFn[Q], Protocol[Q]):
 class CorrectionFn(PerTokenFn[Q], Protocol[Q]):
     """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 for each token [B, T].
 
-    The factor multiplies the token's policy loss. It is a constant without gradient.
+    The factor multiplies the token's policy loss. No gradient flows through the factor.
     """
 
 
@@ -1001,7 +1001,7 @@ class Closes(Protocol):
 
 @runtime_checkable
 class HasSchema(Protocol):
-    """A tool with its own schema. Without it, the schema is made from the tool's signature and
+    """A tool with its own schema. For other tools, the schema is made from the signature and the
     docstring."""
 
     schema: Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters", …}}
@@ -1041,8 +1041,8 @@ class Table(NamedTuple):
 
 class Environment(NamedTuple):
     """Describe the policy's counterpart in an episode. An environment consists of functions from
-    which each episode's session is made, or of one function `session`. It also says how the history
-    is kept.
+    which each episode's session is made, or of one function `session`. Further fields set
+    limits, and say how the history is kept.
 
     The functions may be plain or async. Without any function, an episode is one reply to the task's
     messages.
@@ -1125,8 +1125,8 @@ class MeasuredEngine(Protocol):
     """
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by name. It is called before and after the engine samples, so it must
-        be quick and reset nothing."""
+        """Return the metrics by name. This method is called before and after the engine samples, so
+        it must be quick and reset nothing."""
 
 
 @runtime_checkable
@@ -1159,7 +1159,8 @@ class KernelEngine(Protocol):
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """Return the kernel in use, or `elsewhere`; None before the first weights are loaded."""
+        """Return the kernel in use. Before the first weights are loaded, return `elsewhere`, which
+        is None without a sampling process."""
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
         """Let "auto" mean this kernel from now on, whatever weights are loaded. If the config named

@@ -54,8 +54,8 @@ BY_TASK = (
 
 
 class Composed(NamedTuple):
-    """A composed config: as plain containers, the accepted overrides, and Hydra's full object with
-    Hydra's own settings."""
+    """Hold a composed config: the config as plain containers, the accepted overrides, and Hydra's
+    full object with Hydra's own settings."""
 
     config: dict[str, Any]
     overrides: list[str]

@@ -15,8 +15,8 @@ LINE = re.compile(rf"^shelf: ({'|'.join(SHELVES)})\b", re.M)
 
 
 def conf_dir() -> Path:
-    """Return the folder of the shipped options: inside the installed package, or beside the package
-    in a checkout."""
+    """Return the folder of the shipped options. It is inside the installed package, or next to the
+    package in a checkout."""
     package = Path(__file__).resolve().parent.parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 

@@ -19,9 +19,9 @@ TIMES = 10  # the learning rate for adapters, relative to all weights: Schulman 
 
 
 def learning_rate(otherwise: float, *, _root_: Any) -> float:
-    """Compute the default of optimizer.lr. It is `model.suggests.lora_lr` with adapters, otherwise
-    `model.suggests.lr`. If the model suggests nothing, it is `otherwise`, times 10 with
-    adapters."""
+    """Compute the default of optimizer.lr. The default is `model.suggests.lora_lr` with adapters,
+    and `model.suggests.lr` without. If the model suggests no rate, the default is 10 · `otherwise`
+    with adapters, and `otherwise` without."""
     rank = _read(_root_, "model.lora.rank")
     adapters = isinstance(rank, int) and rank > 0
     suggested = _read(_root_, "model.suggests.lora_lr" if adapters else "model.suggests.lr")
@@ -31,8 +31,9 @@ def learning_rate(otherwise: float, *, _root_: Any) -> float:
 
 
 def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
-    """Compute the default of generation.max_new_tokens. It is the model's suggestion, if the model
-    has one, otherwise the task's. For a mixture it is the largest suggestion of the parts.
+    """Compute the default of generation.max_new_tokens. The default is the model's suggestion if
+    the model has one, otherwise the task's suggestion. A mixture's suggestion is the largest
+    suggestion of its parts.
 
     A model counts as thinking unless `model.enable_thinking` is false, because an unknown template
     may think by default, and a reply cut off while thinking has no answer. A task without a
@@ -55,10 +56,10 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
 
 
 def answer_room(otherwise: int, *, _root_: Any) -> int:
-    """Compute task.suggests.max_new_tokens for a .jsonl file. It is ROOM tokens, plus PER_CHARACTER
-    for each character of the longest answer in the file's first LOOKED_AT characters, and at most
-    `otherwise`. It is `otherwise` if `task.path` is not a .jsonl file, or if its rows have no
-    answers."""
+    """Compute task.suggests.max_new_tokens for a .jsonl file. The number is ROOM plus PER_CHARACTER
+    for each character of the longest answer, and at most `otherwise`. Only the file's first
+    LOOKED_AT characters are read. The number is `otherwise` if `task.path` is not a .jsonl file, or
+    if its rows have no answers."""
     path = Path(str(_read(_root_, "task.path"))).expanduser()
     field = _read(_root_, "task.fields.answer")
     if path.suffix != ".jsonl" or not path.is_file():
@@ -97,7 +98,8 @@ RESOLVERS: dict[str, Callable] = {
 
 
 def _read(node: Any, path: str) -> Any:
-    """Return the value at a dotted path, with interpolations resolved; None without a value."""
+    """Return the value at a dotted path, with interpolations resolved. Return None if the path has
+    no value."""
     for key in path.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
     return node

@@ -35,7 +35,7 @@ def dialogue(
         number of the last reply, from 0. Without a prompt_fn, a reply without a tool call ends the
         episode.
       termination_fn: function from (rollout, step) to a bool. If it returns True, the episode ends
-        as terminated. It is called before prompt_fn, and before any tool runs.
+        as terminated. This function is called before prompt_fn, and before any tool runs.
       tools: as in `tool_use`. If a reply calls tools, their results are the next prompt, and
         prompt_fn is not called.
       max_turns: number of replies of an episode, at least 1. If the episode has not ended after

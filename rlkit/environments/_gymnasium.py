@@ -32,13 +32,13 @@ def gymnasium(
     """Make an environment of a game: replies are actions, and observations are prompts. The reward
     of an action is the reward of its step.
 
-    Every episode has its own instance. It is reset with the task's seed: `metadata["seed"]`, or
-    else a seed made from the task's id. If the game takes all its randomness from the seed, the
-    samples of a task begin with the same observation and differ only by their actions. If `step`
-    returns terminated, the episode ends as terminated. If it returns truncated, the episode ends as
-    truncated by the environment. If `step` raises, or if a reward is not a number, the episode ends
-    as truncated by "error", with the reason in `rollout.error`. The reward `environment` cannot
-    score such an episode.
+    Every episode has its own instance of the game. The instance is reset with the task's seed. This
+    is `metadata["seed"]`, or else a seed made from the task's id. If the game takes all its
+    randomness from the seed, the samples of a task begin with the same observation and differ only
+    by their actions. If `step` returns terminated, the episode ends as terminated. If it returns
+    truncated, the episode ends as truncated by the environment. If `step` raises, or if a reward is
+    not a number, the episode ends as truncated by "error", with the reason in `rollout.error`. The
+    reward `environment` cannot score such an episode.
 
     Args:
       make: function without arguments that returns a game. A game has `reset(seed=…)` →

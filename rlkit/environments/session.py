@@ -1,5 +1,6 @@
 """Open and close the session of an episode. A session is the environment's side of the
-conversation. It is the user's own session, or it is made from an environment's functions."""
+conversation. A user may write a session class; otherwise the session is made from the environment's
+functions."""
 
 from __future__ import annotations
 

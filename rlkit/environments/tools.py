@@ -81,8 +81,8 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def tool_name(tool: Callable[..., Any]) -> str:
-    """Return the tool's name in its schema. It is the name of the function, also if the tool is a
-    `functools.partial` of it."""
+    """Return the tool's name in its schema. This is the name of the function, even if the tool is a
+    `functools.partial` of the function."""
     return str(getattr(_function(tool), "__name__", repr(tool)))
 
 

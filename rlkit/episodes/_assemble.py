@@ -80,9 +80,9 @@ def assemble(
     Args:
       rollouts: rollouts with their rewards. A reward of None becomes nan ("cannot be scored"). An
         episode's reward is the verifier's reward plus the rewards of its steps. In `token_rewards`,
-        each reward is at the last token sampled before it was given.
-      pad_token_id: id to fill the right side of short rows. It may equal an end-of-sequence id,
-        because only `attention_mask` marks padding.
+        each reward is at the last token sampled before the reward was given.
+      pad_token_id: id to fill the right side of short rows. This id may equal an end-of-sequence
+        id, because only `attention_mask` marks padding.
       device: the device of the tensors.
     Raises: ValueError if no rollout has a step.
     """

@@ -185,7 +185,8 @@ async def collect_groups(
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
 
-    `collect` is the blocking form of this coroutine. It also works inside a running event loop.
+    `collect` is the blocking form of this coroutine. `collect` also works inside a running event
+    loop.
 
     Args:
       policy: the model to sample, with its current weights.

@@ -1,5 +1,5 @@
-"""Write rollouts as a flat table in Parquet files, beside the full record. A row is a rollout, and
-each column holds plain values of one quantity.
+"""Write rollouts as a flat table in Parquet files, in addition to the full record. A row is a
+rollout, and each column holds plain values of one quantity.
 
     completions/steps_000001-000005.parquet …
 

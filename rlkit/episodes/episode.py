@@ -42,7 +42,7 @@ async def play(
     episode, the step limit may truncate it.
 
     Args:
-      say: function that returns the policy's reply. It is the only code here that handles tokens
+      say: function that returns the policy's reply. All handling of tokens is in this function
         (`rlkit.episodes.replies.make_speaker`).
       group, sample: position of the prompt in the batch, and of this episode among the samples of
         its prompt.

@@ -1,14 +1,14 @@
 """Save and load rollouts: as JSON lines for machines, and as plain text for people.
 
 A row is a rollout, and all rows have the same columns. Free-form values are stored as JSON text:
-metadata, rewards by name, arguments of calls, and further keys of messages. So `datasets` opens a
-file as it is, and can turn it into Parquet:
+metadata, rewards by name, arguments of calls, and further keys of messages. Therefore `datasets`
+opens a file as it is, and can turn it into Parquet:
 
     data = load_dataset("json", data_files="rollouts.jsonl.gz", split="train")
     data.to_parquet("rollouts.parquet")
 
-`datasets` guesses the types from the start of the first file. It cannot guess the type of a column
-without a value there, for example if no rollout calls a tool. In this case, pass it
+`datasets` guesses the types from the start of the first file. The type of a column without any
+value in this part cannot be guessed, for example if no rollout calls a tool. In this case, pass it
 `features=Features.from_arrow_schema(rollout_schema())`.
 """
 
@@ -123,7 +123,8 @@ def _lines(rollouts: Sequence[Rollout], rl_step: int | None = None) -> bytes:
 def load_rollouts(
     path: Path | str | Part, *, step: int | None = None, strict: bool = False
 ) -> list[Rollout]:
-    """Load the rollouts of a file, or of one RL step of a run. They equal the saved rollouts.
+    """Load the rollouts of a file, or of one RL step of a run. The loaded rollouts equal the saved
+    rollouts.
 
     Args:
       path: a file of `save_rollouts` or `append_rollouts`, or a file in a run's folder rollouts/.

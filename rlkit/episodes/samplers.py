@@ -41,8 +41,8 @@ class TaskSampler(NamedTuple):
     replaced by 1 for the problem with the largest w, and by 0 for all other problems. Among
     problems with the same largest w, the problem drawn longest ago gets the 1.
 
-    weigh     function from the rows of the table [n, 4] to the weights w ≥ 0 [n]; None: all
-              problems are drawn in the order of the epochs, whatever their scores
+    weigh     function from the rows of the table [n, 4] to the weights w ≥ 0 [n]; None: the scores
+              have no effect, and problems are drawn in the order of the epochs
     retest    every retest-th draw of a part takes the problem drawn longest ago; 0: there are no
               retests
     memory    factor on a problem's earlier successes and failures, applied whenever a new group of
@@ -139,11 +139,11 @@ def prioritised_sampler(
     """Draw the problem with the largest p(1-p), where p is the pass rate of its last group.
     Periodic retests also draw problems that were solved or too hard.
 
-    Args: retest: every retest-th draw takes the problem drawn longest ago. So each of n problems is
-      drawn within n · retest draws. unseen: weight of a problem without a group, instead of p(1-p).
-      If it is below 0.25, problems with p near 1/2 are drawn before unseen problems. If it is above
-      0, unseen problems are drawn before problems with p = 0 or p = 1. explore: share of uniform
-      draws.
+    Args: retest: every retest-th draw takes the problem drawn longest ago. Therefore each of n
+      problems is drawn within n · retest draws. unseen: weight of a problem without a scored group,
+      in place of p(1-p). With a weight below 0.25, problems with p near 1/2 are drawn before unseen
+      problems. With a weight above 0, unseen problems are drawn before problems with p = 0 or p =
+      1. explore: share of draws that ignore the weights.
     Source: the heap with periodic retests of arXiv:2601.02648.
     """
     return TaskSampler(
@@ -163,10 +163,11 @@ def by_last_variance(rows: Tensor, *, unseen: float) -> Tensor:
 
 @ranges(solved=(0, 1))
 def unsolved_sampler(*, solved: float = 0.9) -> TaskSampler:
-    """Stop drawing a problem once the mean of its last group has reached `solved` (no positive
-    resampling). If all problems of a part are solved, they are drawn again.
+    """Stop drawing a problem once the mean reward of its last group has reached `solved` (no
+    positive resampling). Once all problems of a part of the mixture are solved, all of them are
+    drawn again.
 
-    A solved problem stays out even if the policy forgets how to solve it. The metric
+    A solved problem is not drawn again even if the policy forgets how to solve it. The metric
     `sampler/solved` is the share of solved problems.
 
     Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. ScaleRL compares the mean over all groups

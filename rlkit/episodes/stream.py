@@ -34,8 +34,8 @@ class StreamState(NamedTuple):
 
 @functools.lru_cache(8)
 def order(seed: int, epoch: int, n: int) -> Sequence[int]:
-    """Return a permutation of 0 … n-1. It depends only on seed, epoch and n, so it is the same on
-    every machine."""
+    """Return a permutation of 0 … n-1. The permutation depends only on seed, epoch and n, so every
+    machine gets the same."""
     indices = list(range(n))
     random.Random(f"prompt stream/{seed}/{epoch}").shuffle(indices)
     return tuple(indices)

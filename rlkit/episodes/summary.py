@@ -19,36 +19,38 @@ STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # statuses of a c
 
 
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Compute the metrics of scored rollouts. The keys depend only on the names of the reward and
-    on the parts of the mixture. A value that cannot be computed is nan.
+    """Compute the metrics of scored rollouts. The keys depend only on the names of the reward's
+    terms and metrics, and on the parts of the mixture. A value that cannot be computed is nan.
 
     part/NAME/*         all metrics below for the rollouts of one part of a mixture; share is the
                         part's share of all rollouts
 
     reward/*            raw task reward, with the rewards of steps; unscored_frac is the share of
                         rollouts without a score
-    reward/NAME/*       a component of the reward, also if its weight is 0. mean and std are of its
+    reward/NAME/*       a component of the reward, even with weight 0. mean and std are those of its
                         score. ok_frac, wrong_frac, unparseable_frac, timeout_frac and error_frac
-                        are the shares of its statuses. variance_share, 0 … 1, is its squared
-                        correlation with the reward within groups. This is the share of the variance
-                        of the reward, and so of the advantage, explained by this component alone.
-                        For independent terms of a weighted sum these shares add up to 1.
-                        NAME/METRIC is the mean of a metric returned by the reward function, over
-                        the rollouts with this metric
+                        are the shares of rollouts with this status. variance_share, 0 … 1, is the
+                        squared correlation of component and reward within groups. This is the share
+                        of the reward's variance (and of the advantage's) explained by this
+                        component alone. For independent terms of a weighted sum these shares add up
+                        to 1. NAME/METRIC is the mean of a metric returned by the reward function,
+                        over the rollouts with this metric
     aggregator/*        metrics returned by the reward's aggregator itself
-    group/*             frac_zero_std is the share of prompts with equal rewards in their group:
-                        frac_all_good if they are > 0, frac_all_bad if they are <= 0. frac_mixed is
-                        the share of prompts with different rewards
+    group/*             shares of prompts. frac_zero_std: all rewards in the prompt's group are
+                        equal. frac_all_good: they are equal and > 0. frac_all_bad: they are equal
+                        and <= 0. frac_mixed: the rewards differ
     len/*               number of sampled tokens of an episode, over all steps. Text inserted by a
                         thinking budget is not counted
     len/loop_frac       share of episodes with a reply that repeats itself. Such a reply has over
-                        10,000 characters, and zlib makes it more than 10 times shorter, as in
-                        arXiv:2604.08527. Prose becomes about 2 times shorter, a loop over 100 times
+                        10,000 characters, and zlib compresses it by a factor above 10, as in
+                        arXiv:2604.08527. The factor is about 2 for prose, and over 100 for a text
+                        repeated in a loop
     stop_reason/*       shares of the ways in which episodes ended. stop: the policy or the
-                        environment ended the episode. length, context and steps: these limits.
-                        deadline: the limit of its seconds in the session. environment: a limit set
-                        by the environment itself. error: the environment failed, and the rollout's
-                        `error` says why
+                        environment ended the episode. length, context, steps, deadline and
+                        environment: a limit cut the episode off. In this order, the limits are on
+                        tokens of a reply, the model's context, the number of replies, and seconds
+                        in the session; the last is the environment's own limit. error: the
+                        environment failed, and the rollout's `error` says why
     finish_reason/*     shares of the ways in which replies ended: stop, tool, budget and length, as
                         in types.FinishReason
     dropped_frac        share of episodes whose oldest turns were dropped from the context
@@ -56,7 +58,7 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     answer_found_frac   share of episodes with an answer: the last reply has content and no tool
                         call, or the environment gave the answer
     parse_fail_frac     share of episodes with at least one unreadable tool call
-    tools/*             means per episode: calls, failures (failed calls) and turns (replies)
+    tools/*             mean numbers per episode: calls, failures (failed calls) and turns (replies)
     rollout/empty_frac  share of episodes without thinking, content or a call
     program/*           means over the episodes played by programs: refused and retries (numbers of
                         requests), rows (training rows), thinking_rows (rows begun because the
@@ -186,8 +188,8 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def is_looping(text: str) -> bool:
-    """Return whether a text is long and repeats itself: it has more than 10,000 characters, and
-    zlib makes it more than 10 times shorter."""
+    """Return whether a long text repeats itself. Such a text has more than 10,000 characters, and
+    zlib compresses it by a factor above 10."""
     if len(text) <= 10_000:
         return False
     data = text.encode()

@@ -56,8 +56,8 @@ if hasattr(os, "memfd_create"):
     path = f"/proc/self/fd/{copy}"
 getattr(ctypes.CDLL(path), sys.argv[2])
 """
-# Open descriptors of the copies in memory. They stay open because the C library identifies a loaded
-# file by its path, and the path holds the descriptor's number.
+# Open descriptors of the copies in memory. The descriptors stay open because the C library
+# identifies a loaded file by its path, and the path holds the descriptor's number.
 HELD: list[int] = []
 
 

@@ -186,7 +186,8 @@ def is_standard(trunk: Any) -> bool:
 
 
 def find_head_norms(attn: Any) -> tuple[Any | None, Any | None]:
-    """Return the norms of queries and of keys, as in Qwen3; None if a family has no such norms."""
+    """Return the norms of queries and of keys, as in Qwen3. Return None if a family has no norms of
+    this kind."""
     parts = dict(attn.named_children())
     return parts.get("q_norm"), parts.get("k_norm")
 

@@ -64,12 +64,12 @@ def code_exec(
       rollouts: a batch of rollouts. Equal programs with equal tests run only once.
       sandbox: limits of a program, and the required isolation.
       credit: "all" gives `correct` if every test passes, else `wrong`. "share" gives a score
-        between `wrong` and `correct`, in proportion to the share of passing tests. So a program
-        also earns something if it is right only on the easy cases.
+        between `wrong` and `correct`, in proportion to the share of passing tests. Therefore a
+        program that is right only on the easy cases also gets a reward.
       correct, wrong: the scores of a right and of a wrong program.
     Returns: one score per rollout, with the status of its judgement; None for a task without tests.
-      If this machine could not start the program, the value is a SandboxError. It counts as a
-      failure of the reward (`Reward.max_error_rate`) and not as a wrong answer.
+      If this machine could not start the program, the value is a SandboxError. This error counts as
+      a failure of the reward (`Reward.max_error_rate`) and not as a wrong answer.
     Raises: DataError naming the row if a test cannot be checked; ConfigError if the sandbox is
       weaker than required.
     """
@@ -110,8 +110,8 @@ def judgements(
 
 
 def extract_code(text: str, names: Collection[str] = ()) -> str:
-    """Extract the program from a reply. It is a fenced block (see `rlkit.rewards.fences`), or the
-    whole text if no block can be a program.
+    """Extract the program from a reply. The program is a fenced block (see `rlkit.rewards.fences`),
+    or the whole text if no block can be a program.
 
     Args:
       names: names that the program may define at its top level. The program is the last block with

@@ -13,8 +13,7 @@ EPS = 1e-8  # added to the standard deviation
 
 
 class Moments(NamedTuple):
-    """Hold the running moments of total rewards. They are plain numbers, so they fit into a
-    checkpoint."""
+    """Hold the running moments of total rewards, as plain numbers for a checkpoint."""
 
     n: float = 0.0  # number of rewards
     mean: float = 0.0

@@ -135,10 +135,10 @@ MARKER = re.compile(
 END_OF_SENTENCE = re.compile(r"\n|(?<!\\)(?<!\bRs)[.!?;](?=\s|$)")
 NUMBERED_HEADING = re.compile(r"\W*+[0-9]++\s?[.):]\s++\S")
 WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
-# Python before 3.11.5 matches a possessive group with alternatives wrongly (gh-106052). So the
-# groups here are greedy.
-# The parts of an expression: digits, operators, single letters except the words a and I, LaTeX
-# commands, and signs in words.
+# Python before 3.11.5 matches a possessive group with alternatives wrongly (gh-106052). Therefore
+# the groups here are greedy.
+# EXPRESSION matches the parts of an expression: digits, operators, single letters except the words
+# a and I, LaTeX commands, and signs in words.
 EXPRESSION = re.compile(
     rf"(?:[0-9\s.,+\-*/^(){{}}\[\]=%°<>|!:≈]|\\[A-Za-z]++|(?<!{LETTER})(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
     rf"|(?<!['’])(?<!{LETTER})(?![aAI]){LETTER}(?!{LETTER}))+",

@@ -55,8 +55,8 @@ def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 @keeps("binary", "non_negative", "raw")
 def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Compute Π weight * score. If one component is 0, the reward is 0. So a right answer in the
-    wrong form earns nothing.
+    """Compute Π weight * score. If one component is 0, the reward is 0. Therefore a right answer in
+    the wrong form gets no reward.
 
     Args: those of `weighted_sum`. Components should be in 0 … 1, because two negative factors make
     a positive product.

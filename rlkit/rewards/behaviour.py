@@ -32,11 +32,11 @@ def environment(rollout: Rollout) -> float | None:
 @gives("non_negative", "raw")
 @reads_truth(explain_unreadable)
 def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
-    """Score a right number by the number of replies. The score falls linearly from 1 for one reply
-    to 1 / max_turns for max_turns replies. It is 0 if the last reply has a wrong number or no
-    number.
+    """Score a right answer, a number, by how many replies were needed. The score falls linearly
+    from 1 for one reply to 1 / max_turns for max_turns replies. The score is 0 if the last reply
+    has a wrong number or no number.
 
-    R = correct · (1 - (n - 1) / max_turns), where n is the number of replies
+    `R = correct · (1 - (n - 1) / max_turns)` for n replies
 
     Args:
       rollout: the rollout to score. Its last reply is right or wrong as in `numeric`.

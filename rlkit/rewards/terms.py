@@ -54,13 +54,13 @@ class Reward(NamedTuple):
     scores.
 
     aggregator      function from (scores, weights) to a number, or a function of the whole batch
-                    (rlkit.rewards.aggregators). It may return (number, metrics). metrics are
-                    numbers by name. Their means over the scored rollouts are logged as
+                    (rlkit.rewards.aggregators). The aggregator may also return (number, metrics).
+                    metrics are numbers by name. Their means over the scored rollouts are logged as
                     aggregator/NAME
     max_error_rate  share of rollouts, 0 … 1, on which a term may raise, hang or return no reward. A
-                    rollout with such a failure cannot be scored (None). It is counted in
-                    `reward/NAME/error_frac` and `timeout_frac`. Above this share, scoring stops
-                    with an error
+                    rollout with such a failure cannot be scored (None). `reward/NAME/error_frac`
+                    and `timeout_frac` count these rollouts. Above this share, scoring stops with an
+                    error
     normalize       whether to train on (reward - mean) / std, with mean and std over all episodes
                     of the run so far (rlkit.rewards.normalise). Metrics show the raw rewards
     """

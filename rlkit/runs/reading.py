@@ -45,9 +45,9 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
     """List the given folders of runs and of `rlkit rollout`. In place of any other given folder,
     list the folders of runs and rollouts below it.
 
-    Other files and folders beside the runs of a sweep are ignored, because the pattern
-    `outputs/sweep/*` also names them. Raises ConfigError, with the name of the command, if a path
-    holds no run.
+    Other files and folders in the same folder as the runs of a sweep are ignored, because the
+    pattern `outputs/sweep/*` also names them. Raises ConfigError, with the name of the command, if
+    a path holds no run.
     """
     found = list[Path]()
     without = list[Path]()

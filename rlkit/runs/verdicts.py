@@ -50,7 +50,7 @@ class Figure(NamedTuple):
 
     name: str
     values: list[dict[int, float]]  # for each line: seed → figure
-    resolution: float = 0.0  # the smallest step between two figures of a run
+    resolution: float = 0.0  # smallest possible difference between two values of the figure
 
 
 class Compared(NamedTuple):
@@ -374,7 +374,7 @@ def find_falls(groups: Sequence[Group]) -> list[Fall]:
 
 
 def _ends(run: ReadRun) -> tuple[float, float] | None:
-    """Return the accuracy before and after training; None if a value is missing."""
+    """Return the accuracy before and after training. Return None if one of the two is missing."""
     before, after = (_side(run, side, "accuracy") for side in ("before", "after"))
     if before is not None and after is not None:
         return before, after

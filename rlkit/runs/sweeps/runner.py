@@ -181,8 +181,10 @@ def watch_jobs(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
 
 
 def end_line(job: RunJob, sweep: Sweep, total: int, name: str, figure: str = "accuracy") -> str:
-    """Write the line about an ended job: `3/9 algorithm=grpo seed=1 finished 20 steps 1:04 test
-    accuracy 0.412 → 0.970`."""
+    """Write the line about an ended job, for example:
+
+    3/9  algorithm=grpo seed=1  finished  20 steps  1:04  test accuracy 0.412 → 0.970
+    """
     words = [f"{job.number + 1:>{len(str(total))}}/{total}", name, job.status]
     if job.status != "finished":
         log = record_path(sweep.root, job.folder).with_suffix(".log")
