@@ -3,7 +3,7 @@ model or data is loaded. Then the Experiment is built from plain functions.
 
 Order: overrides → composed config → every key checked (rlkit.config.schema) → functions built →
 validated, dry-run on fake data (rlkit.config.problems). Each stage reports all of its problems
-together. The heaviest package that a stage imports is torch.
+together. No stage imports a heavier package than torch.
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ def searchpath(config_dir: str | Path | None) -> list[str]:
 
 
 def _find_clashes(config_dir: str | Path | None) -> list[str]:
-    """Report options of a user's folder that are hidden by a shipped option of the same name. Hydra
-    itself would ignore them silently."""
+    """Report options of a user's folder hidden by a shipped option of the same name. Hydra itself
+    would ignore them silently."""
     folder = Path(config_dir) if config_dir else None
     files = sorted(folder.rglob("*.yaml")) if folder else []
     hidden = [f for f in files if folder and (conf_dir() / f.relative_to(folder)).exists()]

@@ -1,5 +1,4 @@
-"""Read overrides that name a function in place of an option, as in
-`reward=my_module.my_function`."""
+"""Read overrides with a function in place of an option, as in `reward=my_module.my_function`."""
 
 from __future__ import annotations
 

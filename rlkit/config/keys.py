@@ -56,8 +56,8 @@ def find_leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
     function named only by the config of a run folder.
 
     Even trust=true does not allow a leak. A secret is a leak if it is an argument of the same
-    function as such an address. If there is any such address, every value that the folder's config
-    takes from the environment is a leak too, even a value for a prompt.
+    function as such an address. If the folder names any such address, every value taken by its
+    config from the environment is a leak too, even a value for a prompt.
 
     Args: as for `outside`.
     """
@@ -107,7 +107,7 @@ def _find_user_values(node: Mapping[str, Any], base: Any, path: str, place: str)
 
 
 def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[str]:
-    """List the addresses and programs among a function's arguments that only the folder names, as
+    """List the addresses and programs among a function's arguments named only by the folder, as
     path=value. If the function itself is unknown, list the function."""
     target = node["_target_"]
     if not is_known(target, by) and base is ABSENT:

@@ -149,8 +149,8 @@ def _check_call(
 
 
 def _check_suggestions(given: Any, path: str) -> list[str]:
-    """Report suggestions of an option that no other group reads, or that have the wrong type. They
-    are reported even if the config overrides the suggested key."""
+    """Report suggestions of an option if no other group reads them, or if they have the wrong type.
+    They are reported even if the config overrides the suggested key."""
     if not isinstance(given, dict):
         return [f"{path}: {given!r} is not a mapping of suggestions"]
     problems = []

@@ -1,5 +1,5 @@
 """Decide which values in the config of a run folder need the user's trust. Every value needs it,
-except values of parameters that rlkit's own functions declare safe.
+except values of parameters declared safe by rlkit's own functions.
 
 Each value of the config is of one of four kinds. It is a shipped option's value, the user's own
 value, a value of a parameter that is safe by its type or declaration (`rlkit.types.safe`), or an
@@ -169,7 +169,7 @@ def read_declarations(name: str) -> Mapping[str, Declared]:
 def is_safe_by_type(hint: Any) -> bool:
     """Return whether a parameter of this type cannot hold a text. Numbers, truth values and
     Literals cannot hold a text. Parts are safe too, because a config names a part by its function,
-    which is checked itself."""
+    and the function is checked."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return all(map(is_safe_by_type, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal or hint in (int, float, bool, type(None)):
@@ -200,8 +200,8 @@ def find_unsafe_values(node: Any, by: Folder, base: Any = ABSENT, path: str = ""
 
     Args:
       node: the config, with ${oc.env:NAME} for values of the environment.
-      base: the same config without the folder's own values. A value that is equal in both configs
-        comes from rlkit or from the user, so it is safe.
+      base: the same config without the folder's own values. A value equal in both configs comes
+        from rlkit or from the user, so it is safe.
     """
     yield from _find_unsafe_values(node, by, base, path, "")
 
@@ -321,8 +321,8 @@ def is_text(value: Any) -> bool:
 
 
 def _is_own_model(target: Any, key: str, value: Any, by: Folder) -> bool:
-    """Return whether a value names a model that is shipped with rlkit, fetched by this user, or
-    stored in the run folder itself."""
+    """Return whether a value names a model shipped with rlkit, fetched by this user, or stored in
+    the run folder itself."""
     from rlkit.models.load import EMBEDDED, FETCHED  # these imports load torch
 
     if (target, key) != MODEL or not isinstance(value, str):
@@ -354,8 +354,8 @@ REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")  # a reference to another value of t
 
 
 def find_strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
-    """Find overrides of a folder that are dangerous to compose. Dangerous are computed references
-    and Hydra's own settings, because they can import modules and read files."""
+    """Find dangerous overrides of a folder: computed references and Hydra's own settings. Composing
+    them can import modules and read files."""
     for text in overrides:
         found = PLAIN_OVERRIDE.fullmatch(text)
         key = found[1] if found else ""

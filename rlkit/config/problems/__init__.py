@@ -4,8 +4,8 @@ loaded.
 Keys and types are checked against the signatures of functions (rlkit.config.schema). The files here
 check numbers (numbers.py), combinations of parts (combinations.py, schedules.py, asynchrony.py),
 the assumptions of parts about other parts (assumptions.py), the parts' maths on fake data
-(trial.py) and the rows of the data (rows.py). doubts.py reports settings that are legal but
-probably not intended.
+(trial.py) and the rows of the data (rows.py). doubts.py reports legal settings that are probably
+not intended.
 
 Files in the order of their imports: assumptions, asynchrony, combinations, names, numbers,
 schedules, trial, doubts, rows.
@@ -58,6 +58,6 @@ def run_problems(x: Experiment) -> list[str]:
 
 
 def find_problems(x: Experiment) -> list[str]:
-    """List the problems of an experiment as sentences: parts that cannot run, or that would
-    silently do nothing. All scheduled numbers must already be replaced by plain numbers."""
+    """List the problems of an experiment as sentences: parts that cannot run or would silently do
+    nothing. All scheduled numbers must already be replaced by plain numbers."""
     return number_problems(x) + combination_problems(x) + assumption_problems(x)

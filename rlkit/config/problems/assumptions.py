@@ -4,7 +4,7 @@ decorators `assumes`, `gives` and `keeps` of `rlkit.types` make the declarations
 There is no table of forbidden pairs. Each term of a reward guarantees words, for example "binary".
 The words are followed from the terms to the advantage, through weights, aggregator, normalisation,
 overlong rule and a KL in the baseline. Each of these may lose words. A part's assumptions are
-compared with the words still guaranteed for the rewards that reach the part.
+compared with the words still guaranteed for the rewards at this part.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Words(NamedTuple):
     unsaid: Mapping[str, str] = {}
 
     def lose(self, words: Sequence[str], why: str) -> Words:
-        """Return a copy with these words lost too. A word that is already lost keeps its reason."""
+        """Return a copy with these words lost too. An already lost word keeps its reason."""
         return self._replace(lost=dict.fromkeys(words, why) | dict(self.lost))
 
     def pass_through(self, part: Any, path: str, why: str) -> Words:
-        """Return the guarantees of the rewards after a part has changed them. Only the words that
-        the part declares to keep remain."""
+        """Return the guarantees of the rewards after a part has changed them. Only the words kept
+        by the part, according to its declaration, remain."""
         kept = declarations(part, "keeps")
         if kept is None:
             return self._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(self.unsaid))
@@ -71,8 +71,8 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
 
 
 def assumption_warnings(x: Experiment) -> list[str]:
-    """List assumptions that are neither broken nor guaranteed, because a part has no declaration.
-    Also list limits on a whole episode that a single reply may exceed."""
+    """List assumptions neither broken nor guaranteed, because a part has no declaration. Also list
+    limits on a whole episode if a single reply may exceed the limit."""
     out = []
     for path, part, words in _list_assuming_parts(x, ()):
         for assumed in sorted(declarations(part, "assumes") or ()):
@@ -88,8 +88,8 @@ def assumption_warnings(x: Experiment) -> list[str]:
 
 
 def _list_assuming_parts(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
-    """List (path, part, guarantees of the rewards that reach the part) for each part of an
-    algorithm that reads rewards, in the order of the parts."""
+    """List (path, part, guarantees of the part's rewards) for each part of an algorithm with
+    rewards as an input, in the order of the parts."""
     a = x.algorithm
     kl = x.kl
     given = _find_reward_words(x, tasks)
@@ -162,8 +162,8 @@ def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
 
 
 def _reply_budgets(x: Experiment) -> list[str]:
-    """Report limits on the length of one reply that no reply can reach, because
-    generation.max_new_tokens is smaller."""
+    """Report limits on the length of one reply without effect, because generation.max_new_tokens is
+    smaller."""
     longest = x.generation.max_new_tokens
     out = []
     for name, part in x.algorithm.parts.items():

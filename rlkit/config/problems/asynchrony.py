@@ -27,7 +27,7 @@ DISPATCH = (
 
 
 def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
-    """Check that every setting with an effect on groups is known when the groups are requested.
+    """Check that every setting with an effect on groups is known at the request for the groups.
     `firsts`: phase → the experiment with the settings of the phase's first step."""
     mode = x.asynchrony.mode
     staleness = x.asynchrony.staleness
@@ -57,7 +57,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
 
 
 def _find_second_process_problems(x: Experiment) -> list[str]:
-    """Report settings that rule out sampling in a second process of this machine."""
+    """Report settings in conflict with sampling in a second process of this machine."""
     said = "asynchrony=overlap"
     problems = []
     count = x.trainer.devices * x.trainer.nodes
@@ -106,7 +106,7 @@ def _find_stateful(x: Experiment) -> list[str]:
 
 def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[str]:
     """Report phases without a known end, if the phases sample or score differently. Groups are
-    requested before the end of such a phase is known, so the settings of the groups are unknown."""
+    requested before the end of the phase is known, so the settings of the groups are unknown."""
     from rlkit.training.ahead.flight import digest_settings
 
     given = x.schedule.phases

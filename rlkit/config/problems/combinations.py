@@ -1,4 +1,4 @@
-"""Find combinations of parts that cannot run, and parts that would do nothing, as sentences."""
+"""Find combinations of parts that cannot run, and parts without effect, as sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
 
 
 def combination_problems(x: Experiment) -> list[str]:
-    """List combinations that cannot run, or that would silently do nothing, as sentences."""
+    """List combinations that cannot run or would silently do nothing, as sentences."""
     checks = [
         _check_evaluation,
         _check_groups,
@@ -61,7 +61,7 @@ def _check_evaluation(x: Experiment) -> list[str]:
 
 
 def rank_problems(x: Experiment) -> list[str]:
-    """List settings that do not work on several ranks, as sentences."""
+    """List settings unable to work on several ranks, as sentences."""
     t = x.trainer
     problems = []
     count = t.devices * t.nodes
@@ -127,7 +127,7 @@ def _check_groups(x: Experiment) -> list[str]:
 
 
 def _check_choice(x: Experiment) -> list[str]:
-    """Report settings that do not work with a sampler of tasks (task.sampler), or with reused
+    """Report conflicts of other settings with a sampler of tasks (task.sampler), or with reused
     groups (task.reuse)."""
     a = x.algorithm
     problems = []
@@ -222,7 +222,7 @@ def _check_corrections(x: Experiment) -> list[str]:
 
 
 def _check_old(x: Experiment) -> list[str]:
-    """Report settings that would have no effect, or another meaning, because of `algorithm.old`. It
+    """Report settings with no effect, or with another meaning, because of `algorithm.old`. This key
     may choose another "old" policy for the ratio than the policy before the update."""
     from rlkit.algorithm import asks_for
     from rlkit.functional import automatic_correction, no_correction, second_moment_mask
@@ -326,7 +326,7 @@ def _check_streams(x: Experiment) -> list[str]:
 
 
 def _check_parts(x: Experiment) -> list[str]:
-    """List the problems that the engine and the teacher report about the config
+    """List the problems reported by the engine and by the teacher about the config
     (`ChecksConfig`)."""
     from rlkit.types import ChecksConfig
 

@@ -1,4 +1,4 @@
-"""Find settings that are legal but probably not intended."""
+"""Find legal settings that are probably not intended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
 
 
 def _list_unused(x: Experiment) -> list[str]:
-    """List chosen parts that have no effect in this run."""
+    """List chosen parts without effect in this run."""
     out = []
     # Do not warn if the algorithm turns the KL off and the reference is the default: the user has
     # not asked for a reference.
@@ -46,7 +46,7 @@ def _list_unused(x: Experiment) -> list[str]:
 
 
 def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) -> list[str]:
-    """List keys that the user has set and that do nothing in this run."""
+    """List keys set by the user without any effect in this run."""
     rows = {task.environment: task for task in tasks.train}.values() if tasks else ()
     once = bool(rows) and all(find_environment(x.environment, row).max_steps == 1 for row in rows)
     counted = x.generation.admission == "rounds"
@@ -78,8 +78,8 @@ def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) ->
 def list_warnings(
     x: Experiment, overrides: Sequence[str] = (), tasks: Splits | None = None
 ) -> list[str]:
-    """List settings that are legal but probably not intended, and problems that occur in two splits
-    of the data.
+    """List legal settings that are probably not intended, and problems occurring in two splits of
+    the data.
 
     Args:
       overrides: the user's overrides. tasks: the run's tasks; None: they are not loaded yet.
@@ -184,7 +184,7 @@ def _correction_doubts(x: Experiment) -> list[str]:
 def find_embedded_numbers(
     x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)
 ) -> list[str]:
-    """Report values of these keys that fit only rlkit's embedded tiny model, if the run has another
+    """Report values of these keys chosen for rlkit's embedded tiny model, if the run has another
     model."""
     own = x.model.suggests
     path = x.model.path or x.model.origin
@@ -211,7 +211,7 @@ def find_embedded_numbers(
 
 def _is_embedded(path: str | None) -> bool:
     """Return whether a path names the embedded model, or a folder with a model of the same shape.
-    Such a folder may be an export of the embedded model."""
+    The folder may be an export of the embedded model."""
     from rlkit.models.load import EMBEDDED, TINY
 
     shapes = [

@@ -1,4 +1,4 @@
-"""Find numbers out of their range, and numbers that contradict each other, as sentences."""
+"""Find numbers out of their range, and contradictions between numbers, as sentences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def range_problems(node: Any, path: str = "") -> list[str]:
 
 
 def number_problems(x: Experiment) -> list[str]:
-    """List impossible numbers, and numbers that contradict each other, as sentences."""
+    """List impossible numbers, and contradictions between numbers, as sentences."""
     a = x.algorithm
     sampling = x.generation
     rollouts = x.batch.prompts * x.batch.group_size
@@ -74,14 +74,14 @@ def number_problems(x: Experiment) -> list[str]:
 
 
 def sampling_problems(sampling: Sampling) -> list[str]:
-    """List sampling settings that no engine supports, as sentences."""
+    """List sampling settings supported by no engine, as sentences."""
     from rlkit.engines.service import find_out_of_range  # this imports torch
 
     return find_out_of_range(sampling) + thinking_problems(sampling)
 
 
 def thinking_problems(sampling: Sampling) -> list[str]:
-    """Report a thinking budget that is out of range, or larger than the longest reply."""
+    """Report a thinking budget out of range, or above the length of the longest reply."""
     budget = sampling.max_thinking_tokens
     limit = sampling.max_new_tokens
     if budget is None or 0 <= budget < limit:

@@ -222,9 +222,9 @@ def check_reward(
     """Check that the training reward runs. For every part of a mixture, the reward must be able to
     score the gold answer of at least one of the first rows.
 
-    A reward that reads the end state of a session gets the state at the session's beginning. A
-    broken reward is found here, before a model is loaded. Raises: ConfigError if a term raises, or
-    if nothing can be scored.
+    A reward on the end state of a session gets the state at the session's beginning. A broken
+    reward is found here, before a model is loaded. Raises: ConfigError if a term raises, or if
+    nothing can be scored.
     """
     gold = [_answer_task(task, task.answer) for task in select_first_rows(tasks, ROWS)]
     if environment is not None:
@@ -247,7 +247,7 @@ def check_reward(
 def check_tools(
     tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
 ) -> None:
-    """Check that tools for running the policy's code get the isolation that their sandbox requires,
+    """Check that tools for running the policy's code get the isolation required by their sandbox,
     in every environment named by the rows.
 
     Raises: ConfigError, before a model is loaded.

@@ -1,5 +1,4 @@
-"""Find the problems of a schedule, and settings of a schedule that are probably not intended, as
-sentences."""
+"""Find the problems of a schedule, and probably unintended settings of a schedule, as sentences."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def schedule_problems(experiment: Any) -> list[str]:
 
 
 def _check_whole(given: Mapping[str, Any]) -> list[str]:
-    """Report entries of the schedule that are no phase, or that set only a part of a config
-    group."""
+    """Report entries of the schedule if they are no phase, or set only a part of a config group."""
     problems = []
     for name, phase in given.items():
         where = f"schedule.phases.{name}"
@@ -113,8 +111,8 @@ def _check_phase(where: str, phase: Phase, *, last: bool) -> list[str]:
 
 
 def _check_waiting(experiment: Any) -> list[str]:
-    """Report metrics that a phase or a controller follows, but that it must not use (test results)
-    or that the run never measures."""
+    """Report metrics followed by a phase or a controller, if these are test results or the run
+    never measures them. Test results must not decide anything in a run."""
     problems = []
     evaluated = experiment.evaluation.n > 0 and experiment.evaluation.every > 0
     for path, metric in _find_awaited_metrics(experiment).items():
@@ -133,8 +131,7 @@ def _check_waiting(experiment: Any) -> list[str]:
 
 
 def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
-    """Return path → metric, for every condition and controller of any phase that follows a
-    metric."""
+    """Return path → metric, for every condition or controller on a metric, in any phase."""
     return {
         path: metric
         for i in range(len(experiment.schedule.phases) or 1)
@@ -143,7 +140,7 @@ def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
 
 
 def schedule_warnings(experiment: Any) -> list[str]:
-    """List settings of a schedule that are legal but probably not intended."""
+    """List legal settings of a schedule that are probably not intended."""
     known = [name for part in read_sections() for entry in part.entries for name in entry.names]
     out = [
         f"{path}: waits for '{metric}', which rlkit itself never"

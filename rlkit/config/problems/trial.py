@@ -112,7 +112,7 @@ def _policy_gradient(
 
 def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
     """Make a fake batch of two groups, each with one rewarded rollout. Also return the policy's
-    log-probs and values for the batch, and the logits from which they are computed."""
+    log-probs and values for the batch, and the logits behind these."""
     import torch
 
     from rlkit.types import Scored, TokenLogprobs
