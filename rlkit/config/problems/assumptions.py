@@ -43,8 +43,8 @@ class Words(NamedTuple):
         return self._replace(lost=dict.fromkeys(words, why) | dict(self.lost))
 
     def pass_through(self, part: Any, path: str, why: str) -> Words:
-        """Return the guarantees of the rewards after a part has changed them. Only the words kept
-        by the part, according to its declaration, remain."""
+        """Return the guarantees of the rewards after a part has changed them. Only the words that
+        the part declares to keep remain."""
         kept = declarations(part, "keeps")
         if kept is None:
             return self._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(self.unsaid))
@@ -88,8 +88,8 @@ def assumption_warnings(x: Experiment) -> list[str]:
 
 
 def _list_assuming_parts(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
-    """List (path, part, guarantees of the part's rewards) for each part of an algorithm with
-    rewards as an input, in the order of the parts."""
+    """List (path, part, guarantees of the part's rewards) for each part of an algorithm that reads
+    rewards, in the order of the parts."""
     a = x.algorithm
     kl = x.kl
     given = _find_reward_words(x, tasks)
@@ -162,8 +162,8 @@ def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
 
 
 def _reply_budgets(x: Experiment) -> list[str]:
-    """Report limits on the length of one reply without effect, because generation.max_new_tokens is
-    smaller."""
+    """Report limits on the length of one reply that no reply can reach, because
+    generation.max_new_tokens is smaller."""
     longest = x.generation.max_new_tokens
     out = []
     for name, part in x.algorithm.parts.items():

@@ -27,7 +27,7 @@ DISPATCH = (
 
 
 def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
-    """Check that every setting with an effect on groups is known at the request for the groups.
+    """Check that every setting with an effect on groups is known when the groups are requested.
     `firsts`: phase → the experiment with the settings of the phase's first step."""
     mode = x.asynchrony.mode
     staleness = x.asynchrony.staleness
@@ -57,7 +57,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
 
 
 def _find_second_process_problems(x: Experiment) -> list[str]:
-    """Report settings in conflict with sampling in a second process of this machine."""
+    """Report settings that do not allow sampling in a second process of this machine."""
     said = "asynchrony=overlap"
     problems = []
     count = x.trainer.devices * x.trainer.nodes

@@ -61,7 +61,7 @@ def _check_evaluation(x: Experiment) -> list[str]:
 
 
 def rank_problems(x: Experiment) -> list[str]:
-    """List settings unable to work on several ranks, as sentences."""
+    """List settings that do not work on several ranks, as sentences."""
     t = x.trainer
     problems = []
     count = t.devices * t.nodes
@@ -127,8 +127,8 @@ def _check_groups(x: Experiment) -> list[str]:
 
 
 def _check_choice(x: Experiment) -> list[str]:
-    """Report conflicts of other settings with a sampler of tasks (task.sampler), or with reused
-    groups (task.reuse)."""
+    """Report settings that cannot be combined with a sampler of tasks (task.sampler), or with
+    reused groups (task.reuse)."""
     a = x.algorithm
     problems = []
     if x.sampler.weigh is not None and a.episodes is not None:

@@ -46,7 +46,7 @@ def _list_unused(x: Experiment) -> list[str]:
 
 
 def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) -> list[str]:
-    """List keys set by the user without any effect in this run."""
+    """List keys that have no effect in this run, although the user has set them."""
     rows = {task.environment: task for task in tasks.train}.values() if tasks else ()
     once = bool(rows) and all(find_environment(x.environment, row).max_steps == 1 for row in rows)
     counted = x.generation.admission == "rounds"
@@ -184,8 +184,8 @@ def _correction_doubts(x: Experiment) -> list[str]:
 def find_embedded_numbers(
     x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)
 ) -> list[str]:
-    """Report values of these keys chosen for rlkit's embedded tiny model, if the run has another
-    model."""
+    """Report values of these keys if they are meant for rlkit's embedded tiny model and the run has
+    another model."""
     own = x.model.suggests
     path = x.model.path or x.model.origin
     if own.get("max_new_tokens") is None or _is_embedded(path):

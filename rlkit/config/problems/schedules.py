@@ -63,7 +63,7 @@ def schedule_problems(experiment: Any) -> list[str]:
 
 
 def _check_whole(given: Mapping[str, Any]) -> list[str]:
-    """Report entries of the schedule if they are no phase, or set only a part of a config group."""
+    """Report entries of the schedule that are no phase or set only a part of a config group."""
     problems = []
     for name, phase in given.items():
         where = f"schedule.phases.{name}"
