@@ -1,8 +1,9 @@
 """Define the records of an algorithm, and call its parts. No other file calls a part.
 
-A part is a plain function. Its positional parameters are names of quantities in
-`rlkit.types.QUANTITIES`, and `call_part` passes these quantities by name. So a user's own loss can
-ask for any quantity in its signature, and no code here has to change.
+A part of an algorithm is a plain function, for example an advantage or a policy loss. The names of
+its positional parameters are quantities in `rlkit.types.QUANTITIES`, and `call_part` passes these
+quantities by name. Therefore a user's own loss can ask for any quantity in its signature, and no
+code here has to change.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ Value = TypeVar("Value")
 @safe("name", "optimizer")
 @ranges(warmup=(0, None), coef=(0, None))
 class Critic(NamedTuple):
-    """Describe the critic, a model that predicts returns. Without a loss, no critic is built.
+    """Describe the critic, a model that predicts returns. If its `loss` is None, no critic is
+    built.
 
     With model=head, the critic reads the last hidden states of the policy's trunk. With
     model=separate, the critic has its own trunk, at first a copy of the policy.
@@ -63,15 +65,15 @@ class Critic(NamedTuple):
 
     @property
     def active(self) -> bool:
-        """Say whether there is a critic."""
+        """Return whether the algorithm has a critic."""
         return self.loss is not None
 
 
 @safe("loss", "parts")
 @ranges(coef=(0, None))
 class Stream(NamedTuple):
-    """Describe one per-token signal in the loss: coef · Σ weights · loss per token. Each stream has
-    its own weights and its own mask.
+    """Describe one stream: a per-token signal that adds `coef · Σ weights · loss per token` to the
+    loss. Each stream has its own token weights and its own mask.
 
     mask             the tokens of
     sampled          a teacher: all sampled tokens, even of rollouts that the group filter or the
@@ -81,7 +83,7 @@ class Stream(NamedTuple):
 
     The stream "reward" uses the mask and the weights of the algorithm itself, so only its `coef`
     and `parts` are set. With `parts`, a stream uses only the prompts of these parts of a mixture,
-    and its weights sum to 1 over these prompts.
+    and the stream's weights sum to 1 over these prompts.
     """
 
     coef: float | Controller = 1.0
@@ -91,8 +93,8 @@ class Stream(NamedTuple):
     parts: Sequence[str] | None = None  # parts of a mixture to use; None: all prompts
 
     def of(self, part: str) -> bool:
-        """Return whether the stream uses prompts of this part of a mixture. A part of a mixture
-        within a mixture has both names, as in a/b."""
+        """Return whether the stream uses prompts of this part of a mixture. If a mixture contains
+        another mixture, a part is named by both names, as in a/b."""
         return self.parts is None or any(
             part == own or part.startswith(f"{own}/") for own in self.parts
         )
@@ -121,13 +123,13 @@ class Algorithm(NamedTuple):
     entropy_coef: float | Controller = 0.0
     epochs: int = 1
     minibatches: int = 1
-    # the updates of a step end when the policy is this far from the old policy, in nats per token;
-    # None: no limit
+    # largest divergence of the policy from the old policy, in nats per token; beyond it, the RL
+    # step makes no further update. None: no limit
     target_kl: float | None = None
     # which policy is "old" in the ratio, see `place_old`
     old: Literal["trainer", "sampler", "loglinear"] = "trainer"
-    # largest number of further rounds of prompts in a step, if the group filter leaves fewer than
-    # batch.prompts
+    # if the group filter leaves fewer than batch.prompts groups in a step, the largest number of
+    # further rounds of prompts to sample
     max_refills: int = 0
     # function that returns scored episodes without sampling (sft), with the arguments of
     # rlkit.collect; None: rlkit.collect
@@ -143,7 +145,7 @@ class Algorithm(NamedTuple):
 
     @property
     def active_streams(self) -> dict[str, Stream]:
-        """Return the streams with a weight above 0 in this step, without the reward's."""
+        """Return the streams with a `coef` above 0 in this step, except for the stream "reward"."""
         return {
             name: stream
             for name, stream in self.streams.items()
@@ -152,7 +154,7 @@ class Algorithm(NamedTuple):
 
     @property
     def parts(self) -> dict[str, Callable[..., Any]]:
-        """Return every function that is called with quantities, by the name of its field."""
+        """Return field name → function, for every function called with quantities."""
         slots = {name: getattr(self, name) for name in self._fields if name in PARTS}
         return slots | ({"critic.loss": self.critic.loss} if self.critic.loss is not None else {})
 
@@ -160,8 +162,8 @@ class Algorithm(NamedTuple):
 @safe("name")
 @ranges(coef=(0, None))
 class KL(NamedTuple):
-    """Describe the penalty that keeps the policy near the reference. If `coef` is 0, or without an
-    estimator, there is no penalty and the reference is not scored.
+    """Describe the KL penalty that keeps the policy near the reference model. If `coef` is 0 or
+    `estimator` is None, there is no penalty, and the reference scores no tokens.
 
     placement            adds
     loss                 coef · KL_t to the loss of each token
@@ -173,8 +175,8 @@ class KL(NamedTuple):
     estimator: KLFn | None = None
     placement: Literal["loss", "reward", "reward_sequence"] = "loss"
     coef: float | Controller = 0.0
-    # with placement=loss: whether to multiply each token's estimate by its ratio, so the gradient
-    # also accounts for the sampling of the token
+    # with placement=loss: whether to multiply each token's estimate by the token's probability
+    # ratio, so the gradient also accounts for the sampling of the token
     importance_weight: bool = False
     # with placement=reward: whether to subtract the penalty before the baseline and the
     # normalisation, instead of after
@@ -182,17 +184,17 @@ class KL(NamedTuple):
 
     @property
     def active(self) -> bool:
-        """Say whether the reference has to be scored."""
+        """Return whether the reference model has to score the tokens."""
         return self.estimator is not None and (isinstance(self.coef, Controller) or self.coef > 0)
 
     @property
     def in_loss(self) -> bool:
-        """Say whether the penalty is a term of the loss."""
+        """Return whether the penalty is a term of the loss."""
         return self.active and self.placement == "loss"
 
     @property
     def in_reward(self) -> bool:
-        """Say whether the penalty is a part of the reward."""
+        """Return whether the penalty is subtracted from the reward."""
         return self.active and self.placement != "loss"
 
 
@@ -212,16 +214,17 @@ def asks_for(function: Callable[..., Any] | None, name: str) -> bool:
 
 
 def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
-    """Call a part with the quantities of its signature and return its value, without metrics. The
-    value is not checked; `call_part` checks it."""
+    """Call a part with the quantities in its signature, and return its value without its metrics.
+    This function does not check the value; `call_part` does."""
     return unpacked(apply_part(function, quantities))[0]
 
 
 def apply_part(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
-    """Call a function with the quantities in its signature. It gets its own copies of the metadata
-    and of the mapping of components.
+    """Call a function with the quantities in its signature. The function gets its own copies of the
+    metadata and of the mapping of components.
 
-    Raises: PartError if it changes a tensor in place, because other parts read the same tensor.
+    Raises: PartError if the function changes a tensor in place, because other parts read the same
+      tensor.
     """
     given = {name: _hand_over(name, quantities[name]) for name in list_inputs(function)}
     before = {name: tensor._version for name, tensor in _tensors(given)}
@@ -245,7 +248,7 @@ def _hand_over(name: str, value: Any) -> Any:
 
 
 def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """List the tensors among quantities, and in mappings among the quantities, by name."""
+    """List (name, tensor) for each quantity, and for each entry of a quantity that is a mapping."""
     flat = [(name, value) for name, value in given.items() if not isinstance(value, dict)]
     flat += [pair for value in given.values() if isinstance(value, dict) for pair in value.items()]
     return [
@@ -343,7 +346,7 @@ def _check_metrics(
     refused: Callable[[str], PartError],
 ) -> dict[str, Tensor]:
     """Return the metrics of a part as NAME/METRIC, without gradient. Raises: the error made by
-    `refused`, if a metric has another shape."""
+    `refused`, if the shape of a metric is not [], [N] or [B, T]."""
     measured = {}
     for key, number in metrics.items():
         tensor = (
@@ -365,7 +368,8 @@ def _check_metrics(
 def _describe_fault(
     value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch.device
 ) -> str:
-    """Describe how a value differs from the form in PARTS; return an empty text if it does not."""
+    """Describe how a part's value differs from the form given in PARTS. Return an empty text for a
+    value without fault."""
     if not isinstance(value, Tensor):
         return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
     if all(value.shape != shape for size, shape in sizes.items() if size in spec):
@@ -390,7 +394,7 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def require_number(coefficient: float | Controller) -> float:
-    """Return a coefficient that must be a number. Before each step,
+    """Return a coefficient after checking that it is a number. Before each step,
     `rlkit.training.schedules.resolve_schedules` replaces the controllers of an experiment by
     numbers. Raises: TypeError for a controller."""
     if isinstance(coefficient, Controller):

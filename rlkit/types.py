@@ -1,5 +1,5 @@
-"""Define every contract of rlkit on one page: the records of a run, and the functions that a config
-can exchange. Read this first.
+"""Define every contract of rlkit on one page: the records of a run, and the forms of the functions
+that a config can replace. Read this page first.
 
     Task ──▶ Environment ──▶ Rollout ──▶ Batch ──▶ Algorithm ──▶ optimiser ──▶ Reference update
 
@@ -90,8 +90,8 @@ class ToolResult(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Hold one row of a data set. It names its reward and its environment, so each row of a mixture
-    can have its own."""
+    """Hold one row of a data set. A row names its reward and its environment, so each row of a
+    mixture can have its own."""
 
     id: str
     messages: tuple[Message, ...]
@@ -103,7 +103,7 @@ class Task(NamedTuple):
 
 
 # Evaluations during a run use validation problems. Test problems are used only before and after the
-# run, for figures that decide nothing.
+# run, and their results decide nothing in the run.
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
@@ -120,10 +120,11 @@ class Splits(NamedTuple):
 # ----------------------------------------------------------------------------------------- episodes
 
 Status = Literal["terminated", "truncated"]
-# How a reply ended; the first word that applies is used. length: a limit of tokens cut it off.
-# budget: the thinking budget closed its thinking, and then it ended by itself. tool: it ended with
-# tool calls, readable or not. stop: it ended by itself. There is no "error", because a failing
-# engine ends the run, and an unreadable call is answered.
+# How a reply ended. If several words apply, the first in this list is used. length: a limit of
+# tokens cut the reply off. budget: the thinking budget closed the thinking, and then the reply
+# ended by itself. tool: the reply ended with tool calls, readable or not. stop: the reply ended by
+# itself. There is no "error", because a failing engine ends the run, and an unreadable call is
+# answered.
 FinishReason = Literal["length", "budget", "tool", "stop"]
 THINK_TAGS = ("<think>", "</think>")
 
@@ -133,10 +134,11 @@ class SamplingParams(NamedTuple):
 
     If the environment answers without waiting, the episode joins the next round of decoding. After
     a wait (a tool in a thread, a request over the network), `admission` decides when it joins:
-      rounds   exactly `admission_rounds` decoded tokens after the reply. The decoder waits for an
-               answer that is late. A repeated run gives the same results.
-      barrier  before any other token is decoded. A repeated run gives the same results, but it is
-               slow.
+      rounds   exactly `admission_rounds` decoding rounds (one token per row) after the reply. If
+               the answer comes later, the decoder stops and waits for it. A repeated run gives the
+               same results.
+      barrier  before any further token of any episode is decoded. A repeated run gives the same
+               results, but it is slow.
       free     as soon as the answer has come. This is the fastest. Timing decides which rows are
                decoded in one batch, and so the last bits of the log-probs.
     """
@@ -146,11 +148,11 @@ class SamplingParams(NamedTuple):
     temperature: float = 1.0
     top_p: float = 1.0  # in (0, 1]; 1 keeps all tokens
     top_k: int = 0  # >= 0; 0 keeps all tokens
-    # longest thinking of one completion, in tokens, >= 0; after it the engine writes the closing
-    # tag. None: no limit
+    # longest thinking of one completion, in tokens, >= 0; at this length the engine writes the
+    # closing tag. None: no limit
     max_thinking_tokens: int | None = None
     admission: Literal["rounds", "barrier", "free"] = "rounds"
-    admission_rounds: int = 16  # number of decoded tokens per slot, > 0
+    admission_rounds: int = 16  # for admission="rounds": number of rounds, > 0
 
 
 class Generation(NamedTuple):
@@ -175,10 +177,10 @@ class Step(NamedTuple):
     tool calls."""
 
     prompt: tuple[Message, ...]  # the new messages of this turn
-    # the context of the reply, without the `kept` tokens at its start
+    # the token ids of the reply's context, without the first `kept` of them
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    # the sampler's log-prob of each of response_ids, after temperature; 0 for forced tokens
+    # the sampler's log-prob of each id in response_ids, after temperature; 0 for forced tokens
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     thinking: str = ""
@@ -210,13 +212,13 @@ class Step(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """Hold a whole episode. `reward` is None if the episode cannot be scored. `status` tells an
-    ended episode (terminated) from one cut off by a limit (truncated)."""
+    """Hold a whole episode. `reward` is None if the episode cannot be scored. `status` is
+    "terminated" if the episode came to its end, and "truncated" if a limit cut it off."""
 
     task: Task
     steps: tuple[Step, ...]
     status: Status = "terminated"
-    # why it was truncated: length, context, steps, deadline, environment (a limit of the
+    # why the episode was truncated: length, context, steps, deadline, environment (a limit of the
     # environment itself) or error (the environment failed)
     truncation: str = ""
     group: int = 0  # position of the prompt in the batch; all rollouts of a prompt have the same
@@ -251,8 +253,8 @@ class Rollout(NamedTuple):
         return render_rollout(self)
 
     def add(self, step: Step) -> Rollout:
-        """Return the rollout with one more turn. If the step holds its whole context, only the part
-        that differs from the step before is stored."""
+        """Return the rollout with one more turn. If the step holds its whole context, only the
+        tokens after the shared beginning with the step before are stored."""
         if self.steps and not step.kept:
             kept = agreement(self.context(-1) + self.steps[-1].response_ids, step.prompt_ids)
             step = step._replace(prompt_ids=step.prompt_ids[kept:], kept=kept)
@@ -278,8 +280,8 @@ class Rollout(NamedTuple):
 
     @property
     def final_content(self) -> str:
-        """Return the text to read an answer from. It is `metadata["final_content"]` if the
-        environment sets it, or else the content of the last reply, without its thinking."""
+        """Return the text to read an answer from. This is `metadata["final_content"]` if the
+        environment sets this entry, or else the content of the last reply, without its thinking."""
         last = self.steps[-1].content if self.steps else ""
         return self.metadata.get("final_content", last)
 
@@ -298,9 +300,9 @@ class Rollout(NamedTuple):
     def history(self, steps: int, *, thinking: bool, dropped: int = 0) -> list[Message]:
         """Return the messages of the first `steps` steps, with or without the policy's thinking.
 
-        Here the results of a step's calls belong to this step. In the token stream they are part of
-        the next prompt. `dropped` is the number of oldest exchanges to leave out. An exchange is a
-        reply and the messages after it. The first prompt always stays.
+        Here the results of a step's tool calls belong to this step, although their tokens are in
+        the next step's prompt. `dropped` is the number of oldest exchanges to leave out. An
+        exchange is a reply and the messages after it. The first prompt always stays.
         """
         messages: list[Message] = [*self.steps[0].prompt] if self.steps[:steps] else []
         for index, step in enumerate(self.steps[dropped:steps], dropped):
@@ -340,7 +342,7 @@ class Batch:
     """Hold rollouts as right-padded tensors, as they were sampled.
 
     The type of a batch says how much has been computed. Each type below also has the fields of the
-    types before it. So a function of token ids accepts all of them:
+    types before it. Therefore a function of token ids accepts a batch of any type:
 
         Batch ── score ──▶ Scored ── weigh ──▶ Weighted ── some rows, shares ──▶ Minibatch
 
@@ -366,21 +368,21 @@ class Batch:
     versions: Tensor
     # [N] float for each term of the reward, nan if a rollout cannot be scored
     components: Mapping[str, Tensor] = field(default_factory=dict)
-    # metadata of each of the N rollouts: the task's, updated with the rollout's own
+    # metadata of each of the N rollouts: the task's metadata, updated with the rollout's metadata
     metadata: tuple[Mapping[str, Any], ...] = ()
-    # [], [N] or [B, T] by name PART/NAME: metrics returned by parts before the update, or while the
-    # batch was weighed
+    # metrics as [], [N] or [B, T], by name PART/NAME; returned by parts before the update, or while
+    # the advantages and token weights were computed
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     # [N] reward of one greedy rollout of the prompt, nan if it cannot be scored; None: no greedy
     # rollout was played
     greedy_rewards: Tensor | None = None
     # [B, T] bool, True on tokens of tool results, without the template around them; None: no stream
-    # asks for it
+    # needs this mask
     observed_mask: Tensor | None = None
 
     @property
     def quantities(self) -> dict[str, Any]:
-        """Return the quantities for the parts of an algorithm, by name."""
+        """Return name → quantity, for calling the parts of an algorithm."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def whole(self) -> Self:
@@ -391,13 +393,14 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scored(Batch):
-    """Hold a batch with figures of the models on its tokens, computed before the update."""
+    """Hold a batch with the log-probs, entropies and values that the models give to its tokens,
+    computed before the update."""
 
-    # [B, T] from the trainer; None: the step has only one update, which computes them itself, or
-    # `old_share` replaces them
+    # [B, T] log-probs under the old policy, from the trainer. None with `old_share`. Also None if
+    # the step has only one update, because this update computes the same log-probs itself
     logprobs_old: Tensor | None
-    # [B, T] in 0 … 1, place of the "old" log-prob between sampler (0) and policy (1); None:
-    # logprobs_old is used
+    # [B, T] in 0 … 1. The "old" log-prob is interpolated between the sampler's log-prob (0) and the
+    # policy's (1). None: logprobs_old is used
     old_share: Tensor | None = None
     entropy_old: Tensor | None = None  # [B, T] in nats, from the trainer
     values: Tensor | None = None  # [B, T] from the critic, value of the state before each token
@@ -426,13 +429,13 @@ class Minibatch(Weighted):
 
 
 class TokenLogprobs(NamedTuple):
-    """Hold figures of the trained model on the sampled tokens. All tensors are [B, T] and 0 outside
-    the response mask."""
+    """Hold the trained model's log-prob, entropy and further values of the sampled tokens. All
+    tensors are [B, T] and 0 outside the response mask."""
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor | None = None  # from the critic, if there is one
-    full_kl: Tensor | None = None  # exact KL to the reference, if the KL term asks for it
+    full_kl: Tensor | None = None  # exact KL to the reference, if the KL estimator needs it
 
 
 # --------------------------------------------------------------------------------- extension points
@@ -496,14 +499,14 @@ QUANTITIES: Mapping[str, str] = {
 
 
 def plain(part: Any) -> Any:
-    """Return the function of a part, without the partials around it."""
+    """Return the function inside a part, without any `functools.partial` around it."""
     while isinstance(part, functools.partial):
         part = part.func
     return part
 
 
 def bound(part: Any) -> Mapping[str, Any]:
-    """Return the keyword arguments that a config has bound to a part; none for a plain function."""
+    """Return the keyword arguments that a config has bound to a part. A plain function has none."""
     return part.keywords if isinstance(part, functools.partial) else {}
 
 
@@ -513,8 +516,8 @@ def is_record(value: Any) -> bool:
 
 
 def missing(part: Any, protocol: type) -> list[str]:
-    """List the methods of a Protocol that a value lacks. A class lacks all of them, because it is
-    not an instance."""
+    """List the methods of a Protocol that a value lacks. For a class, list all of the methods,
+    because a class is not an instance."""
     return [
         name
         for name in vars(protocol)
@@ -524,8 +527,8 @@ def missing(part: Any, protocol: type) -> list[str]:
 
 
 # Words for the declarations of a part. The checks before a run read the declarations
-# (rlkit.config.problems). The lists are complete: a decorator refuses any other word. A part
-# without declarations assumes nothing and guarantees nothing.
+# (rlkit.config.problems). A decorator refuses any word outside these lists. A part without
+# declarations assumes nothing and guarantees nothing.
 
 Guarantee = Literal["binary", "non_negative", "raw"]
 GUARANTEES: Mapping[str, str] = {
@@ -590,10 +593,10 @@ def vanishes(*words: Vanishing, **where: Any) -> Callable[[Part], Part]:
     """Declare a case in which the gradient of a part is exactly 0, as in
     `@vanishes("without_advantages", penalty=0)`.
 
-    If this is the case for all parts of an update, the update is skipped. A part without this
-    declaration is never skipped. With `where`, the declaration holds only if the part's
-    hyperparameters have these values. A wrapper made with `functools.wraps` does not take it over
-    from its function, because the wrapper may add a term.
+    If the gradient of every part of an update is 0, the update is skipped. An update with a part
+    without this declaration is never skipped. With `where`, the declaration holds only if the
+    part's hyperparameters have these values. A wrapper made with `functools.wraps` does not get its
+    function's declaration, because the wrapper may add a term.
     """
     return _declared("vanishes", words, VANISHING, where)
 
@@ -602,16 +605,17 @@ def stateful(part: Part) -> Part:
     """Declare that a function's result depends on its earlier calls. Examples are a reward with a
     counter and an environment with a memory of episodes.
 
-    With asynchrony=overlap, a second process would call the function with a separate state. So the
-    config is refused before the run.
+    With asynchrony=overlap, a second process would call the function with a separate state.
+    Therefore this combination is refused before the run.
     """
     setattr(part, "__stateful__", True)  # noqa: B010  a class can be marked too
     return part
 
 
 def is_stateful(part: Any) -> bool:
-    """Return whether a part is marked `@stateful`. The mark may be on a function, also inside a
-    partial or a wrapper, or on a class. An instance and a method have the mark of their class."""
+    """Return whether a part is marked `@stateful`. The mark may be on a class or on a function,
+    even on a function inside a partial or a wrapper. An instance and a method have the mark of
+    their class."""
     part = plain(part)
     inner = inspect.unwrap(part) if callable(part) else part
     owner = part.__self__ if inspect.ismethod(part) else None
@@ -653,9 +657,9 @@ REACHES = {
 
 def reaches(**what: str) -> Callable[[Part], Part]:
     """Declare parameters with values that can do harm: `@reaches(command="program", cache="path")`.
-    The word, one of `REACHES`, says what a value can reach.
+    The word for each parameter is one of `REACHES`. It says what the parameter's value can reach.
 
-    A folder from a stranger may not set these parameters without trust=true.
+    A run folder or checkpoint from somebody else may not set these parameters without trust=true.
     """
     unknown = [word for word in what.values() if word not in REACHES]
     if unknown:
@@ -666,8 +670,8 @@ def reaches(**what: str) -> Callable[[Part], Part]:
 
 
 def safe(*names: str) -> Callable[[Part], Part]:
-    """Declare parameters with values that can do no harm: `@safe("name", "tags")`. A folder from a
-    stranger may set these parameters.
+    """Declare parameters with values that can do no harm: `@safe("name", "tags")`. A run folder or
+    checkpoint from somebody else may set these parameters.
 
     Numbers, booleans, Literals and parts are safe by their type. A text, a sequence, a mapping and
     a function need this declaration.
@@ -690,8 +694,8 @@ def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]
 
 
 class Clip(NamedTuple):
-    """Hold two functions that mark the tokens affected by the clip of a loss. Each takes quantities
-    and the loss's numbers and returns [B, T] bool. None: no token.
+    """Hold two functions that mark the tokens affected by a loss's clipping. Each function takes
+    quantities and the loss's numbers, and returns [B, T] bool. None means that no token is marked.
 
     held     the token has an advantage, but its own log-prob gets no gradient
     capped   the token's weight is bounded, but its log-prob still gets a gradient
@@ -753,11 +757,11 @@ def _is_copied(part: Any, name: str) -> bool:
 def declarations(
     part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]
 ) -> frozenset[str] | None:
-    """Return the declared words of a part that hold for its bound hyperparameters; None if it
-    declares nothing of this kind.
+    """Return the declared words of a part that hold for the part's bound hyperparameters. Return
+    None if the part declares nothing of this kind.
 
-    A `functools.partial` declares the same as its function. So does a wrapper made with
-    `functools.wraps`, except for `vanishes`.
+    A `functools.partial` declares the same as its function. A wrapper made with `functools.wraps`
+    also does, except for `vanishes`.
     """
     bound: dict[str, Any] = {}
     while isinstance(part, functools.partial):
@@ -786,8 +790,8 @@ def declarations(
 
 
 class Estimate(NamedTuple):
-    """Hold the result of an advantage with a critic: advantages, and returns as the critic's
-    target, both [B, T]."""
+    """Hold the result of an advantage with a critic. `advantages` and `returns` are [B, T]; the
+    returns are the critic's target."""
 
     advantages: Tensor
     returns: Tensor
@@ -795,25 +799,25 @@ class Estimate(NamedTuple):
 
 # mypy checks the return type of the shipped parts in rlkit.functional and rlkit.rewards, with and
 # without metrics (`PolicyLossFn[...]`). A part chooses its quantities itself, and Python has no
-# type for "some of these names". So the names are checked when the config is composed. A dry run on
-# fake data checks that each quantity has been computed before the part is called. Every call checks
-# the shape, the kind of numbers and the device of the result (`rlkit.algorithm.call_part`).
+# type for "some of these names". Therefore the names are checked when the config is composed. A dry
+# run on fake data checks that each quantity has been computed before the part is called. Every call
+# checks the shape, the kind of numbers and the device of the result (`rlkit.algorithm.call_part`).
 Q = ParamSpec("Q")
 # name → a number, or a tensor [N] or [B, T], logged as the mean over its entries that count
 Metrics = Mapping[str, "float | Tensor"]
 
 
 class Measured(NamedTuple):
-    """Hold a value with metrics. The row of the RL step shows the metrics as PART/NAME. A part may
-    also return a plain pair, except for a reference's update."""
+    """Hold a value with metrics. metrics.jsonl shows the metrics as PART/NAME in the row of the RL
+    step. Every part except a reference's update may return a plain pair instead."""
 
     value: Any
     metrics: Metrics
 
 
 def unpacked(given: Any) -> tuple[Any, Metrics]:
-    """Split a part's result into its value and its metrics. Only a pair with a mapping as its
-    second entry has metrics."""
+    """Split a part's result into its value and its metrics. A result has metrics only if it is a
+    pair with a mapping as the second entry."""
     pair = type(given) in (tuple, Measured) and len(given) == 2 and isinstance(given[1], Mapping)
     return (given[0], given[1]) if pair else (given, {})
 
@@ -821,9 +825,9 @@ def unpacked(given: Any) -> tuple[Any, Metrics]:
 class AdvantageFn(Protocol[Q]):
     """(quantities of the whole update batch) → [N] or [B, T]; with a critic an Estimate.
 
-    [N] is one number per rollout. If the function asks for `token_rewards`, a KL in the reward is
-    already part of these rewards. For any other advantage, the KL is subtracted from the normalised
-    advantage.
+    [N] is one number per rollout. With a KL penalty in the reward, the `token_rewards` already
+    include the penalty. If the function does not ask for `token_rewards`, the penalty is subtracted
+    later, from the normalised advantage.
     """
 
     def __call__(
@@ -855,10 +859,11 @@ class TokenFilterFn(Protocol[Q]):
 
 
 class PerTokenFn(Protocol[Q]):
-    """(quantities) → [B, T], alone or with metrics. The functions below have this form.
+    """(quantities) → [B, T], alone or with metrics. The functions in the next classes have this
+    form.
 
-    mypy checks the return type of a shipped part. When a config is composed, the names of the
-    quantities are checked, and every call checks the result.
+    mypy checks the return type of a shipped part. The names of the quantities are checked when a
+    config is composed. Every call checks the result.
     """
 
     def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerToken]: ...
@@ -874,7 +879,7 @@ class NormalizationFn(PerTokenFn[Q], Protocol[Q]):
 class CorrectionFn(PerTokenFn[Q], Protocol[Q]):
     """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 for each token [B, T].
 
-    The factor multiplies the token's policy loss. It is a constant without gradient.
+    The factor multiplies the token's policy loss. No gradient flows through the factor.
     """
 
 
@@ -951,16 +956,17 @@ class ToolExecutor(Protocol):
 
 @runtime_checkable
 class Session(Protocol):
-    """The environment's side of one episode's conversation. It is opened for this episode and
-    closed exactly once, however the episode ends. Methods may be plain or async.
+    """The environment's side of one episode's conversation. The session is opened for this episode
+    and closed exactly once, however the episode ends. Methods may be plain or async.
 
-    A session may also be a TellsState. A reward then reads its state as `rollout.state`. A session
-    without a context manager may be a Closes.
+    A session may also have the methods of TellsState. A reward then reads the session's state as
+    `rollout.state`. A session that is not a context manager may have the method of Closes.
     """
 
     @property
     def tools(self) -> Mapping[str, Tool]:
-        """Return the tools by name. They are made once for the episode, so they may share state."""
+        """Return the tools by name. This method is called once per episode, so the tools may share
+        state."""
 
     def first_prompt(self) -> Messages | Awaitable[Messages]:
         """Return the first messages of the episode. Raise rlkit.errors.EpisodeOver if there is
@@ -995,14 +1001,14 @@ class Closes(Protocol):
 
 @runtime_checkable
 class HasSchema(Protocol):
-    """A tool with its own schema. Without it, the schema is made from the tool's signature and
+    """A tool with its own schema. For other tools, the schema is made from the signature and the
     docstring."""
 
     schema: Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters", …}}
 
 
 class Playing(NamedTuple):
-    """Hold an episode before its start, for an environment with its own `play`."""
+    """Hold everything an environment with its own `play` needs to play one episode."""
 
     task: Task
     environment: Environment
@@ -1012,21 +1018,21 @@ class Playing(NamedTuple):
     seed: int  # the episode's seed; everything random in the episode follows from it
     # unused keys for the engine; no two replies in progress may have the same key
     keys: Iterator[int]
-    # to await before the first reply, so all episodes begin together
+    # must be awaited before the first reply, so all episodes begin together
     ready: Callable[[], Awaitable[None]]
-    # lets the other episodes no longer wait for this episode's first reply
+    # tells the other episodes not to wait for this episode's first reply any longer
     give_way: Callable[[], None]
     # plays the episode as if the environment had no `play`
     converse: Callable[[], Awaitable[Rollout]]
 
 
 class Table(NamedTuple):
-    """Describe what several samples of a task share: a game for two, or one instance that steps all
-    samples."""
+    """Describe a table, shared by several samples of a task: a game for two, or one instance of an
+    environment that steps all samples together."""
 
-    # Function from (task, number of players) to a table. A table has `player(number)`, a Session or
-    # a context manager of a Session, and `lost(number, error)`, called if a player's episode fails.
-    # The players wait for each other in their sessions.
+    # Function from (task, number of players) to a table. A table has two methods. `player(number)`
+    # returns a Session or a context manager of a Session. `lost(number, error)` is called if a
+    # player's episode fails. The players wait for each other in their sessions.
     make: Callable[[Task, int], Any]
     players: int = 2  # 2: two samples take turns. 0: all samples of the task act together
     # path of the opponent's model; None: the policy plays both sides
@@ -1034,10 +1040,12 @@ class Table(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """Describe the policy's counterpart: functions to make each episode's session from, or
-    `session` itself, and how the history is kept.
+    """Describe the policy's counterpart in an episode. An environment consists of functions from
+    which each episode's session is made, or of one function `session`. Further fields set
+    limits, and say how the history is kept.
 
-    The functions may be plain or async. Without any function, the task's messages get one reply.
+    The functions may be plain or async. Without any function, an episode is one reply to the task's
+    messages.
     """
 
     first_prompt: Callable[[Task], Any] | None = None  # → messages; None: the task's messages
@@ -1061,8 +1069,8 @@ class Environment(NamedTuple):
     # method cannot be cancelled, so the episode is truncated once it returns.
     deadline: float | None = None
     table: Table | None = None  # shared by several samples; None: each sample plays alone
-    # Async function that plays an episode itself, instead of a session. It may wait before the
-    # episode begins, and it asks the engine for replies. It returns an unscored rollout.
+    # Async function that plays a whole episode without a session. It may wait before the episode
+    # begins, and it asks the engine for replies. It returns an unscored rollout.
     play: Callable[[Playing], Awaitable[Rollout]] | None = None
     # function from (task, metadata fields read by the reward) to the reason why the task cannot be
     # played, or ""
@@ -1089,8 +1097,8 @@ class Engine(Protocol):
         """Forget an episode that is over. A completion still in progress is given up."""
 
     async def load(self, weights: Policy, version: int) -> None:
-        """Sample from this policy's current weights from now on. `version` is the number of
-        completed RL steps.
+        """Use this policy's current weights for all sampling from now on. `version` is the number
+        of completed RL steps.
 
         An engine in this process uses the weights in place. Other engines copy the changed weights.
         With several ranks, all ranks call this method at the same time.
@@ -1099,8 +1107,8 @@ class Engine(Protocol):
 
 @runtime_checkable
 class TimedEngine(Protocol):
-    """An engine that counts the seconds of its sampling. Every engine should do so; otherwise an RL
-    step counts no seconds for the model."""
+    """An engine that counts the seconds spent on sampling. Every engine should do so; otherwise the
+    metrics of an RL step show 0 seconds for the model."""
 
     busy_s: float
 
@@ -1109,22 +1117,23 @@ class TimedEngine(Protocol):
 class MeasuredEngine(Protocol):
     """An engine with its own metrics.
 
-    An RL step logs each metric as `engine/NAME`, with its value after the last sampling of the
-    step. A run on several processes logs the metrics of rank 0. Two metrics of
+    An RL step logs each metric as `engine/NAME`, with the metric's value after the step's last
+    sampling. A run on several processes logs the metrics of rank 0. Two metrics of
     `rlkit.engines.Cached` have other names: `late_s`, in seconds so far, is logged as
     `perf/late_s`, and `captured_shapes` as `perf/captured_shapes`. An engine around another engine
     passes its metrics on: `{**self.inner.metrics(), "retries": self.retries}`.
     """
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by name. It is called before and after the engine samples, so it must
-        be quick and reset nothing."""
+        """Return the metrics by name. This method is called before and after the engine samples, so
+        it must be quick and reset nothing."""
 
 
 @runtime_checkable
 class CachingEngine(Protocol):
     """An engine that chooses the size of its cache. The last bits of log-probs depend on the size,
-    because a row that was evicted is prefilled again. So a resumed run keeps the size."""
+    because a row is prefilled again after its eviction from the cache. Therefore a resumed run
+    keeps the size."""
 
     cached_tokens: int | None  # None before the first weights are loaded
 
@@ -1136,35 +1145,36 @@ class CachingEngine(Protocol):
 class KernelEngine(Protocol):
     """An engine that chooses between kernels. The log-probs of two kernels differ in the last bits.
 
-    A run settles the choice once, records it, and keeps it when it is resumed. The run reads
-    `kernel` (the kernel asked for), `decodes` (the kernel in use, None before the first weights are
-    loaded) and `why_eager` (why "auto" became eager). With asynchrony=overlap, the run sets
-    `elsewhere` to the kernel of the sampling process. If an engine lacks one of these names, it
-    decodes with its own kernel, and the run does not report it.
+    A run decides once which kernel "auto" means, records the choice, and keeps it when the run is
+    resumed. The run reads `kernel` (the kernel asked for), `decodes` (the kernel in use, None
+    before the first weights are loaded) and `why_eager` (why "auto" became eager). With
+    asynchrony=overlap, the run sets `elsewhere` to the kernel of the sampling process. An engine
+    without one of these names decodes with its own kernel, and the run does not report which.
     """
 
-    # the kernel asked for, or the kernel settled for "auto"
+    # the kernel asked for, or the kernel chosen for "auto"
     kernel: Literal["auto", "eager", "fused"]
     why_eager: str
     elsewhere: Literal["eager", "fused"] | None
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """Return the kernel in use, or `elsewhere`; None before the first weights are loaded."""
+        """Return the kernel in use. Before the first weights are loaded, return `elsewhere`, which
+        is None without a sampling process."""
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
-        """Use this kernel for "auto" from now on, whatever weights are loaded. If the config named
+        """Let "auto" mean this kernel from now on, whatever weights are loaded. If the config named
         a kernel, change nothing."""
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
-        """Continue a run that used this kernel: use it for "auto". Return a sentence if the engine
-        cannot use it, else an empty text."""
+        """Let "auto" mean this kernel, because the resumed run has used it so far. If the engine
+        cannot use the kernel, return a sentence for the user, otherwise an empty text."""
 
 
 @runtime_checkable
 class ThreadedEngine(Protocol):
-    """An engine that computes in its own threads on a CPU. The run sets `threads` to the number of
-    threads before the first weights are loaded. None means the number of torch's threads."""
+    """An engine that computes in its own threads on a CPU. The run sets `threads`, the number of
+    these threads, before the first weights are loaded. None means as many threads as torch uses."""
 
     threads: int | None
 
@@ -1175,8 +1185,8 @@ class SharedEngine(Protocol):
 
     With asynchrony=overlap, two processes use the same servers. The run then sets `lent` to a
     function that waits until the other process has finished sampling. `load` calls this function
-    before it pushes weights. It pushes them even if they have not changed in this process. The run
-    keeps the engine's samples in its journal.
+    before it pushes weights to the servers. `load` pushes the weights even if they have not changed
+    in this process. The run keeps the engine's samples in its journal.
     """
 
     lent: Callable[[], None] | None
@@ -1184,7 +1194,8 @@ class SharedEngine(Protocol):
 
 @runtime_checkable
 class ChecksConfig(Protocol):
-    """An engine or a teacher that checks the config, because it cannot work with every config."""
+    """An engine or a teacher that checks the run's config, because it does not work with every
+    config."""
 
     def problems(self, experiment: Any) -> list[str]:
         """Return one sentence for each problem of this `rlkit.training.experiment.Experiment`."""
@@ -1203,19 +1214,20 @@ class TokenScorer(Protocol):
         divergence: Callable[..., Any],
         columns: int,
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return states and a head, as a model would: states [M, H] of the M tokens marked by
-        `mask` in the rows `ids` [B, T], and a function from states [m, H] to logits [m, V].
+        """Return a pair like a model's hidden states and head. The states are [M, H], for the M
+        tokens marked by `mask` in the rows `ids` [B, T]. The head is a function from states [m, H]
+        to logits [m, V].
 
-        `divergence` is the function that compares the policy with these logits. Logits that it does
-        not read may be approximate. `columns` is V, the size of the policy's vocabulary.
+        `divergence` is the function that compares the policy with these logits. Logits not read by
+        this function may be approximate. `columns` is V, the size of the policy's vocabulary.
         """
 
 
 class Thinking(NamedTuple):
-    """Describe how a tokenizer writes THINK_TAGS."""
+    """Describe how a tokenizer writes the tags around thinking, THINK_TAGS."""
 
-    # ids of both tags, if each is an added token; None: the tags are several tokens each and are
-    # searched in the text
+    # ids of the opening and the closing tag, if each is an added token of the vocabulary. None:
+    # each tag is several tokens, and is searched in the decoded text
     ids: tuple[int, int] | None
     # ids that close the thinking: an interrupting text (model.interruption) and the closing tag
     close: tuple[int, ...]
@@ -1243,8 +1255,8 @@ class Policy(NamedTuple):
 
 
 class Controller(NamedTuple):
-    """Describe a number that follows the run's metrics. `init` makes its state, and `update`
-    changes the state after every RL step.
+    """Describe a number that is adapted to the run's metrics. `init` makes the controller's state,
+    and `update` changes the state after every RL step.
 
     The state consists of plain numbers. `state["value"]` is the current number. The checkpoint
     holds the state under the path of the number in the config.
@@ -1256,12 +1268,12 @@ class Controller(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Describe how to keep the reference policy. `init` makes its state, and `update` changes the
-    state.
+    """Describe how to keep the reference policy. `init` makes the reference's state, and `update`
+    changes the state after an RL step.
 
     `model(state, policy_model)` is a context manager that gives the model for scoring. `save`
-    returns the state for a checkpoint, as plain types and tensors. It returns nothing if `init` can
-    make the same state again. `load` puts the saved state into a new state.
+    returns the state for a checkpoint, as plain types and tensors. The result is empty if `init`
+    can make the same state again. `load` puts the saved state into a new state.
     """
 
     name: str
@@ -1273,6 +1285,7 @@ class Reference(NamedTuple):
     save: Callable[[Any], dict[str, Any]]
     # (state, policy_model, result of `save`) → state
     load: Callable[[Any, torch.nn.Module, Mapping[str, Any]], Any]
-    # Called before weights are loaded, with the policy's path, and revision and trust_remote_code
-    # by name. It raises ConfigError, for example if the vocabularies differ.
+    # Called before weights are loaded, with the policy's path, and with revision and
+    # trust_remote_code by name. Raises ConfigError if the reference cannot be used, for example if
+    # the vocabularies differ.
     check: Callable[..., None] | None = None

@@ -12,7 +12,7 @@ from rlkit.errors import ConfigError
 from rlkit.system.redaction import redact_config
 from rlkit.training.schedules.paths import flatten_numbers
 
-ONCE = ("resume", "takeover")  # keys for one process only; they do not describe the run
+ONCE = ("resume", "takeover")  # keys for the present process only; they do not describe the run
 
 
 # two configs of the same run may differ in these keys
@@ -23,10 +23,10 @@ LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)
 PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")
 
 
-FIXED = ("model", "optimizer._target_", "task", "seed")  # keys a continued run may not change
+FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
 
 
-# sections about output; they do not affect the run's numbers
+# sections about the run's output; they do not affect its numbers
 APART = ("logger", "callbacks")
 
 
@@ -34,8 +34,8 @@ def identify(config: Mapping[str, Any]) -> str:
     """Compute a run's identity from the config of its new folder: 16 hexadecimal digits of a
     SHA-256.
 
-    Secrets are replaced first. The sections APART, keys for one process (ONCE), suggestions and
-    shelves are left out. A folder keeps its identity when it is moved, and when its run continues
+    Secrets are replaced first. The sections in APART, the keys in ONCE, suggestions and shelves are
+    left out. A run folder keeps the identity when the folder is moved, and when its run continues
     with other settings (`rlkit.system.identity`).
     """
     settings = {
@@ -60,7 +60,7 @@ def _flatten_compared(config: Mapping[str, Any]) -> dict[str, Any]:
 def find_differences(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Find the values that differ between two configs. Returns: dotted key → (old, new). The run's
+    """Find the values that differ between two configs. Return dotted key → (old, new). The run's
     length, the keys in `beside`, and suggestions are not compared."""
     before = _flatten_compared(old)
     after = _flatten_compared(new)
@@ -74,8 +74,8 @@ def find_differences(
 def find_departures(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Find the differences of a config from a run's config, as `find_differences` does. The logger,
-    the callbacks and the number of ranks are not compared either."""
+    """Find the differences between a config and a run's config, as `find_differences` does, but
+    without the logger, the callbacks and the number of ranks."""
     changed = find_differences(old, new, beside=PLACE + beside)
     return {key: values for key, values in changed.items() if key.split(".")[0] not in APART}
 

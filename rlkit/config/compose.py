@@ -1,9 +1,9 @@
-"""Make an Experiment from overrides: Hydra composes the config, the config is checked before
-anything heavy is loaded, and the Experiment is built from plain functions.
+"""Make an Experiment from overrides. Hydra composes the config. The config is checked before any
+model or data is loaded. Then the Experiment is built from plain functions.
 
 Order: overrides → composed config → every key checked (rlkit.config.schema) → functions built →
 validated, dry-run on fake data (rlkit.config.problems). Each stage reports all of its problems
-together, and no stage imports more than torch.
+together. No stage imports a heavier package than torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment
 
 
-# (the task's declaration, the function with a part for each name, the option with these parts)
+# (key under which a task declares names, function with a part for each name, option with these
+# parts)
 BY_TASK = (
     ("rewards", "rlkit.rewards.by_task", "reward/by_task.yaml"),
     ("environments", "rlkit.environments.by_task", "environment/by_task.yaml"),
@@ -53,8 +54,8 @@ BY_TASK = (
 
 
 class Composed(NamedTuple):
-    """A composed config: as plain containers, the accepted overrides, and Hydra's full object with
-    Hydra's own settings."""
+    """Hold a composed config: the config as plain containers, the accepted overrides, and Hydra's
+    full object with Hydra's own settings."""
 
     config: dict[str, Any]
     overrides: list[str]
@@ -68,15 +69,15 @@ def compose(
     config_dir: str | Path | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
 ) -> Composed:
-    """Compose an entry config. If it has problems, refuse it with all of them in one message.
+    """Compose an entry config and check it. All problems are reported in one message.
 
     Args:
       overrides: as on the command line. A key needs no `+` if it is in a part's signature.
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
       before_import: a function called with the config before any module of the config is imported;
-        it may refuse the config. In this config, values of the environment are written as
-        ${oc.env:NAME}.
+        it may refuse the config. In the config given to this function, values of environment
+        variables are written as ${oc.env:NAME}.
     Raises: ConfigError.
     """
     import logging
@@ -105,11 +106,11 @@ def compose(
 def compose_without_values(
     theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None
 ) -> dict[str, Any]:
-    """Compose a config from the folder's choice of options and everything the user sets, in the
-    form of `with_variables`.
+    """Compose a config from the options chosen by a run folder and from all overrides of the user,
+    in the form of `with_variables`.
 
-    The folder's own values are left out. The folder's choice of `sandbox` is left out too, because
-    it decides how strictly code is confined.
+    The folder's overrides of single values are left out. Its choice of `sandbox` is left out too,
+    because this choice decides how strictly code is confined.
     """
     with initialize_hydra(config_dir) as search:
         chosen = [
@@ -130,8 +131,8 @@ def compose_without_values(
 
 
 def with_variables(full: DictConfig) -> dict[str, Any]:
-    """Return the plain config with ${oc.env:NAME} in place of each value of the environment, even
-    if the value comes through a reference."""
+    """Return the plain config with ${oc.env:NAME} in place of each value of an environment
+    variable, even if the value comes through a reference to another key."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -145,11 +146,12 @@ def with_variables(full: DictConfig) -> dict[str, Any]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-PRESETS = ("experiment", "debug")  # their options set keys of other groups
+PRESETS = ("experiment", "debug")  # options of these groups set keys of other groups
 
 
 class Layer(NamedTuple):
-    """A file of conf/ as a layer of a config: later layers win."""
+    """Describe a file of conf/ as a layer of a config. A later layer overrides the keys of an
+    earlier layer."""
 
     option: str  # GROUP=NAME; empty for the entry config and for Hydra's own files
     config: dict[str, Any]  # its keys at their final paths, with references as written
@@ -196,8 +198,8 @@ def _list_layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple
 
 @contextmanager
 def initialize_hydra(config_dir: str | Path | None) -> Iterator[list[str]]:
-    """Initialise Hydra for this block, with conf/ and rlkit's resolvers. Yield the overrides that
-    make Hydra search the user's folder too."""
+    """Initialise Hydra for this block, with conf/ and rlkit's resolvers. Yield the overrides with
+    which Hydra also searches the user's folder."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
@@ -227,7 +229,7 @@ def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
 
 def find_length_keys(composed: Composed) -> tuple[str, ...]:
     """List the dotted keys whose values depend on the run's length, as in ${trainer.steps}. When
-    configs are compared, they count as length too."""
+    two configs are compared, differences in these keys are allowed, as for the run's length."""
     from omegaconf import OmegaConf
 
     longer = copy.deepcopy(composed.full)
@@ -252,8 +254,8 @@ def searchpath(config_dir: str | Path | None) -> list[str]:
 
 
 def _find_clashes(config_dir: str | Path | None) -> list[str]:
-    """Report options of a user's folder that a shipped option of the same name hides. Hydra itself
-    would not report them."""
+    """Report options of a user's folder hidden by a shipped option of the same name. Hydra itself
+    would ignore them silently."""
     folder = Path(config_dir) if config_dir else None
     files = sorted(folder.rglob("*.yaml")) if folder else []
     hidden = [f for f in files if folder and (conf_dir() / f.relative_to(folder)).exists()]
@@ -264,8 +266,8 @@ def _find_clashes(config_dir: str | Path | None) -> list[str]:
 
 
 def _check_searchpath(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if a place in hydra.searchpath does not exist. Hydra would only warn, and
-    then miss its options."""
+    """Raise ConfigError if a folder in hydra.searchpath does not exist. Hydra would only warn, and
+    then not find the options in it."""
     for scheme, place in re.findall(
         r"(file|pkg)://([^\]\s,'\"]+)",
         " ".join(text for text in overrides if "hydra.searchpath=" in text),
@@ -292,11 +294,12 @@ def _is_importable(package: str) -> bool:
 def _load(
     entry: str, search: Sequence[str], overrides: Sequence[str]
 ) -> tuple[DictConfig, list[str]]:
-    """Compose the config with Hydra's own node, and return it with the accepted overrides. Every
+    """Compose the config, including the node `hydra`. Return it with the accepted overrides. Every
     failure becomes a ConfigError.
 
-    Hydra composes the groups. Then this function sets the values as Hydra would. A key missing in
-    the YAML is added, because it may be in a signature; the later check decides.
+    Hydra composes the groups. Then this function sets the values as Hydra would. A key without an
+    entry in the YAML files is added, because a function's signature may have it. The later check
+    against the schema decides.
     """
     import yaml
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -359,7 +362,7 @@ def _make_refusal(
         return ConfigError(
             f"{path}: Hydra has no such setting.{suggest_name(path.split('.')[1], known)}"
         )
-    if path and "." not in path:  # a whole group: Hydra's advice to add it would not help
+    if path and "." not in path:  # for a whole group, Hydra's advice to add the key would not help
         return ConfigError(f"{path}: rlkit {entry} has no such group")
     if str(error).startswith("Error merging override"):
         text = text.lstrip("+")
@@ -379,9 +382,9 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
     """Remove the shipped parts of each `by_task` unless a row of the task names them.
 
     A task declares `rewards` and `environments`. A mixture declares the union of its parts'
-    declarations. Without declarations every part stays, except a part whose extra is missing. A
-    part set by an override always stays, and so does a part of the user's own. The declarations
-    themselves are removed from the config.
+    declarations. Without declarations every part stays, except a part that needs a missing extra. A
+    part set by an override always stays, and so does a user's own part. The declarations themselves
+    are removed from the config.
     """
     from omegaconf import OmegaConf
 
@@ -400,7 +403,8 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
         )
         for path in _find_target_paths(raw, target):
             parts = OmegaConf.select(full, f"{path}.{kind}") or {}
-            for name in {*declared} - {*parts}:  # keep the nearest part, for the refusal
+            # keep the part with the most similar name, so the error message can suggest it
+            for name in {*declared} - {*parts}:
                 declared += difflib.get_close_matches(name, list(parts), 1, 0.5)
             for name in shipped & set(parts):
                 touched = any(f".{kind}.{name}." in key for key in keys)
@@ -410,8 +414,7 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
 
 
 def _find_paths(node: Any, key: str, path: str) -> Iterator[str]:
-    """Yield the dotted keys of the lists with this name in a task, and in the parts of a
-    mixture."""
+    """Yield the dotted key of each list named `key` in a task, and in the parts of a mixture."""
     if isinstance(node, dict):
         if isinstance(node.get(key), list):
             yield f"{path}.{key}"
@@ -420,7 +423,7 @@ def _find_paths(node: Any, key: str, path: str) -> Iterator[str]:
 
 
 def _find_target_paths(node: Any, target: str, path: str = "") -> Iterator[str]:
-    """Yield the dotted keys of the nodes with this `_target_`."""
+    """Yield the dotted key of each node with this `_target_`."""
     if isinstance(node, dict):
         if node.get("_target_") == target:
             yield path
@@ -448,7 +451,7 @@ def drop_shelves(node: Any) -> None:
     """Remove the key `shelf` of the options from a composed config, in place and at every depth."""
     from omegaconf import Container
 
-    children = node._content  # text if the node is missing or refers to another
+    children = node._content  # a text if the node is missing or refers to another node
     if isinstance(children, dict):
         if "shelf" in children and children["shelf"]._value() in SHELVES:
             del children["shelf"]
@@ -459,8 +462,8 @@ def drop_shelves(node: Any) -> None:
 
 
 def _stamp(search: Sequence[str]) -> object:
-    """Return a value that changes whenever a file of options changes, for example if a notebook
-    edits the user's own option."""
+    """Return a value that changes whenever an option file changes. For example, a notebook may edit
+    the user's own option between two calls."""
     folders = [
         conf_dir(),
         *(Path(folder) for text in search for folder in re.findall(r"file://([^],]+)", text)),
@@ -509,9 +512,10 @@ def _require_text(node: Mapping[Any, Any], path: str = "") -> None:
 
 
 def _find_unresolved(node: Any, path: str = "") -> tuple[str, str]:
-    """Return the first key with an unresolvable reference, and the reference as written.
+    """Find the first key with a reference that cannot be resolved. Return the key, and the
+    reference as written.
 
-    Both are empty if every reference can be resolved.
+    Both texts are empty if every reference can be resolved.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -544,8 +548,8 @@ def _take_misplaced(plain: dict[str, Any]) -> list[str]:
 
 
 def read_unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
-    """Return the config, or with `of_hydra` only Hydra's own node. References to other values and
-    to the environment stay as written."""
+    """Return the config, or with `of_hydra` only the node `hydra`. References to other keys and to
+    environment variables stay as written."""
     from omegaconf import OmegaConf
 
     plain: Any = OmegaConf.to_container(full, resolve=False)
@@ -563,8 +567,8 @@ def list_choices(full: DictConfig) -> list[str]:
 
 
 def is_group(override: str, search: Sequence[str]) -> bool:
-    """Return whether an override chooses an option. Hydra's own settings count too, because they
-    may decide where options are found."""
+    """Return whether an override chooses an option of a group. An override of Hydra's own settings
+    also counts, because these settings may decide where options are found."""
     key, _, value = override.lstrip("+~").partition("=")
     options = _group_options(key.partition("@")[0], search)
     return key.partition("/")[0].partition(".")[0] == "hydra" or (
@@ -587,7 +591,8 @@ def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
 
 
 def _name_options(group: str, search: Sequence[str] = ()) -> list[str]:
-    """List names for a message: a group's options, and for experiment also the recipes."""
+    """List the options of a group for a message. For the group experiment, the list includes the
+    recipes."""
     recipes = _group_options("experiment/recipe", search) if group == "experiment" else []
     return [*_group_options(group, search), *(f"recipe/{name}" for name in recipes)]
 
@@ -595,7 +600,7 @@ def _name_options(group: str, search: Sequence[str] = ()) -> list[str]:
 def _check_overrides(
     overrides: Sequence[str], search: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the problems of the overrides, and the overrides that Hydra can compose, in its
+    """Return the problems of the overrides, and the overrides that Hydra can compose, in Hydra's
     grammar."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -604,7 +609,7 @@ def _check_overrides(
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
     parser = OverridesParser.create(config_loader=hydra.config_loader)
-    # the options are looked for later
+    # with a search path, the option files are looked up later
     elsewhere = bool(search) or any(text.startswith("hydra.searchpath=") for text in overrides)
     problems = []
     accepted = []
@@ -654,14 +659,16 @@ def explain_unknown_option(text: str, name: str, group: str, options: Iterable[s
 
 def parse_override(parser: Any, text: str) -> tuple[Any, str]:
     """Parse an override, and return it with its text in Hydra's grammar. A condition like
-    `reward/mean > 0.8 for 3` gets its quotes back, because the shell has removed them."""
+    `reward/mean > 0.8 for 3` is put into quotes again, because the shell has removed the user's
+    quotes."""
     from hydra.errors import HydraException
 
     try:
         return parser.parse_overrides([text])[0], text
     except HydraException:
         key, _, value = text.partition("=")
-        if not value or value[0] in "[{'\"":  # a broken list or mapping is not a text
+        # a list or mapping with a syntax error must not pass as a text
+        if not value or value[0] in "[{'\"":
             raise
         quoted = f"{key}='{value}'"
         return parser.parse_overrides([quoted])[0], quoted
@@ -677,21 +684,21 @@ def shorten_to_sentence(error: BaseException) -> str:
 
 
 def experiment(composed: Composed) -> Experiment:
-    """Build the Experiment of a composed config, check it, and dry-run it phase by phase. Raises
-    ConfigError with all problems at once."""
+    """Build the Experiment of a composed config, check it, and run each phase once on fake data.
+    Raises ConfigError with all problems at once."""
     return check_experiment(build(composed.config))
 
 
 def make_builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
-    """Return a function that another process can call to build the experiment again for sampling,
-    without loggers and callbacks."""
+    """Return a function that builds the experiment again without loggers and callbacks. The
+    sampling process calls this function."""
     return functools.partial(build, {**config, "logger": {}, "callbacks": {}})
 
 
 def check_experiment(x: Experiment) -> Experiment:
     """Return the experiment after every check possible without model and data. Raises ConfigError
     with all problems at once."""
-    # their functions run on fake data
+    # the check runs the functions of these parts on fake data
     with guard_state(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):
         refuse_problems(run_problems(x))
         for first in build_first_steps(x).values():

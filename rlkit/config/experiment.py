@@ -1,5 +1,5 @@
-"""`rlkit.experiment`: make an experiment from Python, with the options and checks of the command
-line. Any part may be a Python object."""
+"""Make an experiment from Python, with the options and checks of the command line
+(`rlkit.experiment`). Any part may be a Python object."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PLAIN = (str, int, float, bool, type(None), Path)
 
 
 class Configured(Experiment):
-    """An experiment with its config. `_replace` returns an Experiment without the config, because
-    the config would no longer describe it."""
+    """Hold an experiment with its config. `_replace` returns a plain Experiment without the config,
+    because the config would no longer describe the changed experiment."""
 
     config: Mapping[str, Any] = MappingProxyType({})
-    # the overrides behind the config; empty if any part is a Python object
+    # the overrides from which the config was composed; empty if any part is a Python object
     overrides: tuple[str, ...] = ()
 
 
@@ -57,7 +57,7 @@ def experiment(
         raise ConfigError('--config-dir: from Python, give the folder as config_dir="my_conf"')
     given = {key.replace("__", "."): value for key, value in keywords.items()}
     parts = {path: value for path, value in given.items() if is_part(path, value)}
-    # below a replaced task or model, keys still belong to the option
+    # keys below a replaced task or model still belong to the option
     above = tuple(f"{path}." for path in parts if path not in ("task", "model"))
     parts |= {path: value for path, value in given.items() if path.startswith(above)}
     more = [override(path, value) for path, value in given.items() if path not in parts]
@@ -68,7 +68,8 @@ def experiment(
     )
     refuse_problems(problems)
     config = built = composed.config
-    # these objects are passed to the function of an option; all others replace its result
+    # these objects are passed to an option's function as arguments; all others replace the
+    # function's result
     early = [
         path
         for path in parts
@@ -96,8 +97,8 @@ def experiment(
 
 
 def is_part(path: str, value: Any) -> bool:
-    """Return whether the value of a keyword is a Python object. The rows of a task count as a
-    Python object."""
+    """Return whether the value of a keyword is a Python object instead of a plain value. Rows given
+    for a task count as a Python object."""
     rows = isinstance(value, list | tuple) or (isinstance(value, Mapping) and "train" in value)
     return (path == "task" and rows) or not is_plain(value)
 
@@ -142,7 +143,8 @@ def format_literal(value: Any) -> str:
 
 def describe_part(part: Any) -> Any:
     """Describe a part as a node of a config, for the run folder. The node has the part's name and
-    its plain values. It may not be possible to build the part from the node again."""
+    its plain values. The node is a description: rlkit may not be able to build the part from it
+    again."""
     if is_plain(part):
         return str(part) if isinstance(part, Path) else part
     if isinstance(part, Mapping):

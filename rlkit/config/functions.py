@@ -1,4 +1,4 @@
-"""Overrides that name a function in place of an option: `reward=my_module.my_function`."""
+"""Read overrides with a function in place of an option, as in `reward=my_module.my_function`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 def read_functions(override: str) -> dict[str, Any]:
     """Return dotted key → value for an override with one function, or with several functions in
-    brackets. Empty for any other override.
+    brackets. The result is empty for any other override.
 
     >>> read_functions("environment.tools=my_tools.lend")
     {'environment.tools': {'lend': {'_target_': 'my_tools.lend', '_partial_': True}}}

@@ -1,5 +1,5 @@
-"""Suggest a known key for a misspelt key or a key of another library. Names of TRL and verl are
-tried first, then the leaves of the whole config."""
+"""Suggest a known key for a misspelt key, or for the name of a setting in another library. Names of
+TRL and verl are tried first, then all keys of the config."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Names used in TRL, verl and the notebooks → the key here. A key for a group of options ends with
-# "=".
+# Names used in TRL, verl and public notebooks → rlkit's key. A key that chooses an option of a
+# group ends with "=".
 PEERS = {
     "batch.prompts": (
         "batch_size train_batch_size rollout_batch_size prompts_per_step"
@@ -67,15 +67,16 @@ MEANT = {word: key for key, words in PEERS.items() for word in words.split()}
 
 
 def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
-    """Suggest a key for an unknown one, as " Did you mean 'optimizer.lr'?"; '' if nothing is near.
+    """Suggest a known key for an unknown key, as in " Did you mean 'optimizer.lr'?". Return '' if
+    no known key is similar.
 
     Args:
       path: the unknown key as it was written, dotted.
       named: the valid names at its place.
       leaves: every dotted key of the config.
 
-    First comes a name at the same place, one or two letters away. Then come a peer's name, a leaf
-    of the same name anywhere, and similar names.
+    The first match wins: a name at the same place that differs by one or two letters, a name from
+    another library, a key with the same last name anywhere, a similar name.
     """
     parent, _, word = path.rpartition(".")
     # evaluation.reward.terms.task counts as the same place as reward.terms.task

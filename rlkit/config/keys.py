@@ -1,5 +1,5 @@
-"""Protect the user's keys (secrets): a value of the user is sent only to addresses named by the
-user's own command line, environment or --config-dir."""
+"""Protect the user's secrets, for example API keys. A value of the user is sent only to addresses
+named by the user's own command line, environment variables or --config-dir."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ SENT = {
 
 
 class Leak(NamedTuple):
-    """A value of the user that would be sent to a place named only by the folder's config."""
+    """Describe a leak: a value of the user that would be sent to a place named only by the config
+    of a run folder."""
 
     path: str
-    what: str  # the value, in words
+    what: str  # description of the value
     place: str  # the destination named by the folder, as path=value
 
     def __str__(self) -> str:
@@ -51,12 +52,12 @@ class Leak(NamedTuple):
 
 
 def find_leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
-    """Find values of the environment and secrets that would reach an address, a program or a
-    function named only by the folder's config.
+    """Find environment variables and secrets whose values would reach an address, a program or a
+    function named only by the config of a run folder.
 
     Even trust=true does not allow a leak. A secret is a leak if it is an argument of the same
-    function as such an address. If there is any such address, every value taken by the folder from
-    the environment is a leak too, even a value for a prompt.
+    function as such an address. If the folder names any such address, every value taken by its
+    config from the environment is a leak too, even a value for a prompt.
 
     Args: as for `outside`.
     """
@@ -75,7 +76,7 @@ def find_leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
 
 
 def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """Yield (path, node, its base) for every function of a config."""
+    """Yield (path, node, the same node of `base`) for every function of a config."""
     if isinstance(node, Mapping):
         if "_target_" in node:
             base = base if get_child(base, "_target_") == node["_target_"] else ABSENT
@@ -90,8 +91,8 @@ def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[s
 
 
 def _find_user_values(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterator[Leak]:
-    """Yield the user's values among the arguments of a function that also gets an address from the
-    folder."""
+    """Yield a Leak for each value of the user among a function's arguments. The function also gets
+    an address from the folder."""
     for where, text, own in _leaves(
         {key: value for key, value in node.items() if key != "suggests"}, base, path
     ):
@@ -106,8 +107,8 @@ def _find_user_values(node: Mapping[str, Any], base: Any, path: str, place: str)
 
 
 def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[str]:
-    """List the addresses and programs named only by the folder, as path=value. If the function
-    itself is unknown, list the function."""
+    """List the addresses and programs among a function's arguments named only by the folder, as
+    path=value. If the function itself is unknown, list the function."""
     target = node["_target_"]
     if not is_known(target, by) and base is ABSENT:
         return [f"{path}._target_={target!s:.80}" if path else f"_target_={target!s:.80}"]

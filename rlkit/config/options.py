@@ -1,8 +1,8 @@
-"""The files of conf/: find them, and read the shelf of each option.
+"""Find the files of conf/, and read the shelf of each option.
 
 A line `shelf: everyday` or `shelf: catalogue` in an option's file says whether most users need to
 know the option. The shelf sorts lists of options and changes nothing else. `rlkit.config.compose`
-removes it from every composed config, so no part receives it and no run folder holds it.
+removes this line from every composed config, so no part and no run folder receives it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ LINE = re.compile(rf"^shelf: ({'|'.join(SHELVES)})\b", re.M)
 
 
 def conf_dir() -> Path:
-    """Return the folder of the shipped options: inside the installed package, or beside the package
-    in a checkout."""
+    """Return the folder of the shipped options. It is inside the installed package, or next to the
+    package in a checkout."""
     package = Path(__file__).resolve().parent.parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def read_shelf(file: Path) -> str:
-    """Read the shelf from an option's file. It is "" if the file has no shelf line; a user's own
-    file need not have the line."""
+    """Read the shelf from an option's file. The result is "" if the file has no line `shelf:`; a
+    user's own file need not have this line."""
     found = LINE.search(file.read_text())
     return found[1] if found else ""
 

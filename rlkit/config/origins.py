@@ -1,7 +1,7 @@
 """Find the origin of each value in a composed config.
 
 Hydra merges the option files of a run in one order, later files over earlier ones, and then sets
-the values of the command line. So the origin of a key is, in this order:
+the values of the command line. Therefore the origin of a key is the first of these that applies:
 
 1. "command line", if an override sets the key or a mapping around it, even to the same value. If
 the override came from a config file or a run folder, the origin names this instead. 2. "phase
@@ -43,16 +43,16 @@ EXTRA = re.compile(r"rlkit\.extras\.(\w+)\.")
 
 
 class Option(NamedTuple):
-    """A chosen option."""
+    """Describe a chosen option."""
 
-    place: str  # path of its keys: algorithm, algorithm.advantage
+    place: str  # path of the option's keys, for example algorithm or algorithm.advantage
     name: str
     origin: str  # empty if another option chooses it
     changed: bool
 
 
 class Value(NamedTuple):
-    """A key of the config."""
+    """Describe one key of the config, with its value and origin."""
 
     key: str
     value: Any  # resolved, without secrets
@@ -61,7 +61,7 @@ class Value(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The options, values and extras of a run."""
+    """Hold the options, values and extras of a run."""
 
     options: list[Option]
     values: list[Value]
@@ -75,8 +75,8 @@ def explain(
     config_dir: str | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
 ) -> Explained:
-    """Find the options and values of `rlkit train` with these overrides, with their origins, and
-    the extras they use.
+    """Compose the config of `rlkit train` with these overrides. Return the options and values with
+    their origins, and the extras used by the config.
 
     Args:
       sources: key of an override → the file or folder from which the override was read.
@@ -113,8 +113,8 @@ def find_extras(config: Mapping[str, Any]) -> list[str]:
 
 
 def _choices(composed: Composed) -> dict[str, str]:
-    """Return group → option, in the order of the config. The group's name ends in @PLACE if its
-    keys are at another place."""
+    """Return group → option, in the order of the config. The group's name ends in @PLACE if the
+    option's keys are at another place than usual."""
     chosen = reversed(list(composed.full.hydra.runtime.choices.items()))
     return {
         str(group): str(name)
@@ -158,7 +158,7 @@ def _options(
 def _values(
     composed: Composed, standard: Composed, files: Sequence[Layer], is_set: Mapping[str, str]
 ) -> Iterator[Value]:
-    """Yield every key with a value of its own, in the order of the config."""
+    """Yield every key with a plain value, in the order of the config."""
     now = flatten_numbers(composed.config)
     before = flatten_numbers(standard.config)
     shown = flatten_numbers(redact_config(composed.config))
@@ -168,8 +168,8 @@ def _values(
         owners |= dict.fromkeys(flatten_numbers(layer.config), layer.option)
 
     def setter(key: str) -> str:
-        """Return the origin of the override that sets a key or a mapping around it; empty without
-        such an override."""
+        """Return the origin of the override that sets a key, or sets a mapping around the key.
+        Return an empty text without such an override."""
         parts = key.split(".")
         above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next((is_set[path] for path in above if path in is_set), "")
@@ -206,7 +206,8 @@ def _values(
 
 
 def follow_reference(key: str, written: Any, config: Mapping[str, Any]) -> str:
-    """Find the key to which a reference leads; empty if the value is not a reference to a key.
+    """Return the key to which a reference leads. Return an empty text if the value is not a
+    reference to a key.
 
     Args:
       written: the reference as written in a file or an override.
@@ -230,7 +231,7 @@ def follow_reference(key: str, written: Any, config: Mapping[str, Any]) -> str:
 
 
 class _Recorded(Mapping[str, Any]):
-    """A config that records every value read from it."""
+    """Wrap a config, and record every value read from it."""
 
     def __init__(self, values: Mapping[str, Any], path: str, read: dict[str, Any]) -> None:
         self.values_by_key = values

@@ -28,7 +28,7 @@ from rlkit.training.experiment import Experiment, ModelSpec
 from rlkit.training.schedules.paths import list_fields
 from rlkit.types import SPLITS, Policy, SamplingParams, Splits, Task, is_record, missing, plain
 
-hints_of = functools.cache(signature_hints)  # of records
+hints_of = functools.cache(signature_hints)  # for records
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def wrap_with_checks(function: Callable[..., Any], name: str) -> Callable[..., A
     Raises: ConfigError in place of Python's TypeError, or of an AttributeError in the function.
     """
     signature = inspect.signature(function)
-    # modules below the experiment's layer have no type for x
+    # modules below the experiment's layer cannot import the type of x
     hints = {**signature_hints(function), "x": Experiment}
 
     @functools.wraps(function)
@@ -54,7 +54,7 @@ def wrap_with_checks(function: Callable[..., Any], name: str) -> Callable[..., A
             kind = signature.parameters[key].kind
             where = f"rlkit.{name}: {key}"
             hint = hints.get(key, Any)
-            # further settings of an episode, or of a config
+            # keyword arguments of any name: further settings of an episode or of a config
             if kind is inspect.Parameter.VAR_KEYWORD:
                 params = hints_of(SamplingParams)
                 call.arguments[key] = {
@@ -106,8 +106,8 @@ def place_part(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
 
 
 def get_inside(owner: Any, name: str) -> Any:
-    """Return the field, entry or keyword argument with this name; None if the owner has no such
-    name."""
+    """Return the field, entry or keyword argument with this name, or None if the owner does not
+    have it."""
     return list_fields(owner).get(name)
 
 
@@ -161,7 +161,8 @@ def with_lifted(part: Any, hint: Any, where: str) -> Any:
 
 
 def stands(part: Any, hint: Any) -> bool:
-    """Return whether a part has the type of its place, without calling it or looking inside it."""
+    """Return whether a part has the type of its place in the experiment. The part is not called,
+    and its own fields are not checked."""
     base = typing.get_origin(hint) or hint
     if is_open(base):
         return True
@@ -176,7 +177,7 @@ def stands(part: Any, hint: Any) -> bool:
 
 
 def is_function(base: Any) -> bool:
-    """Return whether a type stands for functions."""
+    """Return whether a type hint stands for functions."""
     calls = is_protocol(base) and any("__call__" in vars(own) for own in base.__mro__)
     return base is Callable or calls
 
@@ -213,8 +214,8 @@ def describe_type(hint: Any) -> str:
 
 
 def name_tools(part: Any) -> Mapping[str, Any]:
-    """Return tools by name. One tool or several are named after their functions; a mapping keeps
-    its names."""
+    """Return name → tool. A single tool or a list of tools is named after the functions. A mapping
+    keeps its names."""
     if isinstance(part, Mapping):
         return part
     tools = part if isinstance(part, list | tuple) else [part]
@@ -250,8 +251,8 @@ def make_reward(part: Any, where: str) -> Reward:
 
 
 def make_task_function(part: Any) -> Callable[..., Sequence[Task]]:
-    """Make a function from split to tasks, from tasks or from rows with a prompt and an answer.
-    Without splits, all tasks are for training."""
+    """Make the function that returns the tasks of a split. `part` holds tasks, or rows with a
+    prompt and an answer. Without splits, all tasks are for training."""
     if isinstance(part, Mapping):  # for example a DatasetDict
         part = Splits(**{split: part[split] for split in SPLITS if split in part})
     splits = part if isinstance(part, Splits) else Splits(part)

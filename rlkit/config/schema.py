@@ -1,9 +1,9 @@
 """Check a config and build its objects. A function's signature is the schema of its config node.
 
 Every mapping in a config has a `_target_`, or holds named parts if a signature asks for a mapping.
-The target's signature lists the keys and their types. So one walk through the config finds every
-unknown key, even if `+` added it, every wrong type and every missing value. A second walk of the
-same shape builds the functions.
+The signature of the target (the function named by `_target_`) lists the keys and their types.
+Therefore one walk through the config finds every unknown key, every wrong type and every missing
+value. Keys added with `+` are checked too. A second walk of the same shape builds the functions.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.types import is_record
 
-# `suggests` holds an option's suggestions for other groups. Their defaults refer to it; the
-# option's own function never gets it.
+# `suggests` holds an option's suggestions for other groups. The defaults of the other groups refer
+# to `suggests`. The option's own function never gets it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
 KINDS = {"_target_": str, "_partial_": bool, "_args_": list}
 WANTED = {
@@ -40,7 +40,7 @@ WANTED = {
     "_partial_": "true or false",
     "_args_": "a list of values",
 }
-# Possible suggestions of an option to other groups, with their types. All numbers are > 0.
+# Suggestions that an option can make to other groups, with their types. All numbers are > 0.
 SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float),
     "thinking": bool | None,
@@ -52,20 +52,22 @@ SUGGESTED: dict[str, Any] = {
     "kl": Any,
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }
-# Parts under the task in a config, in addition to the task's arguments.
+# Keys below `task` in a config that are parts of the run, not arguments of the task's function.
 BESIDE = ("sampler", "reuse")
 MISSING = "???"
-GIVEN_LATER = ("split", "device")  # keyword-only parameters passed by the run itself
+# keyword-only parameters that the run passes itself; a config does not set them
+GIVEN_LATER = ("split", "device")
 
 
 # ----------------------------------------------------------------------------------------- checking
 
 
 def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
-    """List every problem of a composed config, one sentence each: path, fault, nearest valid name.
+    """List every problem of a composed config. A problem is one sentence with the path, the fault
+    and the nearest valid name.
 
-    `leaves`: the dotted keys of the whole config, to suggest the nearest key. By default they are
-    the keys of `node`.
+    `leaves`: the dotted keys of the whole config, from which the nearest key is suggested. The
+    default is the keys of `node`.
     """
     leaves = leaves or (list_leaves(node) if isinstance(node, dict) else [])
     if isinstance(node, list):
@@ -98,8 +100,8 @@ def _check_call(
     """Check the keys and values of a node against its target's signature, then the nodes within."""
     parameters = list_parameters(target)
     partial = node.get("_partial_", False)
-    # A partial part gets its required positional parameters when it is called, so a config does not
-    # set them.
+    # Required positional parameters of a partial are given when the part is called, so a config
+    # does not set them.
     named = {
         name: p
         for name, p in parameters.items()
@@ -108,7 +110,7 @@ def _check_call(
     }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = signature_hints(target)
-    of_task = path.rpartition(".")[2] == "task"  # wherever the path begins
+    of_task = path.rpartition(".")[2] == "task"  # the path may also begin with a phase
     beside = [key for key in BESIDE if of_task and key in node and key not in named]
     keys = [key for key in node if key not in SPECIAL and key not in beside]
     problems = [
@@ -123,7 +125,7 @@ def _check_call(
             problems += _check_value(node[key], hints.get(key, Any), where, leaves)
         elif not takes_any:
             label = f"'{node['_target_']}'" if path else "a run"
-            # the user's function may replace a part with this key
+            # a user's own function may replace a part that has this key
             own = path and not str(node["_target_"]).startswith("rlkit.")
             away = (
                 f"; where the option behind it sets '{key}', take it out with ~{where}"
@@ -147,8 +149,8 @@ def _check_call(
 
 
 def _check_suggestions(given: Any, path: str) -> list[str]:
-    """Find an option's suggestions that nothing reads or that have the wrong type, even if the
-    config overrides them."""
+    """Report suggestions of an option if no other group reads them, or if they have the wrong type.
+    They are reported even if the config overrides the suggested key."""
     if not isinstance(given, dict):
         return [f"{path}: {given!r} is not a mapping of suggestions"]
     problems = []
@@ -168,7 +170,8 @@ def _check_suggestions(given: Any, path: str) -> list[str]:
 
 
 def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> list[str]:
-    """Check a value against the hint of its parameter, and every node within it."""
+    """Check a value against the type hint of its parameter. Also check every node inside the
+    value."""
     problems = check(value, where, leaves)
     return (
         problems
@@ -178,7 +181,7 @@ def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> li
 
 
 def find_mismatches(value: Any, hint: Any, where: str) -> list[str]:
-    """Find each value, at any depth, whose type differs from its signature's."""
+    """Report each value, at any depth, with another type than its parameter in the signature."""
     if isinstance(value, dict) and "_target_" in value:
         return _report_bare_function(value, hint, where)
     if value == MISSING:
@@ -240,8 +243,8 @@ def _report_bare_function(node: Mapping[str, Any], hint: Any, where: str) -> lis
 
 
 def _public_name(part: type) -> str:
-    """Return the name of a class for a config: with its package if the package exports the class,
-    otherwise with its module."""
+    """Return the dotted name of a class, as a config writes it. The name begins with the package if
+    the package exports the class, otherwise with the module."""
     package = part.__module__.rpartition(".")[0]
     module = sys.modules.get(package)
     home = package if getattr(module, part.__name__, None) is part else part.__module__
@@ -265,8 +268,8 @@ def is_open(hint: Any) -> bool:
 
 
 def is_protocol(hint: Any) -> bool:
-    """Return whether a class is a Protocol, so that methods and attributes decide whether a value
-    fits."""
+    """Return whether a class is a Protocol. A value then fits if it has the Protocol's methods and
+    attributes."""
     return isinstance(hint, type) and Protocol in hint.__bases__
 
 
@@ -314,7 +317,7 @@ def describe(hint: Any) -> str:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """List the types of a union. For another hint the tuple has only this hint."""
+    """Return the types of a union. For any other hint, return a tuple with only this hint."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(a for h in typing.get_args(hint) for a in alternatives(h))
     return (hint,)
@@ -353,7 +356,7 @@ def resolve(name: Any) -> Callable[..., Any]:
         raise ConfigError(
             f"'{name}' cannot be imported: {error.filename}:{error.lineno}: {error.msg}"
         ) from error
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except Exception as error:  # a user's module may raise any error while it is imported
         raise ConfigError(
             f"'{name}' cannot be imported: {place(error)}: {name_error(error)}"
         ) from error
@@ -400,7 +403,7 @@ def build(node: Any, path: str = "") -> Any:
         try:
             with guard_state(target, kinds=[FOLDER]):
                 part = target(*arguments, **values)
-        except Exception as error:  # the user's function may raise anything
+        except Exception as error:  # a user's function may raise any error
             plain = isinstance(error, TypeError | ValueError)
             said = error if plain else describe_error(error)
             raise ConfigError(f"{path or node['_target_']}: {said}") from error

@@ -1,8 +1,8 @@
 """Compute defaults from the suggestions of several options: `${rlkit_lr:…}`,
 `${rlkit_reply_length:…}`, `${rlkit_answer_room:…}`, `${rlkit_weights:}` in conf/.
 
-An option gives suggestions for other groups' keys under `suggests`. A key in another group takes a
-suggestion as its default, by interpolation.
+An option may suggest values for keys of other groups, under its key `suggests`. A key in another
+group refers to a suggestion as its default.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOM = 256  # tokens for a reply to a row with a short answer
+ROOM = 256  # tokens of room for a reply, before those for the answer's length
 PER_CHARACTER = 2  # further tokens for each character of the longest answer
-LOOKED_AT = 1 << 20  # characters of a file of rows
-TIMES = 10  # factor of the learning rate of adapters: Schulman et al. 2025, "LoRA Without Regret"
+LOOKED_AT = 1 << 20  # number of characters to read from a file of rows
+TIMES = 10  # the learning rate for adapters, relative to all weights: Schulman et al. 2025
 
 
 def learning_rate(otherwise: float, *, _root_: Any) -> float:
-    """Compute the default of optimizer.lr. It is `model.suggests.lora_lr` with adapters, otherwise
-    `model.suggests.lr`. If the model suggests nothing, it is `otherwise`, times 10 with
-    adapters."""
+    """Compute the default of optimizer.lr. The default is `model.suggests.lora_lr` with adapters,
+    and `model.suggests.lr` without. If the model suggests no rate, the default is 10 · `otherwise`
+    with adapters, and `otherwise` without."""
     rank = _read(_root_, "model.lora.rank")
     adapters = isinstance(rank, int) and rank > 0
     suggested = _read(_root_, "model.suggests.lora_lr" if adapters else "model.suggests.lr")
@@ -31,8 +31,9 @@ def learning_rate(otherwise: float, *, _root_: Any) -> float:
 
 
 def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
-    """Compute the default of generation.max_new_tokens. It is the model's suggestion, if the model
-    has one, otherwise the task's. For a mixture it is the largest suggestion of the parts.
+    """Compute the default of generation.max_new_tokens. The default is the model's suggestion if
+    the model has one, otherwise the task's suggestion. A mixture's suggestion is the largest
+    suggestion of its parts.
 
     A model counts as thinking unless `model.enable_thinking` is false, because an unknown template
     may think by default, and a reply cut off while thinking has no answer. A task without a
@@ -55,10 +56,10 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
 
 
 def answer_room(otherwise: int, *, _root_: Any) -> int:
-    """Compute task.suggests.max_new_tokens for a .jsonl file. It is ROOM tokens, plus PER_CHARACTER
-    for each character of the longest answer in the file's first LOOKED_AT characters, and at most
-    `otherwise`. It is `otherwise` if `task.path` is not a .jsonl file, or if its rows have no
-    answers."""
+    """Compute task.suggests.max_new_tokens for a .jsonl file. The number is ROOM plus PER_CHARACTER
+    for each character of the longest answer, and at most `otherwise`. Only the file's first
+    LOOKED_AT characters are read. The number is `otherwise` if `task.path` is not a .jsonl file, or
+    if its rows have no answers."""
     path = Path(str(_read(_root_, "task.path"))).expanduser()
     field = _read(_root_, "task.fields.answer")
     if path.suffix != ".jsonl" or not path.is_file():
@@ -80,8 +81,8 @@ def _answer_length(line: str, field: str) -> int:
 
 
 def reward_weights(*, _root_: Any) -> dict[str, float]:
-    """Compute the default of gdpo's algorithm.advantage.weights: name of a reward term → its
-    weight."""
+    """Compute the default of algorithm.advantage.weights for gdpo: name of a reward term → weight
+    of the term."""
     return {
         name: _read(term, "weight") for name, term in (_read(_root_, "reward.terms") or {}).items()
     }
@@ -97,7 +98,8 @@ RESOLVERS: dict[str, Callable] = {
 
 
 def _read(node: Any, path: str) -> Any:
-    """Return the value at a dotted path, with interpolations resolved; None without a value."""
+    """Return the value at a dotted path, with interpolations resolved. Return None if the path has
+    no value."""
     for key in path.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
     return node

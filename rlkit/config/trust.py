@@ -1,5 +1,5 @@
-"""Decide which values of a folder's config need the user's trust. All values do, except values
-declared safe by rlkit's own functions.
+"""Decide which values in the config of a run folder need the user's trust. Every value needs it,
+except values of parameters declared safe by rlkit's own functions.
 
 Each value of the config is of one of four kinds. It is a shipped option's value, the user's own
 value, a value of a parameter that is safe by its type or declaration (`rlkit.types.safe`), or an
@@ -26,7 +26,7 @@ from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import FROM_ENVIRONMENT
 from rlkit.types import REACHES, is_record
 
-LARGEST = 4 << 20  # bytes of a YAML file; a larger one is refused
+LARGEST = 4 << 20  # largest number of bytes of a YAML file; a larger file is refused
 SHOWN = 12
 # torch's optimizers: their parameters are numbers
 OPTIMIZER = re.compile(r"torch\.optim\.[A-Z]\w*")
@@ -34,14 +34,14 @@ NAME = re.compile(r"\b(?:rlkit|torch)\.[\w.]+")
 CALLS = ("_target_", "_partial_", "_args_")
 ABSENT: Any = object()
 UNDECLARED = "something: no verdict is declared for it"
-# kinds of parameters by which a value can leave this process
+# words of REACHES for parameters through which a value can leave this process
 SENDS = ("program", "address", "import")
 MODEL = ("rlkit.models.load_policy", "path")
 
 
 class _Plain(yaml.SafeLoader):
-    """A YAML loader that refuses aliases, because a few lines with aliases can expand to more
-    values than fit in memory."""
+    """Load YAML without aliases. A few lines with aliases could expand to more values than fit in
+    memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -82,7 +82,7 @@ def read_yaml(path: Path) -> Any:
 
 @functools.cache
 def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
-    """Collect the values in the shipped options: function → parameter → values given in options.
+    """Collect the values that shipped options give to functions: function → parameter → values.
 
     Hydra's own groups are left out, because no part of a run calls their functions. Functions of
     missing extras are also left out.
@@ -96,7 +96,7 @@ def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
         for value in values:
             collect(value)
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
-            # a reference with a function as its default names this function too
+            # a reference whose default is a function's name also names this function
             for name in NAME.findall(node["_target_"]):
                 if explain_missing(name):
                     continue
@@ -110,7 +110,7 @@ def read_shipped_values(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     options = {file: yaml.load(file.read_text(), Loader=loader) for file in files}
     for option in options.values():
-        option.pop("shelf", None)  # no function gets this key
+        option.pop("shelf", None)  # this key is never an argument of a function
         collect(option)
     # an option may take its function from another option of its group
     for file, option in options.items():
@@ -138,18 +138,20 @@ def _mark_references(value: Any) -> Any:
 
 
 class Declared(NamedTuple):
-    """The verdict on a parameter: what its value can reach. `word` is a word of `REACHES`, "" for
-    nothing, or UNDECLARED."""
+    """Say what the value of a parameter can reach. `word` is a word of `REACHES`, "" if the value
+    can reach nothing, or UNDECLARED."""
 
     word: str
     default: Any = ABSENT  # the default in the function's signature
-    # the type cannot hold a text; if such a parameter reaches something, shipped values count too
+    # whether the type cannot hold a text; if such a parameter can reach something, even a value
+    # of a shipped option needs trust
     plain: bool = False
 
 
 @functools.cache
 def read_declarations(name: str) -> Mapping[str, Declared]:
-    """Import a function by its name in a config, and return parameter → verdict."""
+    """Import a function by its name in a config. Return parameter → the Declared of this
+    parameter."""
     target = resolve(name)
     declared = getattr(
         inspect.unwrap(target, stop=lambda f: hasattr(f, "__verdicts__")), "__verdicts__", {}
@@ -165,8 +167,9 @@ def read_declarations(name: str) -> Mapping[str, Declared]:
 
 
 def is_safe_by_type(hint: Any) -> bool:
-    """Return whether a parameter of this type cannot hold a text. These are numbers, truth values,
-    Literals, and parts, because a config names a part by its function."""
+    """Return whether a parameter of this type cannot hold a text. Numbers, truth values and
+    Literals cannot hold a text. Parts are safe too, because a config names a part by its function,
+    and the function is checked."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return all(map(is_safe_by_type, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal or hint in (int, float, bool, type(None)):
@@ -180,12 +183,13 @@ def is_safe_by_type(hint: Any) -> bool:
 
 
 class Folder(NamedTuple):
-    """The context for judging a folder's config."""
+    """Hold the context for judging the config of a run folder."""
 
     conf: Path  # rlkit's own options
     mine: frozenset[str] = frozenset()  # names of functions from the user's own overrides
     place: Path | None = (
-        # a model in this folder is the folder's own: its weights are data, its template has limits
+        # the run folder; a model inside it is allowed: its weights are data, and its template is
+        # rendered within limits
         None
     )
 
@@ -197,7 +201,7 @@ def find_unsafe_values(node: Any, by: Folder, base: Any = ABSENT, path: str = ""
     Args:
       node: the config, with ${oc.env:NAME} for values of the environment.
       base: the same config without the folder's own values. A value equal in both configs comes
-        from rlkit or the user, and is safe.
+        from rlkit or from the user, so it is safe.
     """
     yield from _find_unsafe_values(node, by, base, path, "")
 
@@ -273,8 +277,8 @@ def _find_unsafe_arguments(
 
 
 def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
-    """Return the verdict of a parameter, or the verdict of the function's further keywords. A part
-    under another key is checked on its own."""
+    """Return the Declared of a parameter. A key without its own parameter has the Declared of the
+    function's `**keywords`. A part under such a key is checked on its own."""
     if key in own:
         return own[key]
     if isinstance(value, Mapping) and "_target_" in value:
@@ -294,8 +298,8 @@ def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder)
 
 
 def _says(value: Any, verdict: Declared) -> bool:
-    """Return whether a value needs a verdict: it holds a text, or its parameter is a number or
-    truth value declared to reach something."""
+    """Return whether a value has to be judged. A value with a text always has to be. A number or
+    truth value only has to be judged if its parameter is declared to reach something."""
     return verdict.plain or any(map(is_text, walk_plain_values(value)))
 
 
@@ -318,7 +322,7 @@ def is_text(value: Any) -> bool:
 
 def _is_own_model(target: Any, key: str, value: Any, by: Folder) -> bool:
     """Return whether a value names a model shipped with rlkit, fetched by this user, or stored in
-    the folder itself."""
+    the run folder itself."""
     from rlkit.models.load import EMBEDDED, FETCHED  # these imports load torch
 
     if (target, key) != MODEL or not isinstance(value, str):
@@ -346,12 +350,12 @@ def shorten_value(value: Any) -> str:
 # ---------------------------------------------------------------------------------------- overrides
 
 PLAIN_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w/.-]*)(@[\w.:-]*)?(=.*)?", re.DOTALL)
-REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")  # to another value of the config
+REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")  # a reference to another value of the config
 
 
 def find_strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
-    """Find overrides of a folder that are dangerous to compose. These are computed references and
-    Hydra's own settings, because they can import modules and read files."""
+    """Find dangerous overrides of a folder: computed references and Hydra's own settings. Composing
+    them can import modules and read files."""
     for text in overrides:
         found = PLAIN_OVERRIDE.fullmatch(text)
         key = found[1] if found else ""
@@ -372,7 +376,8 @@ def find_strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
-    """Refuse a folder's config unless the user trusts it. If trusted, print every finding.
+    """Raise ConfigError if the config of a folder has unsafe values and the user does not trust it.
+    If the user does, print every unsafe value instead.
 
     Args:
       found: sentences from `find_unsafe_values` and `find_strange_overrides`.
@@ -399,8 +404,8 @@ def find_named_functions(text: str) -> frozenset[str]:
 
 
 def with_environment(node: Any, path: str = "") -> Any:
-    """Replace the environment variables in a config by their values. Raises ConfigError if a
-    variable is not set."""
+    """Return a config with its references to environment variables replaced by the variables'
+    values. Raises ConfigError if a variable is not set."""
     if isinstance(node, Mapping):
         return {
             key: with_environment(value, f"{path}.{key}" if path else str(key))

@@ -1,5 +1,5 @@
-"""Provide the policy's counterparts: environments and tools. Parsers read calls and thinking from a
-reply.
+"""Provide the policy's counterparts in an episode: environments and tools. Parsers read tool calls
+and thinking from a reply.
 
 Each file imports only files before it in this list: _calculator, prompts, python, thinking, tools,
 weather, _by_task, calling, tool_parsers, toolbox, _single_turn, _tool_use, games, session,

@@ -15,7 +15,7 @@ from rlkit.types import Environment, Messages, Task, safe
 def by_task(
     *, environments: Mapping[str, Environment], system_prompt: str | None = None
 ) -> Callable[[Task], Environment]:
-    """Return a function that looks up a task's environment by its name, `task.environment`. So each
+    """Return a function from a task to the environment named by `task.environment`. Therefore each
     row of a mixture gets its own environment.
 
     Args:
@@ -23,7 +23,8 @@ def by_task(
       system_prompt: text to put in front of each environment's first prompt; None: no text.
     Raises:
       ConfigError: if a system prompt is given, but an environment makes its own sessions. The
-        returned function raises it for an unknown name, with the row and the known names.
+        returned function also raises ConfigError, if a task names an unknown environment. The
+        message has the row and the known names.
     """
     known = {
         name: _with_prompt(name, environment, system_prompt)

@@ -1,13 +1,13 @@
 """Evaluate arithmetic as a tool. The calculator walks over Python's syntax tree, and its limits
 bound its cost.
 
-It is safe on hostile text without a child process, a signal or a thread. An expression has at most
-200 characters and 100 nodes. Numbers have at most 4,096 bits, and the magnitude of an exponent is
-at most 1,000. Names, attributes, strings and lists are refused, and so is every call of a function
-outside `FUNCTIONS`.
+The calculator is safe on hostile text without a child process, a signal or a thread. An expression
+has at most 200 characters and 100 nodes. Numbers have at most 4,096 bits, and the magnitude of an
+exponent is at most 1,000. Names, attributes, strings and lists are refused, and so is every call of
+a function outside `FUNCTIONS`.
 
 Arithmetic is exact (`fractions.Fraction`): 0.1 + 0.2 is 0.3. Only irrational roots and powers are
-computed with floats. It reads numbers as people write them: thousands commas (3,000), currency
+computed with floats. Numbers are read as people write them: thousands commas (3,000), currency
 signs, typeset signs (SYMBOLS), ^ for a power, and n% for n / 100. Before a number, a parenthesis or
 a function, `%` is Python's remainder (7 % 3). Everywhere else it is a percent sign (5% * 200, 7% -
 3).
@@ -88,8 +88,8 @@ def _normalise(expression: str) -> str:
 
 
 def _check_words(source: str) -> None:
-    """Refuse every character and every name that is not part of arithmetic, before Python's parser
-    reads the text."""
+    """Raise ValueError if the text has a character or a name from outside arithmetic. Call this
+    before Python's parser reads the text."""
     strange = re.search(r"[^\w\s.,+\-*/%()]", source, re.ASCII)
     if strange:
         raise ValueError(f"the character {strange.group()!r} is not part of arithmetic")

@@ -1,5 +1,5 @@
-"""Hold a conversation with a function as the user. The function writes the next message and ends
-the episode."""
+"""Hold a conversation in which a function plays the user. The function writes the next message and
+ends the episode."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dialogue(
         number of the last reply, from 0. Without a prompt_fn, a reply without a tool call ends the
         episode.
       termination_fn: function from (rollout, step) to a bool. If it returns True, the episode ends
-        as terminated. It is called before prompt_fn, and before any tool runs.
+        as terminated. This function is called before prompt_fn, and before any tool runs.
       tools: as in `tool_use`. If a reply calls tools, their results are the next prompt, and
         prompt_fn is not called.
       max_turns: number of replies of an episode, at least 1. If the episode has not ended after
@@ -47,8 +47,8 @@ def dialogue(
         drops the oldest replies, each with the messages after it, until a whole reply fits. The
         task's messages always stay.
       deadline: seconds, > 0, that an episode may wait for its functions in total; then it is
-        truncated. None: no limit. Only an async function can be cut short. A plain function is
-        waited for to its end.
+        truncated. None: no limit. Only an async function can be interrupted. A plain function
+        always runs to its end.
     Raises: ConfigError for a limit out of range, or for a tool under another name than its
       function's.
     """

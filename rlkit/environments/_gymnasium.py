@@ -1,5 +1,5 @@
-"""Play text environments with Gymnasium's methods `reset` and `step`. The package itself is not
-needed."""
+"""Play text environments with Gymnasium's methods `reset` and `step`. The package gymnasium itself
+is not needed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def gymnasium(
     """Make an environment of a game: replies are actions, and observations are prompts. The reward
     of an action is the reward of its step.
 
-    Every episode has its own instance. It is reset with the task's seed: `metadata["seed"]`, or
-    else a seed made from the task's id. If the game takes all its randomness from the seed, the
-    samples of a task begin with the same observation and differ only by their actions. If `step`
-    returns terminated, the episode ends as terminated. If it returns truncated, the episode ends as
-    truncated by the environment. If it raises, or if a reward is not a number, the episode ends as
-    truncated by "error", with the reason in `rollout.error`. The reward `environment` cannot score
-    this episode.
+    Every episode has its own instance of the game. The instance is reset with the task's seed. This
+    is `metadata["seed"]`, or else a seed made from the task's id. If the game takes all its
+    randomness from the seed, the samples of a task begin with the same observation and differ only
+    by their actions. If `step` returns terminated, the episode ends as terminated. If it returns
+    truncated, the episode ends as truncated by the environment. If `step` raises, or if a reward is
+    not a number, the episode ends as truncated by "error", with the reason in `rollout.error`. The
+    reward `environment` cannot score such an episode.
 
     Args:
       make: function without arguments that returns a game. A game has `reset(seed=…)` →
@@ -106,7 +106,7 @@ def gymnasium(
 
 
 class Game:
-    """Hold an episode's session, around a game that has been reset."""
+    """Hold an episode's session: a game, after its reset."""
 
     tools: dict[str, Tool] = {}  # noqa: RUF012
 

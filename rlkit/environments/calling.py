@@ -1,4 +1,4 @@
-"""Make environments with tool calls from any function that makes an episode's tools."""
+"""Make environments with tool calls from a function that makes the tools of each episode."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def make_calling(
     overflow: Literal["truncate", "drop_oldest"],
     system_prompt: str | None,
 ) -> Environment:
-    """Make the environment of `tool_use`. For each episode, `made(task)` makes the tools. `known`
-    has the tools' signatures, for a parser with a keyword `tools`."""
+    """Make an environment like that of `tool_use`. For each episode, `made(task)` makes the tools.
+    `known` holds the signatures of the tools, for a parser with a keyword `tools`."""
     for key, limit in (
         ("max_turns", max_turns),
         ("max_calls", max_calls),

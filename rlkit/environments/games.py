@@ -1,4 +1,4 @@
-"""Do the steps common to all games: seed and close an instance, check its values, and set a
+"""Provide functions for all games: seed and close an instance, check its values, and set a
 reward."""
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ def with_system_prompt(
 ) -> tuple[Message, ...]:
     """Put a system prompt in front of the messages.
 
-    Chat templates read only one system message. So if the row has its own system message, the two
-    are joined into one message, with the config's text first. If the system prompt is None or '',
-    nothing is added. The row's messages are not changed in place.
+    Chat templates read only one system message. Therefore, if the row has its own system message,
+    both are joined into one message, with the config's text first. If the system prompt is None or
+    '', nothing is added. The row's messages are not changed in place.
     """
     if not system_prompt:
         return tuple(messages)

@@ -13,8 +13,8 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
 
     Args:
       sandbox: limits of a call, and the required isolation.
-    Returns: the tool. It returns the printed text and then the value of the last expression. If the
-      code fails, it raises ValueError with a sentence for the policy.
+    Returns: the tool. A call returns the printed text and then the value of the last expression. If
+      the code fails, the call raises ValueError with a sentence for the policy.
     """
 
     def python(code: str) -> str:

@@ -1,5 +1,6 @@
 """Open and close the session of an episode. A session is the environment's side of the
-conversation. It is the user's own session, or it is made from an environment's functions."""
+conversation. A user may write a session class; otherwise the session is made from the environment's
+functions."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]
 
 @contextmanager
 def blame_environment(what: str, task: Task) -> Iterator[None]:
-    """Raise EnvironmentFailed for an error in the block. The message names the part of the
-    environment, the task, the file and the line."""
+    """Run the block of a `with` statement, and raise EnvironmentFailed for any error in it. The
+    message names the environment's function (`what`), the task, the file and the line."""
     try:
         yield
     except RLKitError:
@@ -55,13 +56,13 @@ def blame_environment(what: str, task: Task) -> Iterator[None]:
 
 @asynccontextmanager
 async def open_session(environment: Environment, task: Task) -> AsyncIterator[Session]:
-    """Open the session of an episode: that of `environment.session`, or else a session made from
-    the environment's functions.
+    """Open the session of an episode, for the block of a `with` statement. The session comes from
+    `environment.session`, or else is made from the environment's functions.
 
-    However the block ends, the session is closed once: by its own context manager, or by its
-    `close()`, if it has one of them.
+    However the block ends, the session is closed once, by its own context manager or by its method
+    `close()`. A session with neither is not closed.
     Raises: EnvironmentFailed if opening or closing raises. If the block and the closing both raise,
-      the error of the block is raised, with a note on the other error.
+      the error of the block is raised, with a note on the error of the closing.
     """
     session, leave, closes = await _enter_session(environment, task)
     failed: BaseException | None = None
@@ -102,8 +103,8 @@ async def open_session(environment: Environment, task: Task) -> AsyncIterator[Se
 
 
 async def _enter_session(environment: Environment, task: Task) -> tuple[Any, Leave, Any]:
-    """Enter the session of an episode. Return the session, the function to leave it, and the
-    function to name in messages."""
+    """Enter the session of an episode. Return the session, the function to call at its end, and the
+    environment's function to name in messages."""
     if environment.session is None:
         with blame_environment("tools", task):
             tools = (
@@ -129,8 +130,8 @@ async def _enter_session(environment: Environment, task: Task) -> tuple[Any, Lea
 
 
 class FunctionSession:
-    """Run a session with an environment's functions. The state of its tools belongs to this
-    episode."""
+    """Run a session with an environment's functions. Tools with state belong to this episode
+    alone."""
 
     def __init__(self, environment: Environment, task: Task, tools: Mapping[str, Tool]):
         self.environment = environment
@@ -175,8 +176,8 @@ class FunctionSession:
         return rollout, said
 
     async def state(self) -> Mapping[str, Any]:
-        """Return the state of the tools (rlkit.environments.toolbox); empty if they have no
-        state."""
+        """Return the state of the tools (rlkit.environments.toolbox). The result is empty for tools
+        without state."""
         if not isinstance(self.tools, TellsState):
             return {}
         return await call_user("the state of the tools", self.tools.state)

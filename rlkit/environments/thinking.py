@@ -15,10 +15,10 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str, bool]:
       text: the decoded reply.
       opened: whether the prompt already ends in `<think>`, as with some chat templates. If so, a
         reply without `</think>` is all thinking.
-    Returns: (thinking, content, closed). The tags are in neither part, and both parts are stripped.
-      Without any tag the text is the content, unchanged. `closed` is False if a block was opened
-      and never closed. All text after its tag is then thinking, and the text before the tag is the
-      content.
+    Returns: (thinking, content, closed). Neither text contains the tags, and both texts are
+      stripped. Without any tag, the whole text is the content, unchanged. `closed` is False if a
+      thinking block was opened and never closed. All text after the opening tag is then thinking,
+      and the text before it is the content.
     """
     pieces = re.split(f"({'|'.join(THINK_TAGS)})", text)
     return _split(pieces[::2], [tag == THINK_TAGS[1] for tag in pieces[1::2]], opened)

@@ -1,5 +1,5 @@
-"""Read tool calls from a reply. A parser takes a reply's content, without its thinking. It never
-raises, whatever the text.
+"""Read tool calls from a reply. A parser takes a reply's content, without its thinking. A parser
+never raises, whatever the text.
 
 A failed attempt at a call becomes a ToolCall with an `error` for the policy, so no call is lost. A
 parser numbers the calls within the reply (call_0, call_1, …). The code that keeps the conversation
@@ -37,10 +37,11 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
       content: a reply without its thinking.
     Returns: the content without the calls, and the calls in order. The remaining pieces of the
       content are stripped and joined by newlines. Without a call, the content is unchanged. A call
-      ends at the first closing tag. If the arguments are missing, the call has none. They may also
-      be a JSON string of an object. A call has an `error` and no arguments if it is not closed, if
-      it is not strict JSON (NaN and Infinity are not), or if it is not an object. The same holds if
-      its name is empty or not a string, or if its arguments are not an object.
+      ends at the first closing tag. A call without the key "arguments" has no arguments. The
+      arguments may also be given as a JSON string that holds an object. A call has an `error` and
+      no arguments if it is not closed, if it is not strict JSON (NaN and Infinity are not), or if
+      it is not an object. The same holds if its name is empty or not a string, or if its arguments
+      are not an object.
     Source: the Hermes function-calling format, used by Qwen2.5 and Qwen3.
     """
     pieces: list[str] = []
@@ -95,8 +96,8 @@ def none(content: str) -> tuple[str, list[ToolCall]]:
 
 
 def make_call(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolCall:
-    """Make a call from the object {"name": …, "arguments": {…}} returned by `read`. If it is not a
-    call, return a call with an `error` that names the mistake and the expected form.
+    """Make a call from the object {"name": …, "arguments": {…}} returned by `read`. If the object
+    is not a valid call, the result has an `error` with the mistake and the expected form.
 
     Args:
       read: function that returns the object, or raises ValueError with a readable reason. The
@@ -132,7 +133,7 @@ def make_call(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolC
 def _xml_call(
     id: str, name: str, text: str, tools: Mapping[str, Callable[..., Any]], *, closed: bool
 ) -> ToolCall:
-    """Make the call of one tag. If it is not a call, return a call with an `error` that names the
+    """Make the call of one tag. If the tag is not a valid call, the result has an `error` with the
     mistake and the expected form."""
     try:
         if not name:
@@ -155,8 +156,8 @@ def _xml_call(
 
 
 def load_json(text: str) -> Any:
-    """Read strict JSON with a value that can be rendered again. Raises: ValueError with a readable
-    reason for any other text."""
+    """Read strict JSON. The value must be one that a chat template can render again. Raises:
+    ValueError with a readable reason for any other text."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except json.JSONDecodeError as error:

@@ -1,10 +1,11 @@
 """Make tools with state from a user's class. Each episode has its own instance, and the documented
 public methods of the class are the tools.
 
-If the class has an argument `task`, it receives the episode's Task. If it has a method `state()`,
-this method returns the end state. A reward reads the end state as rollout.state[NAME], where NAME
-is the name of the entry in the config. If it has a method `close()`, it is called once, however the
-episode ends. All methods may be async. docs/own_parts.md has an example with its config.
+If the constructor has an argument `task`, it receives the episode's Task. A method `state()`
+returns the instance's state at the end of the episode. A reward reads this end state as
+rollout.state[NAME], and NAME is the name of the tool's entry in the config. A method `close()` is
+called once, however the episode ends. All methods may be async. docs/own_parts.md has an example
+with its config.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Toolbox(dict[str, Tool]):
         return {name: await call_user("a tool's state", tell) for name, tell in tells.items()}
 
     async def close(self) -> None:
-        """Close every instance with a method `close()`. Raises: the error of one of these calls,
-        after all of them."""
+        """Close every instance with a method `close()`. Raises: if calls of `close()` raise, one of
+        their errors, after all calls have been made."""
         async with AsyncExitStack() as stack:
             for instance in self.instances.values():
                 stack.push_async_callback(close_instance, instance)
@@ -57,8 +58,8 @@ async def close_instance(instance: Any) -> None:
 
 
 def make_tools_function(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
-    """Make the function for `Environment.tools`. It is called once per episode and returns the
-    episode's tools.
+    """Make the function for `Environment.tools`. The returned function is called once per episode
+    and returns the episode's tools.
 
     Args:
       tools: functions and classes by name, or partials of them.

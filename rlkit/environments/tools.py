@@ -81,8 +81,8 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def tool_name(tool: Callable[..., Any]) -> str:
-    """Return the tool's name in its schema. It is the name of the function, also if the tool is a
-    `functools.partial` of it."""
+    """Return the tool's name in its schema. This is the name of the function, even if the tool is a
+    `functools.partial` of the function."""
     return str(getattr(_function(tool), "__name__", repr(tool)))
 
 
@@ -146,19 +146,19 @@ async def execute(
 ) -> ToolResult:
     """Run one call and return a text for the policy: the result, or one sentence on the failure.
 
-    An async tool runs in the event loop, a plain tool in a thread. A tool marked `tool.bounded =
-    True` always returns quickly. It runs directly in the event loop, because a thread costs more
-    than a short call. The calls of several episodes run at the same time, so plain tools must lock
-    shared state.
+    An async tool runs in the event loop, a plain tool in a thread. The mark `tool.bounded = True`
+    promises that a tool always returns quickly. Such a tool runs directly in the event loop,
+    because a thread costs more than a short call. The calls of several episodes run at the same
+    time, so plain tools must lock shared state.
 
     Args:
       call: the call. If its `error` is set, no tool is run, and the error is the content.
       tools: tools by name.
       max_chars: longest content, in characters. Longer content is cut, with a note.
       timeout: seconds for a tool without the mark `bounded`; None: no limit. After the timeout, an
-        async tool is cancelled. A plain tool is ended if it has registered a way to end it, as the
-        python tool does (rlkit.system.deadline.end_when_left). Otherwise its thread goes on, and
-        its result is dropped.
+        async tool is cancelled. A plain tool is ended if it has registered a function to end it, as
+        the python tool does (rlkit.system.deadline.end_when_left). Otherwise the tool's thread goes
+        on, and its result is dropped.
     Returns: a ToolResult with the call's id and name. `ok` is False for an unknown tool, for
       arguments that do not fit the signature or its types, and for a tool that raises, tries to end
       the process, or takes too long. `seconds` is the wall time of the call.
@@ -215,8 +215,8 @@ async def _attempt(
 
 
 async def _run_for_text(tool: Tool, call: ToolCall, timeout: float | None) -> str:
-    """Run a tool and turn its result into text. If the result is lazy, writing it as text does its
-    work, within the timeout. A bounded tool waits for nothing."""
+    """Run a tool and turn its result into text. If the tool returns a lazy value, its computation
+    during the conversion to text also counts towards the timeout. A bounded tool has no timeout."""
 
     bounded = has_mark(tool, "bounded")
     watch = get_current_watch()
@@ -250,8 +250,8 @@ def _format_value(result: Any) -> str:
 
 
 def has_mark(tool: Tool | None, word: str) -> bool:
-    """Return whether a tool has this mark, as in `tool.bounded = True`. A method also has the marks
-    of its class."""
+    """Return whether a tool has the mark `word`, as in `tool.bounded = True`. A method also has the
+    marks of its class."""
     function = _function(tool) if tool is not None else None
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
 

@@ -15,8 +15,8 @@ from rlkit.types import Batch, Rollout
 
 
 class TokenRow(NamedTuple):
-    """Hold one training sequence: consecutive steps of one rollout. The context of each step
-    extends the context of the step before."""
+    """Hold one training sequence: consecutive steps of one rollout. The context of each step begins
+    with the context and the reply of the step before."""
 
     ids: list[int]
     sampled: list[bool]
@@ -31,9 +31,9 @@ def split_into_rows(rollout: Rollout) -> list[TokenRow]:
 
     A step extends the current row if its context begins with the previous step's context and reply.
     Otherwise the step starts a new row. This happens if the template has dropped earlier thinking,
-    or if turns were dropped to make room. The same rule serves every history policy. Text inserted
-    by a thinking budget is part of the row, because the policy has read it. The policy is not
-    trained on this text.
+    or if turns were dropped to make room. The same rule serves every setting of `history`. Text
+    inserted by a thinking budget is part of the row, because the policy has read this text. The
+    policy is not trained on it.
     """
     out: list[TokenRow] = []
     # the row and position of the last sampled token so far; rewards are added at this token
@@ -80,9 +80,9 @@ def assemble(
     Args:
       rollouts: rollouts with their rewards. A reward of None becomes nan ("cannot be scored"). An
         episode's reward is the verifier's reward plus the rewards of its steps. In `token_rewards`,
-        each reward is at the last token sampled before it was given.
-      pad_token_id: id to fill the right side of short rows. It may equal an end-of-sequence id,
-        because only `attention_mask` marks padding.
+        each reward is at the last token sampled before the reward was given.
+      pad_token_id: id to fill the right side of short rows. This id may equal an end-of-sequence
+        id, because only `attention_mask` marks padding.
       device: the device of the tensors.
     Raises: ValueError if no rollout has a step.
     """

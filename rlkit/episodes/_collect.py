@@ -37,20 +37,21 @@ KEYS = count()  # the next key; an engine identifies an episode by its key
 
 
 class Start:
-    """Let all episodes wait for each other before their first replies. So the order in which first
-    prompts become ready does not decide which episodes decode together."""
+    """Let all episodes wait for each other before their first replies. Otherwise the order in which
+    the first prompts become ready would decide which episodes decode together."""
 
     def __init__(self, *, waits: bool):
         self.waits, self.missing, self.all_here = waits, 0, asyncio.Event()
 
     def place(self) -> Place:
-        """Register an episode at the start. All episodes then wait until it arrives."""
+        """Register an episode at the start. All other episodes then wait until this episode
+        arrives."""
         self.missing += 1
         return Place(self)
 
 
 class Place:
-    """Stand for one episode at the start: report its arrival, and wait for the others."""
+    """Represent one episode at the start: report the episode's arrival, and wait for the others."""
 
     def __init__(self, start: Start):
         self.start = start
@@ -88,8 +89,8 @@ class Turns:
         self.players = players
 
     def leave(self, engine: Engine) -> None:
-        """Give up the key when an episode is over. When no episode uses the key any more, the
-        engine releases it."""
+        """Give up an episode's use of the key, because the episode is over. When no episode uses
+        the key any more, release the key in the engine."""
         self.players -= 1
         if not self.players:
             engine.release(self.key)
@@ -115,9 +116,9 @@ def ignore_value(value: Any) -> None:
 
 
 async def load_other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
-    """Load the opponent of a policy. It samples with the policy's sampling parameters, except for
-    the admission of prompts. Its engine never waits for an answer that is due soon, because the
-    policy's engine may itself be waiting for this player."""
+    """Load the opponent of a policy. The opponent samples with the policy's sampling parameters,
+    but with admission="free": its engine never waits for the answer of an episode that is due soon.
+    Otherwise the policy's engine and the opponent's engine could wait for each other."""
     weights = next(policy.model.parameters())
     rival, engine = _load_player(path, str(weights.device))
     # load the weights only once: they never change, and episodes of other calls may be using them
@@ -145,8 +146,8 @@ def make_samples(
     against: Callable[[Seat], Played],
 ) -> list[Played]:
     """Make the episodes of all samples of a task. Without a table, each sample plays alone. In a
-    game, all samples share one table, or two samples share each table. At a table for two,
-    `against` plays a sample that has no partner.
+    game, all samples share one table, or two samples share each table. At a table for two, a sample
+    without a partner is played by `against`.
 
     Args:
       seat: function from (sample, table, player) to the Seat.
@@ -184,7 +185,8 @@ async def collect_groups(
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
 
-    `collect` is the blocking form of this coroutine. It also works inside a running event loop.
+    `collect` is the blocking form of this coroutine. `collect` also works inside a running event
+    loop.
 
     Args:
       policy: the model to sample, with its current weights.
@@ -195,12 +197,12 @@ async def collect_groups(
         a call.
       group_size: number of samples per task, > 0.
       seed, step: the run's seed and the number of the RL step. Together with the positions of the
-        task and the sample, they are the only source of randomness (rlkit.functional.mix). So the
-        same call gives the same rollouts in any batch, on any rank. They also seed the random
-        generators of python, numpy and torch for the session. A plain tool runs in a thread, so its
-        random numbers do not follow this seed.
-      first: position of the first of these tasks in the RL step. It is above 0 if other prompts of
-        the same step were played before.
+        task and the sample, these two numbers are the only source of randomness
+        (rlkit.functional.mix). Therefore the same call gives the same rollouts in any batch, on any
+        rank. The numbers also seed the random generators of python, numpy and torch for the
+        session. A plain tool runs in a thread, so its random numbers do not follow this seed.
+      first: position of the first of these tasks in the RL step. The position is above 0 if an
+        earlier call has played other prompts of the same step.
       version: number of RL steps that have trained the weights.
       on_done: called with the rollout of each episode as soon as the episode is over.
       spent: called at the end of each episode with the seconds that it spent in its session.
@@ -302,8 +304,8 @@ async def collect_groups(
         return rollout
 
     async def against(how: Environment, one: Seat) -> Rollout:
-        """Play a sample that has no partner: against the opponent, or else against the policy
-        itself. The other side is not trained."""
+        """Play a sample without a partner: against the opponent model if the table has one,
+        otherwise against the policy itself. The other side's episode is not used for training."""
         other = one._replace(
             sample=group_size + one.sample,
             player=1 - one.player,
@@ -335,9 +337,9 @@ async def collect_groups(
                 player,
             )
 
-        # Episodes that share a table wait for each other's replies. So the engine must not hold
-        # back a waiting prompt until another episode asks: that episode may be waiting for this
-        # reply.
+        # Episodes that share a table wait for each other's replies. Therefore the engine must not
+        # hold back a prompt until another episode's prompt arrives: the other episode may be
+        # waiting for the reply to this prompt.
         shared = how.table is not None and not how.table.players
         who = own._replace(params=sampling._replace(admission="free")) if shared else own
         return make_samples(
@@ -355,8 +357,8 @@ collect = make_blocking(collect_groups, name="collect")
 
 
 def name_limit(policy: Policy, rollout: Rollout) -> Rollout:
-    """Change the truncation from "length" to "context" if the last reply was cut by the end of the
-    context."""
+    """Return the rollout. If the end of the model's context cut the last reply, the rollout's
+    truncation is changed from "length" to "context"."""
     if rollout.truncation != "length":
         return rollout
     last = rollout.steps[-1]

@@ -1,5 +1,5 @@
-"""Write rollouts as a flat table in Parquet files, beside the full record. A row is a rollout, and
-each column holds plain values of one quantity.
+"""Write rollouts as a flat table in Parquet files, in addition to the full record. A row is a
+rollout, and each column holds plain values of one quantity.
 
     completions/steps_000001-000005.parquet …
 
@@ -9,8 +9,8 @@ each column holds plain values of one quantity.
     pandas.read_parquet("outputs/NAME/TIME/completions")
     polars.read_parquet("outputs/NAME/TIME/completions/*.parquet")
 
-A file is complete or absent, and it is never rewritten. So its name can hold its first and last
-step. All files of a run have the same columns.
+A file is complete or absent, and it is never rewritten. Therefore the file's name can hold its
+first and last step. All files of a run have the same columns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FILE = re.compile(r"steps_(\d+)-(\d+)\.parquet")
 
 
 def list_table_columns(rewards: Iterable[str]) -> dict[str, str]:
-    """Return the type of each column, by name, of a table with these reward components."""
+    """Return column name → Parquet type for a table with these reward components."""
     named = {f"reward_{name}": "float64" for name in rewards}
     before = {name: COLUMNS[name] for name in list(COLUMNS)[: list(COLUMNS).index("advantage")]}
     return before | named | COLUMNS
@@ -68,8 +68,8 @@ def make_completion_row(
     reward           the trained reward, including the rewards of steps; null if the rollout cannot
                      be scored. A column `reward_NAME` holds each component in the same way
     advantage        mean over the rollout's trained tokens; null without a trained token
-    policy_version number of RL steps that had trained the weights of the first sampled token status
-    "terminated", or "truncated: " and the reason
+    policy_version   number of RL steps that had trained the weights of the first sampled token
+    status           "terminated", or "truncated: " and the reason
     """
     versions = [version for reply in rollout.steps for _, version in reply.versions]
     first: Sequence[Message] = rollout.steps[0].prompt if rollout.steps else rollout.task.messages
@@ -117,8 +117,8 @@ def _message(message: Message) -> str:
 def make_completions_table(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
 ) -> pyarrow.Table:
-    """Make a table from rows of `make_completion_row`. By default it has every column found in a
-    row. Characters that UTF-8 cannot encode are escaped."""
+    """Make a table from rows of `make_completion_row`. By default the table has every column found
+    in any row. Characters that UTF-8 cannot encode are escaped."""
     import pyarrow as pa
 
     own = columns or list_table_columns(
@@ -157,10 +157,11 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
 
 
 def cut_completions(folder: Path, step: int) -> None:
-    """Move each file with rows of later RL steps than `step` to the folder NAME.discarded/. A
-    resumed run writes these rows again. No file in the folder is overwritten.
+    """Move each file with rows of RL steps after `step` to the folder NAME.discarded/. The resumed
+    run then writes the rows of these steps again. No file already in NAME.discarded/ is
+    overwritten.
 
-    Raises: DataError if a file cannot be moved. This file and its rows then stay in place.
+    Raises: DataError if a file cannot be moved. This file then stays in place with its rows.
     """
     target = folder.with_name(f"{folder.name}.discarded")
     for path in sorted(folder.glob("steps_*.parquet")):
@@ -185,7 +186,7 @@ def cut_completions(folder: Path, step: int) -> None:
 
 
 def _keep(path: Path, step: int) -> None:
-    """Write the rows up to a step as a new file in the same folder."""
+    """Write the rows of a file up to a step as a new file in the same folder."""
     import pyarrow.compute
     import pyarrow.parquet
 

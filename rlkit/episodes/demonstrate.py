@@ -34,23 +34,23 @@ def demonstrations(
     first: int = 0,
     **_: Any,
 ) -> list[Rollout]:
-    """Return the conversation of each task as a scored episode. It takes the place of `collect`.
-    The replies count as sampled tokens, and the reward is 1.
+    """Return the conversation of each task as a scored episode. This function takes the place of
+    `collect`. The replies count as sampled tokens, and the reward is 1.
 
-    The tokens of a reply are the tokens that the policy would sample to give this reply in its
-    context. They include the end of the turn. Each context consists of the previous context, the
-    reply, and the template's text between replies. No text in a message becomes a control token.
+    A reply is tokenised as the policy would sample it in the same context, with the end-of-turn
+    token. Each context consists of the previous context, the reply, and the template's text between
+    replies. No text in a message becomes a control token.
 
     Args:
       tasks: tasks with the whole conversation in `metadata["messages"]`
         (rlkit.tasks.conversations).
-      environment: the environment of each task. The prompt lists its tools; no episode is played in
-        it.
+      environment: the environment of each task. The prompt lists the environment's tools. The
+        environment plays no episode.
       first: number of the first group.
     Returns: one rollout per task. The sampler's log-probs are nan, because nothing was sampled.
     Raises: DataError if a task has no conversation, or if the conversation is longer than the
-      model's context. TemplateError if the chat template puts a reply at another place than the
-      policy would.
+      model's context. TemplateError if the chat template writes a reply at another position than
+      the policy would.
     """
     out = []
     for group, task in enumerate(tasks, first):

@@ -34,22 +34,22 @@ async def play(
     spent: Callable[[float], None] = lambda seconds: None,
     so_far: Callable[[Rollout], None] = lambda rollout: None,
 ) -> Rollout:
-    """Play one episode: prompt, reply, answer, reply, … It ends when the session has no further
-    message, or when a limit is reached.
+    """Play one episode: prompt, reply, the session's answer, reply, … The episode ends when the
+    session has no further message, or when a limit is reached.
 
     After each reply, the checks come in this order. A reply cut by its length limit truncates the
     episode. Then the session answers, and it may end the episode. If the session has not ended the
     episode, the step limit may truncate it.
 
     Args:
-      say: function that returns the policy's reply. It is the only code here that handles tokens
+      say: function that returns the policy's reply. All handling of tokens is in this function
         (`rlkit.episodes.replies.make_speaker`).
       group, sample: position of the prompt in the batch, and of this episode among the samples of
         its prompt.
       seed: seed of the random generators of python, numpy and torch while the session runs. Each
         answer of the session has its own seed, derived from this one.
-      said: called after the last message. The session is then asked for its state and closed, and
-        this may take a while.
+      said: called after the last message, before the session is asked for its end state and closed.
+        Both may take a while.
       spent: called at the end with the seconds that the episode spent in its session.
       so_far: called with the rollout each time a step is added.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length",
@@ -78,7 +78,8 @@ async def _play_to_the_end(
     spent: Callable[[float], None],
     keep: Callable[[Rollout], None],
 ) -> Rollout:
-    """Do the work of `play`, but raise Hung if a call outlasts its limit."""
+    """Do the work of `play`, but raise Hung if a call into the environment outlasts its time
+    limit."""
     task = rollout.task
     limit = Countdown(environment.deadline)
     session = None
@@ -123,11 +124,11 @@ async def _play_to_the_end(
 
 
 def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
-    """Return the record of an episode with the changes that a session has made to its copy:
-    rewards, results, metadata and the ending.
+    """Return an episode's record, updated with the changes of a session. A session receives a copy
+    of the record, and may change rewards, results, metadata and the ending in the copy.
 
-    The task, the metadata, the prompts and the calls stay the record's own objects, unless the
-    session has replaced them.
+    The returned rollout keeps the objects of `record` for the task, the metadata, the prompts and
+    the calls, unless the session has replaced an object.
 
     Args:
       said: the rollout in the session's answer.
@@ -154,8 +155,8 @@ def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
 
 
 class Opening(NamedTuple):
-    """Hold the start of an episode: its first prompt, its tools with their schemas, and its
-    state."""
+    """Hold the start of an episode: the first prompt, the tools with their schemas, and the
+    session's state."""
 
     prompt: list[Message]
     tools: Mapping[str, Tool]
@@ -164,8 +165,8 @@ class Opening(NamedTuple):
 
 
 def read_opening(task: Task, environment: Environment) -> Opening:
-    """Read the first prompt, the tools and the state of an episode without playing it. The session
-    is opened and closed again."""
+    """Read the first prompt, the tools and the state of an episode without playing it. The
+    episode's session is opened, read and closed."""
 
     async def look() -> Opening:
         own = copy_value(task)
@@ -187,8 +188,8 @@ def cut_off(rollout: Rollout, why: str) -> Rollout:
 
 
 def mark_failed(rollout: Rollout, why: str) -> Rollout:
-    """Return the rollout marked as truncated by a failure of its environment. The policy is not to
-    blame, so the rollout is not scored."""
+    """Return the rollout marked as truncated by a failure of its environment. Such a rollout is not
+    scored, because the failure was not the policy's."""
     return cut_off(rollout, "error")._replace(error=why)
 
 

@@ -25,8 +25,9 @@ CORRECT = 1.0
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Return whether a rollout counts as right. Its score, with the rewards of the steps, must be
-    at least the task's own `correct_from`, or CORRECT if the task sets none."""
+    """Return whether a rollout counts as right: whether its total reward, including the rewards of
+    the steps, is at least a threshold. The threshold is `correct_from` in the task's metadata, or
+    CORRECT without this entry."""
     return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get(
         "correct_from", CORRECT
     )
@@ -42,15 +43,15 @@ def greedy_accuracy(
     **collecting: Any,
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """Play one episode per task and measure the accuracy. Decoding is greedy unless a temperature
-    is given. All ranks share the work, and each rank gets the result.
+    is given. All ranks share the work, and every rank returns the whole result.
 
     Args:
       reward: the verifier. `is_correct` decides whether a score is right.
-      temperature: sampling temperature, ≥ 0; 0 is greedy. With greedy decoding, an untrained policy
-        may only repeat itself.
+      temperature: sampling temperature, ≥ 0; 0 is greedy. An untrained policy may produce nothing
+        but repetition with greedy decoding.
       collecting: engine, version and max_new_tokens, passed to `collect`.
-    Returns: the figures of `summarise_accuracy`, and the rollouts. For a mixture, `parts` holds the
-      same figures for each part.
+    Returns: the result of `summarise_accuracy`, and the rollouts. For a mixture, `parts` in the
+      result holds the same figures for each part of the mixture.
     """
 
     if not tasks:
@@ -78,8 +79,8 @@ def sampled_accuracy(
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """Sample several episodes per task and measure avg@samples, pass@k and the mean reward.
 
-    Returns: the figures of `summarise_curves` with 95 % intervals over problems, and the rollouts.
-      For a mixture, `parts` holds the same figures for each part.
+    Returns: the result of `summarise_curves` with 95 % intervals over problems, and the rollouts.
+      For a mixture, `parts` in the result holds the same figures for each part of the mixture.
     Raises: ValueError if a k is larger than `samples`.
     """
     if max(k) > samples:
@@ -99,7 +100,8 @@ def sampled_accuracy(
 def _with_parts(
     rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Measure all rollouts together. For a mixture, also measure each part, under `parts`."""
+    """Apply `measure` to all rollouts together. For a mixture, also apply it to the rollouts of
+    each part, and put these results under the key `parts`."""
     parts = {part: measure(own) for part, own in group_by_part(rollouts).items()}
     return measure(rollouts) | ({"parts": parts} if parts else {})
 
@@ -108,9 +110,10 @@ def summarise_accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0)
     """Compute the share of right rollouts and the mean reward of scored rollouts, with 95 %
     intervals over distinct problems.
 
-    A row that repeats a problem is no new evidence. So the intervals count problems (`distinct`),
-    but the means count rows (`n`). `metrics` holds the means of the reward's terms, if it has
-    several, and of the metrics returned by its functions.
+    A row that repeats a problem is no new evidence. Therefore the intervals count distinct problems
+    (`distinct`), but the means count rows (`n`). If the reward has several terms, `metrics` holds
+    the mean of each term. It also holds the means of the metrics returned by the reward's
+    functions.
     """
     right = sum(map(is_correct, rollouts))
     problems = _group_by_problem(rollouts)
@@ -165,8 +168,8 @@ def _group_by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float, float]:
-    """Return the mean total reward of scored rollouts and its interval over problems. All three
-    numbers are nan if no rollout is scored.
+    """Return the mean total reward of the scored rollouts, and the two ends of its interval over
+    problems. All three numbers are nan if no rollout is scored.
 
     If all rewards are 0 or 1, the interval is Wilson's, as for the accuracy.
     """
@@ -182,8 +185,8 @@ def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float,
 
 
 def _share_interval(right: float, sizes: Sequence[int]) -> tuple[float, float]:
-    """Return the interval of a share of rows. `sizes` is the number of rows of each distinct
-    problem."""
+    """Return the 95 % interval of the share of right rows. `sizes` holds the number of rows of each
+    distinct problem."""
     trials = count_independent(sizes)
     return share_interval(min(trials, right * trials / sum(sizes)), trials)
 

@@ -1,14 +1,14 @@
 """Save and load rollouts: as JSON lines for machines, and as plain text for people.
 
 A row is a rollout, and all rows have the same columns. Free-form values are stored as JSON text:
-metadata, rewards by name, arguments of calls, and further keys of messages. So `datasets` opens a
-file as it is, and can turn it into Parquet:
+metadata, rewards by name, arguments of calls, and further keys of messages. Therefore `datasets`
+opens a file as it is, and can turn it into Parquet:
 
     data = load_dataset("json", data_files="rollouts.jsonl.gz", split="train")
     data.to_parquet("rollouts.parquet")
 
-`datasets` guesses the types from the start of the first file. It cannot guess the type of a column
-without a value there, for example if no rollout calls a tool. In this case pass
+`datasets` guesses the types from the start of the first file. The type of a column without any
+value in this part cannot be guessed, for example if no rollout calls a tool. In this case, pass it
 `features=Features.from_arrow_schema(rollout_schema())`.
 """
 
@@ -64,8 +64,8 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     """Append rollouts to a .jsonl or .jsonl.gz file. The file is created if needed. If the process
     is killed while it writes, only these rollouts are damaged.
 
-    Raises: ConfigError for another ending, TypeError for a value that JSON does not know. In both
-    cases nothing is written.
+    Raises: ConfigError for another ending, TypeError for a value that JSON does not know. After
+    either error the file is unchanged.
     """
     path = Path(path)
     data = _json_lines(path, rollouts)  # a .gz file gets a new gzip member
@@ -86,8 +86,8 @@ def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None
 
 @contextmanager
 def keep_failed_rollout(folder: Path) -> Iterator[None]:
-    """Save the failing rollout to the folder if a reward raises RewardError within the block. A
-    note on the error names the file."""
+    """Run the block of a `with` statement. If a reward raises RewardError in the block, save the
+    rollout on which it failed to the folder. A note on the error names the file."""
     # imported here, because rewards import torch, and rollout files must be readable without torch
     from rlkit.rewards import RewardError
 
@@ -123,7 +123,8 @@ def _lines(rollouts: Sequence[Rollout], rl_step: int | None = None) -> bytes:
 def load_rollouts(
     path: Path | str | Part, *, step: int | None = None, strict: bool = False
 ) -> list[Rollout]:
-    """Load the rollouts of a file, or of one RL step of a run. They equal the saved rollouts.
+    """Load the rollouts of a file, or of one RL step of a run. The loaded rollouts equal the saved
+    rollouts.
 
     Args:
       path: a file of `save_rollouts` or `append_rollouts`, or a file in a run's folder rollouts/.
@@ -177,8 +178,8 @@ def _rollout(row: str | DataError) -> Rollout:
 
 
 def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
-    """Yield the place of each line with its text, or with a DataError if it is damaged. Empty lines
-    are skipped."""
+    """Yield a pair for each line: the line's place, and its text or, if the line is damaged, a
+    DataError. Empty lines are skipped."""
     data = part.read()
     rest = b""
     number = 0
@@ -209,8 +210,9 @@ def _json_row(place: str, line: bytes) -> Iterator[tuple[str, str | DataError]]:
 
 
 def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
-    """Yield the text of each member of a gzip file, with a description of its damage, or None if it
-    is intact. After a damaged member, continue with the next member."""
+    """Yield a pair for each member of a gzip file: the member's text, and a description of its
+    damage. The description is None for an intact member. After a damaged member, reading continues
+    with the next member."""
     start = 0
     while start < len(data):
         text, length, damage = _unpack_member(memoryview(data)[start:])
@@ -223,8 +225,8 @@ def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
 
 
 def _unpack_member(data: memoryview) -> tuple[bytes, int, str | None]:
-    """Unpack the first member up to its end or its first damaged byte. Return its text, its size
-    in bytes, and the error or None."""
+    """Unpack the first member of a gzip file, up to its end or its first damaged byte. Return the
+    text, the size of the member in bytes, and the error (None without an error)."""
     stream = zlib.decompressobj(wbits=31)
     texts = []
     position = 0
@@ -252,7 +254,8 @@ PLAIN = ("role", "content")
 # half a surrogate pair, in hexadecimal; a str can contain it, but UTF-8 cannot
 LONE = "d[89a-f][0-9a-f]{2}"
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
-# Python types accepted for a field of this type; a field of any other type must be a str
+# annotated type of a field → the Python types accepted for its value; a field with any other
+# annotation must hold a str
 SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}
 _fields = functools.cache(typing.get_type_hints)
 
@@ -314,9 +317,10 @@ def read_row(row: Mapping[str, Any]) -> Rollout:
 
 
 def _make_plain(value: Any, hint: Any) -> Any:
-    """Convert a value of this type to the form that a row stores. In a message, a column is None if
-    the key is missing or its value is not text. A value of another type is stored among the other
-    keys."""
+    """Convert a value of the type `hint` to the form stored in a row. A chat message becomes the
+    columns "role", "content" and "other". "role" and "content" are None if the message lacks the
+    key, or if its value is not text. "other" holds all remaining entries of the message as JSON
+    text, including a "content" that is not text."""
     origin = typing.get_origin(hint)
     if hint in RECORDS:
         return {
@@ -336,8 +340,8 @@ def _make_plain(value: Any, hint: Any) -> Any:
 
 
 def _restore_value(value: Any, hint: Any, path: str = "") -> Any:
-    """Convert a value back from the form of `_make_plain`. Raises: TypeError naming the first field
-    with a value of another type than annotated."""
+    """Convert a value back from the form of `_make_plain`. Raises: TypeError if a field's value
+    does not have the annotated type. The message names the first such field."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if hint is Any:

@@ -44,7 +44,7 @@ def make_speaker(
     seed: int,
     encode: Encode,
 ) -> Say:
-    """Return the function `say` of one episode (see `rlkit.episodes.episode.play`). It gets the
+    """Return the function `say` of one episode (see `rlkit.episodes.episode.play`). `say` gets the
     policy's replies from an engine.
 
     Args:
@@ -89,8 +89,8 @@ def check_engine(engine: Any) -> None:
 
 
 def check_generation(engine: Any, reply: Any) -> None:
-    """Raise EngineError if an engine's reply cannot be used as a completion, and say what is wrong
-    with it."""
+    """Raise EngineError if an engine's reply cannot be used as a completion. The message says what
+    is wrong with the reply."""
     if not isinstance(reply, Generation):
         wrong = f"{reply!r:.200} in place of a rlkit.types.Generation"
     elif not reply.token_ids:
@@ -112,7 +112,8 @@ def check_generation(engine: Any, reply: Any) -> None:
 
 def make_encoder(policy: Policy) -> Encode:
     """Return an encoder for the first prompts of one call of `collect`. All samples of a task have
-    the same first prompt. So the encoder keeps the ids of each prompt and encodes it only once."""
+    the same first prompt. Therefore the encoder keeps the ids of each prompt and encodes each
+    prompt only once."""
     kept: dict[str, tuple[int, ...]] = {}
 
     def encode(messages: Messages, tools: Mapping[str, Tool]) -> tuple[int, ...]:
@@ -135,8 +136,8 @@ def read_reply(
     *,
     dropped: int = 0,
 ) -> Step:
-    """Read a completion as a step. The step holds the sampled ids and their meaning: thinking,
-    content, tool calls and the reason to stop.
+    """Turn a completion into a step of the episode. The step holds the sampled ids, and the text
+    read from these ids: thinking, content and tool calls. It also holds the finish reason.
 
     Args:
       rollout: the episode before the reply.
@@ -193,12 +194,12 @@ def encode_next_prompt(
     template's text between replies. With history=strip_thinking, the whole conversation is rendered
     again, without earlier thinking.
 
-    An exchange is a reply and the messages after it: a tool's results, or a user's message. With
-    overflow=drop_oldest, exchanges are dropped if the prompt leaves less than `room` tokens of the
-    context free. The oldest exchange is dropped first, until there is enough room or only the last
-    exchange is left. The first prompt and the last exchange always stay, so roles alternate and
-    every result follows its call. A dropped exchange is never put back. With keep_thinking, the ids
-    of dropped exchanges are cut out and all other ids are kept. So they still are the sampled ids.
+    An exchange is a reply with the messages that answer it: a tool's results, or a user's message.
+    With overflow=drop_oldest, exchanges are dropped if the prompt leaves less than `room` tokens of
+    the context free. The oldest exchange is dropped first, until there is enough room or only the
+    last exchange is left. The first prompt and the last exchange always stay, so roles alternate
+    and every result follows its call. A dropped exchange is never put back. With keep_thinking, the
+    ids of dropped exchanges are removed, and all other ids stay exactly as they were sampled.
     """
     if not rollout.steps:
         return encode(messages, tools), 0
@@ -207,7 +208,8 @@ def encode_next_prompt(
         if environment.history == "keep_thinking":
             return _append_messages(policy, rollout, messages, dropped)
         history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
-        # the history already contains tool results
+        # the rollout's history already contains the tool results, so they are not added a second
+        # time
         results = bool(messages) and messages[0]["role"] == "tool"
         whole = history if results else [*history, *messages]
         return tuple(

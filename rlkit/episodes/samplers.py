@@ -2,9 +2,11 @@
 
     state ── draw ──▶ problems of a step ── play, score ──▶ outcomes ── update ──▶ state
 
-The state consists of plain numbers and a table with a row for each problem, so it fits into a
-checkpoint. A draw depends only on the state and the run's seed. In a mixture, the order of the
-epoch decides which part comes next. The sampler then chooses among the problems of this part.
+To draw is to choose one problem; a problem may be drawn again in a later step. The state consists
+of plain numbers and a table with a row for each problem, so the state fits into a checkpoint. A
+draw depends only on the state and the run's seed. In a mixture of tasks, the order of the epoch
+decides which task of the mixture (its "part") comes next. The sampler then chooses among the
+problems of this part.
 """
 
 from __future__ import annotations
@@ -20,29 +22,31 @@ from rlkit.types import Rollout, Task, ranges
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Columns of the table: SUCCESSES is the sum of the rewards clipped to 0 … 1. FAILURES is the sum of
-# 1 - reward. LAST is the mean of the problem's last group, or -1 before its first group. ASKED is
-# the number of the problem's last draw, counted within its part, or 0 before its first draw.
+# Columns of the table: SUCCESSES is the sum of a problem's rewards, each clipped to 0 … 1. FAILURES
+# is the sum of `1 - reward`. LAST is the mean reward of the problem's last group, or -1 before its
+# first group. ASKED is the number of the problem's last draw, or 0 before its first draw. The draws
+# of each part of a mixture are numbered from 1.
 SUCCESSES, FAILURES, LAST, ASKED = range(4)
-# Entries: `table`, [n, 4] float64. `draws`, the number of draws so far by part. `step`, the rows
-# drawn since the last update with outcomes. `asked`, the rows drawn for the previous step.
+# Entries: `table` is [n, 4] float64. `draws` is the number of draws so far, by part of the mixture.
+# `step` lists the table rows drawn since the last call of `with_outcomes`. `asked` lists the table
+# rows drawn for the previous step.
 State = Mapping[str, Any]
 
 
 class TaskSampler(NamedTuple):
-    """Hold a rule for drawing the next problem. It chooses among the n problems of the part that
-    have not been drawn in this step.
+    """Hold a rule for drawing the next problem. The rule chooses among the n problems of one part
+    of the mixture that have not been drawn in this step.
 
-    P(i) = (1 - explore) · w_i / Σ w + explore / n. With `greedy`, the problem with the largest w
-    gets 1 instead of w_i / Σ w, and all others get 0. Among equal w, the problem drawn longest ago
-    gets the 1.
+    P(i) = (1 - explore) · w_i / Σ w + explore / n. With `greedy`, the fraction w_i / Σ w is
+    replaced by 1 for the problem with the largest w, and by 0 for all other problems. Among
+    problems with the same largest w, the problem drawn longest ago gets the 1.
 
-    weigh     function from the rows of the table [n, 4] to the weights w ≥ 0 [n]; None: all
-              problems are drawn in the order of the epochs, whatever their scores
+    weigh     function from the rows of the table [n, 4] to the weights w ≥ 0 [n]; None: the scores
+              have no effect, and problems are drawn in the order of the epochs
     retest    every retest-th draw of a part takes the problem drawn longest ago; 0: there are no
               retests
-    memory    factor that multiplies a problem's earlier successes and failures whenever a new group
-              is scored
+    memory    factor on a problem's earlier successes and failures, applied whenever a new group of
+              the problem is scored
     """
 
     name: str
@@ -75,12 +79,12 @@ def pool_sampler(
     easy: float = 0.2,
     unseen: float = 1.0,
 ) -> TaskSampler:
-    """Draw problems with a weight set by their pool. The pool follows from the pass rate p of the
-    problem's last group: hard for p ≤ low, easy for p > high, and normal in between. A problem
-    without a group yet is in the pool unseen.
+    """Draw problems by pool: every problem in a pool has the pool's weight. The pass rate p of a
+    problem's last group decides its pool: "hard" for p ≤ low, "easy" for p > high, and "normal" in
+    between. A problem without a scored group is in the pool "unseen".
 
-    Args: low, high: limits of the pass rate, 0 … 1. hard, normal, easy, unseen: weight of each
-    problem in the pool, > 0. A problem of weight 0 would never be drawn again.
+    Args: low, high: limits of the pass rate, 0 … 1. hard, normal, easy, unseen: weight of a problem
+    in the pool of this name, > 0. A problem of weight 0 would never be drawn again.
     Source: prime-rl, curriculum/samplers/pool.py, with its defaults.
     """
     return TaskSampler(
@@ -110,8 +114,9 @@ def variance_sampler(
     over failures. With a prior of 1/2, an unseen problem has the weight 1/8. After four successes
     in eight replies the weight is 0.225, and after no success in eight replies it is 0.047.
 
-    Args: explore: share of uniform draws, > 0, so every problem is visited. prior: added to both
-    sums, > 0. memory: weight of a group relative to the next later group, 0 … 1.
+    Args: explore: share of draws that ignore the weights, > 0, so every problem is drawn at some
+    time. prior: number added to both sums, > 0. memory: weight of a group relative to the problem's
+    next group, 0 … 1.
     Source: arXiv:2601.02648 takes the variance p(1-p) as the priority. Its expectation under the
       Beta distribution is rlkit's own derivation.
     """
@@ -131,14 +136,14 @@ def by_variance(rows: Tensor, *, prior: float) -> Tensor:
 def prioritised_sampler(
     *, retest: int = 8, unseen: float = 0.1, explore: float = 0.0
 ) -> TaskSampler:
-    """Draw the problem with the largest p(1-p), where p is the pass rate of its last group. Retests
-    also bring back problems that were solved or too hard.
+    """Draw the problem with the largest p(1-p), where p is the pass rate of its last group.
+    Periodic retests also draw problems that were solved or too hard.
 
-    Args: retest: every retest-th draw takes the problem drawn longest ago. So each of n problems is
-      drawn within n · retest draws. unseen: weight of a problem without a group, instead of p(1-p).
-      If it is below 0.25, problems with p near 1/2 are drawn before unseen problems. If it is above
-      0, unseen problems are drawn before problems with p = 0 or p = 1. explore: share of uniform
-      draws.
+    Args: retest: every retest-th draw takes the problem drawn longest ago. Therefore each of n
+      problems is drawn within n · retest draws. unseen: weight of a problem without a scored group,
+      in place of p(1-p). With a weight below 0.25, problems with p near 1/2 are drawn before unseen
+      problems. With a weight above 0, unseen problems are drawn before problems with p = 0 or p =
+      1. explore: share of draws that ignore the weights.
     Source: the heap with periodic retests of arXiv:2601.02648.
     """
     return TaskSampler(
@@ -158,10 +163,11 @@ def by_last_variance(rows: Tensor, *, unseen: float) -> Tensor:
 
 @ranges(solved=(0, 1))
 def unsolved_sampler(*, solved: float = 0.9) -> TaskSampler:
-    """Stop drawing a problem once the mean of its last group has reached `solved` (no positive
-    resampling). If all problems of a part are solved, they are drawn again.
+    """Stop drawing a problem once the mean reward of its last group has reached `solved` (no
+    positive resampling). Once all problems of a part of the mixture are solved, all of them are
+    drawn again.
 
-    A solved problem stays out even if the policy forgets how to solve it. The metric
+    A solved problem is not drawn again even if the policy forgets how to solve it. The metric
     `sampler/solved` is the share of solved problems.
 
     Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. ScaleRL compares the mean over all groups
@@ -187,14 +193,14 @@ def choose_tasks(
     *,
     seed: int,
 ) -> State:
-    """Draw one problem for each entry of `parts` and return the new state. Its `step` ends with the
-    positions of the drawn problems.
+    """Draw one problem for each entry of `parts` and return the new state. The positions of the
+    drawn problems in `tasks` are appended to the list `step` of the new state.
 
-    Two calls with the parts a and then b draw the same problems as one call with a + b. If a
-    problem occurs several times in the tasks, it counts once, at its first position.
+    Two calls with the lists a and then b as `parts` draw the same problems as one call with a + b.
+    If a problem occurs several times in the tasks, it counts once, at its first position.
 
-    Args: parts: the part of each draw, in order. state: the state so far; None at the start of a
-      run. seed: the run's seed.
+    Args: parts: for each draw, in order, the name of the part of the mixture to draw from. state:
+      the state so far; None at the start of a run. seed: the run's seed.
     Raises: DataError if the state belongs to other tasks; ConfigError if a weight is not a number
       of at least 0.
     """
@@ -239,7 +245,8 @@ def choose_tasks(
 
 
 def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Random) -> int:
-    """Choose a row for draw number `number` of the part."""
+    """Choose one of the table rows of a part of the mixture, for the part's draw number
+    `number`."""
     import torch
 
     if sampler.retest and number % sampler.retest == 0:
@@ -252,8 +259,8 @@ def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Rando
 
 
 def compute_chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
-    """Return the probability [n] of each problem in a draw that is no retest. The probabilities sum
-    to 1. Raises: ConfigError if a weight is not a number of at least 0."""
+    """Return the probability [n] with which an ordinary draw (not a retest) chooses each problem.
+    The probabilities sum to 1. Raises: ConfigError if a weight is not a number of at least 0."""
     import torch
 
     assert sampler.weigh is not None
@@ -271,8 +278,8 @@ def compute_chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
 
 
 def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout]) -> State:
-    """Return the state updated with the scored groups of a step. Group number k belongs to the k-th
-    draw of the step.
+    """Return the state updated with the scored groups of a step. Group number k holds the rollouts
+    of the k-th problem drawn for the step.
 
     Rewards are clipped to 0 … 1. Rollouts that cannot be scored are left out.
     """
@@ -290,10 +297,11 @@ def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout
 
 
 def measure_sampler(state: State | None) -> dict[str, float]:
-    """Return the sampler's metrics; empty for the uniform sampler. sampler/seen is the share of
-    rows with a scored group. Among these rows, sampler/mixed is the share with a mean of the last
-    group between 0 and 1, both excluded. sampler/solved is the share with a mean of 0.9 or more. A
-    row that repeats the problem of an earlier row counts as unseen."""
+    """Return the sampler's metrics. The result is empty for the uniform sampler. sampler/seen is
+    the share of table rows with a scored group. sampler/mixed and sampler/solved are shares of
+    these seen rows. For sampler/mixed, the mean reward of the row's last group is above 0 and below
+    1. For sampler/solved, this mean is 0.9 or more. A row that repeats the problem of an earlier
+    row counts as unseen."""
     if state is None:
         return {}
     last = state["table"][:, LAST]

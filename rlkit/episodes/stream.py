@@ -1,8 +1,8 @@
-"""Draw prompts from an endless stream. Seed and epoch fix the order of the tasks, and the state
-holds a position in this order.
+"""Draw prompts from an endless stream of tasks. The seed and the epoch fix the order of the tasks.
+The state holds a position in this order.
 
-The state consists of two numbers and a sampler's state (`rlkit.episodes.samplers`). So it fits into
-a checkpoint, and a resumed run draws the same tasks as a run without interruption.
+The state consists of two numbers and a sampler's state (`rlkit.episodes.samplers`), so it fits into
+a checkpoint. A resumed run draws the same tasks as a run without interruption.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class StreamState(NamedTuple):
 
 @functools.lru_cache(8)
 def order(seed: int, epoch: int, n: int) -> Sequence[int]:
-    """Return a permutation of 0 … n-1. It depends only on seed, epoch and n, so it is the same on
-    every machine."""
+    """Return a permutation of 0 … n-1. The permutation depends only on seed, epoch and n, so every
+    machine gets the same."""
     indices = list(range(n))
     random.Random(f"prompt stream/{seed}/{epoch}").shuffle(indices)
     return tuple(indices)
 
 
 def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:
-    """Permute the tasks of each part of a mixture among the positions of this part. Every position
-    keeps its part, so a step keeps the shares of the mixture.
+    """Permute the tasks of each part of a mixture among the positions of this part. A position
+    always holds a task of the same part, so every step keeps the shares of the mixture.
 
     Without a mixture, the result is that of `order`.
     """
@@ -63,22 +63,22 @@ UNIFORM = uniform_sampler()
 def take(
     tasks: Sequence[Task], state: StreamState, n: int, *, seed: int, sampler: TaskSampler = UNIFORM
 ) -> tuple[list[Task], StreamState]:
-    """Draw the next n tasks; return them and the new state.
+    """Draw the next n tasks. Return these tasks and the new state.
 
     Within an epoch no task is drawn twice. When an epoch ends, the call goes on with the next
-    epoch, which has its own order. So n may exceed the number of tasks. Two calls for a and then b
-    tasks draw the same tasks as one call for a + b.
+    epoch, in another order. Therefore n may exceed the number of tasks. Two calls for a and then b
+    tasks draw the same tasks as one call for a + b tasks.
 
     Args:
       tasks: the same tasks, in the same order, in every call of a run.
       state: the position so far; StreamState() at the start of a run.
       n: number of tasks, ≥ 0.
       seed: the run's seed.
-      sampler: rule for choosing problems. If it has weights, it chooses the problems, and the order
-        only decides which part of a mixture comes next. It then draws no problem twice in a step,
-        as long as enough problems are left.
-    Raises: DataError if there are no tasks, or if the position exceeds their number, because the
-    tasks have changed since the state was saved.
+      sampler: rule for choosing problems. If the rule has weights, it chooses the problems, and the
+        order only decides which part of a mixture comes next. Such a rule draws no problem twice in
+        a step, unless the step needs more problems than the part has.
+    Raises: DataError if there are no tasks, or if the position exceeds the number of tasks. This
+    happens if the tasks have changed since the state was saved.
     """
     epoch, position = state[:2]
     if not tasks:
@@ -110,8 +110,8 @@ def take(
 def take_again(
     tasks: Sequence[Task], before: StreamState, after: StreamState, n: int, *, seed: int
 ) -> list[Task]:
-    """Draw the n tasks of a past step again, from the states before and after it. Raises DataError
-    if the tasks have changed."""
+    """Return the n tasks of a past step, from the stream's states before and after this step.
+    Raises DataError if the tasks have changed since."""
     if after.sampler is None:
         drawn, state = take(tasks, before, n, seed=seed)
         same = state[:2] == after[:2]

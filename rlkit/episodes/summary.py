@@ -19,36 +19,38 @@ STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # statuses of a c
 
 
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Compute the metrics of scored rollouts. The keys depend only on the names of the reward and
-    on the parts of the mixture. A value that cannot be computed is nan.
+    """Compute the metrics of scored rollouts. The keys depend only on the names of the reward's
+    terms and metrics, and on the parts of the mixture. A value that cannot be computed is nan.
 
     part/NAME/*         all metrics below for the rollouts of one part of a mixture; share is the
                         part's share of all rollouts
 
     reward/*            raw task reward, with the rewards of steps; unscored_frac is the share of
                         rollouts without a score
-    reward/NAME/*       a component of the reward, also if its weight is 0. mean and std are of its
+    reward/NAME/*       a component of the reward, even with weight 0. mean and std are those of its
                         score. ok_frac, wrong_frac, unparseable_frac, timeout_frac and error_frac
-                        are the shares of its statuses. variance_share, 0 … 1, is its squared
-                        correlation with the reward within groups. This is the share of the variance
-                        of the reward, and so of the advantage, explained by this component alone.
-                        For independent terms of a weighted sum these shares add up to 1.
-                        NAME/METRIC is the mean of a metric returned by the reward function, over
-                        the rollouts with this metric
+                        are the shares of rollouts with this status. variance_share, 0 … 1, is the
+                        squared correlation of component and reward within groups. This is the share
+                        of the reward's variance (and of the advantage's) explained by this
+                        component alone. For independent terms of a weighted sum these shares add up
+                        to 1. NAME/METRIC is the mean of a metric returned by the reward function,
+                        over the rollouts with this metric
     aggregator/*        metrics returned by the reward's aggregator itself
-    group/*             frac_zero_std is the share of prompts with equal rewards in their group:
-                        frac_all_good if they are > 0, frac_all_bad if they are <= 0. frac_mixed is
-                        the share of prompts with different rewards
+    group/*             shares of prompts. frac_zero_std: all rewards in the prompt's group are
+                        equal. frac_all_good: they are equal and > 0. frac_all_bad: they are equal
+                        and <= 0. frac_mixed: the rewards differ
     len/*               number of sampled tokens of an episode, over all steps. Text inserted by a
                         thinking budget is not counted
     len/loop_frac       share of episodes with a reply that repeats itself. Such a reply has over
-                        10,000 characters, and zlib makes it more than 10 times shorter, as in
-                        arXiv:2604.08527. Prose becomes about 2 times shorter, a loop over 100 times
+                        10,000 characters, and zlib compresses it by a factor above 10, as in
+                        arXiv:2604.08527. The factor is about 2 for prose, and over 100 for a text
+                        repeated in a loop
     stop_reason/*       shares of the ways in which episodes ended. stop: the policy or the
-                        environment ended the episode. length, context and steps: these limits.
-                        deadline: the limit of its seconds in the session. environment: a limit set
-                        by the environment itself. error: the environment failed, and the rollout's
-                        `error` says why
+                        environment ended the episode. length, context, steps, deadline and
+                        environment: a limit cut the episode off. In this order, the limits are on
+                        tokens of a reply, the model's context, the number of replies, and seconds
+                        in the session; the last is the environment's own limit. error: the
+                        environment failed, and the rollout's `error` says why
     finish_reason/*     shares of the ways in which replies ended: stop, tool, budget and length, as
                         in types.FinishReason
     dropped_frac        share of episodes whose oldest turns were dropped from the context
@@ -56,7 +58,7 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     answer_found_frac   share of episodes with an answer: the last reply has content and no tool
                         call, or the environment gave the answer
     parse_fail_frac     share of episodes with at least one unreadable tool call
-    tools/*             means per episode: calls, failures (failed calls) and turns (replies)
+    tools/*             mean numbers per episode: calls, failures (failed calls) and turns (replies)
     rollout/empty_frac  share of episodes without thinking, content or a call
     program/*           means over the episodes played by programs: refused and retries (numbers of
                         requests), rows (training rows), thinking_rows (rows begun because the
@@ -71,8 +73,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def count_failures(rollouts: Sequence[Rollout]) -> str:
-    """Return a sentence with the number of failed environments and the first error. It is empty if
-    none failed.
+    """Return a sentence with the number of episodes in which the environment failed, and the first
+    error. The result is an empty text if no environment failed.
 
     Raises: EnvironmentFailed if the environment failed in every episode, because there is then
       nothing to measure or learn.
@@ -91,8 +93,8 @@ def count_failures(rollouts: Sequence[Rollout]) -> str:
 
 
 def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
-    """Return a sentence on each tool that failed in all of its calls, if there were at least
-    FEWEST_CALLS. A call of an unknown tool does not count."""
+    """Return a sentence on each tool that failed in all of its calls. A tool with fewer than
+    FEWEST_CALLS calls is not reported. A call of an unknown tool does not count."""
     results = defaultdict(list)
     for result in (r for rollout in rollouts for step in rollout.steps for r in step.tool_results):
         if not result.content.startswith("Error: there is no tool"):
@@ -106,8 +108,10 @@ def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def count_refusals(rollouts: Sequence[Rollout]) -> str:
-    """Return a sentence with the number of episodes in which requests of a program were refused,
-    and the first refusal. It is empty if no request was refused."""
+    """Return a sentence about refused requests, for episodes played by the user's own program. A
+    program asks rlkit's endpoint for completions, and the endpoint may refuse a request. The
+    sentence has the number of episodes with a refused request, and the first refusal. The result is
+    an empty text if no request was refused."""
     refused = [r for r in rollouts if r.metadata.get("refused")]
     if not refused:
         return ""
@@ -118,7 +122,8 @@ def count_refusals(rollouts: Sequence[Rollout]) -> str:
 
 
 def group_by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """Group the rollouts by the part of the mixture. The result is empty without a mixture."""
+    """Group the rollouts by the part of the mixture that their task belongs to. The result is empty
+    without a mixture."""
     parts: dict[str, list[Rollout]] = {
         part: [] for part in sorted({r.task.part for r in rollouts} - {""})
     }
@@ -183,8 +188,8 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def is_looping(text: str) -> bool:
-    """Return whether a text is long and repeats itself: it has more than 10,000 characters, and
-    zlib makes it more than 10 times shorter."""
+    """Return whether a long text repeats itself. Such a text has more than 10,000 characters, and
+    zlib compresses it by a factor above 10."""
     if len(text) <= 10_000:
         return False
     data = text.encode()
@@ -228,9 +233,9 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def measure_reward_functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the means of the metrics that the reward's functions return beside their scores. The
-    names are reward/TERM/METRIC and aggregator/METRIC. A mean is over the rollouts that have the
-    metric."""
+    """Return the mean of each metric that the reward's functions return in addition to their
+    scores. The names are reward/TERM/METRIC and aggregator/METRIC. Each mean is over the rollouts
+    with this metric."""
     return {
         name: _mean([r.metrics[name] for r in rollouts if name in r.metrics])
         for name in dict.fromkeys(name for r in rollouts for name in r.metrics)
@@ -238,8 +243,9 @@ def measure_reward_functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
-    """Compute (Σ x y)² / (Σ x² Σ y²), where x is the component minus its mean in the group, and y
-    the same for the reward. The result is nan if x or y does not vary."""
+    """Compute `(Σ x y)² / (Σ x² Σ y²)` over the rollouts. x is the component's value less the mean
+    value in the rollout's group. y is the reward less the mean reward in the group. The result is
+    nan if x or y does not vary."""
     groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for r in rollouts:
         value = r.rewards[name]
@@ -255,7 +261,7 @@ def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
     xx = sum(x * x for x, _ in pairs)
     yy = sum(y * y for _, y in pairs)
     scale = sum(abs(r.rewards[name] or 0.0) + abs(r.total_reward or 0.0) for r in rollouts)
-    if min(xx, yy) <= (1e-9 * scale) ** 2:  # no variation beyond the rounding of the means
+    if min(xx, yy) <= (1e-9 * scale) ** 2:  # only rounding errors vary
         return NAN
     return min(1.0, sum(x * y for x, y in pairs) ** 2 / (xx * yy))
 

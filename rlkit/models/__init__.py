@@ -1,4 +1,4 @@
-"""Policies: load them, talk to them in token ids, and score tokens under them.
+"""Load policies, talk to a policy in token ids, and score tokens under a policy.
 
 Each file imports only files before it in this list: _template_child, chat, compiled, confined,
 save, shape, head, fused, checkpointing, packing, load, log_probs, critic.

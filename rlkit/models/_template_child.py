@@ -1,9 +1,10 @@
-"""Render the chat templates of untrusted models: one JSON line in, one JSON line out.
-rlkit.models.confined starts and ends this process.
+"""Render the chat templates of untrusted models in a process of its own. The process reads one JSON
+line per request and writes one JSON line per answer. rlkit.models.confined starts and ends the
+process.
 
 A template is a program. Its loops, products of texts and powers of numbers can run without end or
 fill the memory, even while it is compiled. No wrapper around jinja's functions can stop all of
-this. So the kernel of the operating system sets limits on this whole process.
+this. Therefore the kernel of the operating system limits this whole process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def limit_memory(more: int) -> None:
-    """Limit this process to so many bytes of memory beyond its current use."""
+    """Limit the memory of this process to `more` bytes beyond its current use."""
     try:
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
@@ -27,7 +28,8 @@ def limit_memory(more: int) -> None:
 
 
 def limit_time(seconds: int) -> None:
-    """Limit this process to so many further seconds of processor time. Then the kernel kills it."""
+    """Limit this process to `seconds` of further processor time. After this time the kernel kills
+    the process."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     end = int(own.ru_utime + own.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
@@ -49,7 +51,7 @@ def render_template(asked: dict) -> str:
 
 
 def main() -> None:
-    """Answer one line after the other until the input ends."""
+    """Answer the requests on standard input, line by line, until the input ends."""
     seconds, memory, characters = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit_memory(memory)

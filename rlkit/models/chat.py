@@ -1,11 +1,11 @@
-"""Convert chat messages to token ids, exactly, with the model's own chat template.
+"""Convert chat messages to exact token ids, with the model's own chat template.
 
 Two rules hold for any template and tokenizer:
 
 1. **Text cannot forge a turn.** The template is rendered with a placeholder for every content. The
    tokenizer encodes the scaffolding around the placeholders, the text of the template itself. A
-   copy of the tokenizer without added tokens encodes each content. So `<|im_end|>` in a question or
-   in a tool's result becomes ordinary tokens, never the control token.
+   copy of the tokenizer without added tokens encodes each content. Therefore `<|im_end|>` in a
+   question or in a tool's result becomes ordinary tokens, never the control token.
 2. **Sampled ids are never tokenised again.** The next context is the previous context + the sampled
    ids + the ids of the template's text after a reply (`continuation`). This text is found by
    rendering the template once with a sentinel as the reply.
@@ -24,17 +24,19 @@ from typing import Any, Literal, NamedTuple
 from rlkit.errors import TemplateError
 from rlkit.types import THINK_TAGS, Message, Messages, Thinking
 
-# Marks around a placeholder's number. A content that holds them is encoded like any other content.
+# A placeholder is a number between these two marks. A content that contains the marks is encoded
+# like any other content.
 _OPEN = "\u27e6rlkit:"
 _CLOSE = "\u27e7"
 LONG = 1 << 16  # characters; a longer text is encoded without blocking other threads
-# a question to render before a reply, to find the text around the reply
+# a question that is rendered before a reply, to find the template's text around the reply
 _ASKED: Messages = [{"role": "user", "content": "?"}]
 
 # rlkit's own template for tools, to be put in front of a template without tools
 TOOL_PROMPT = Path(__file__).with_name("tool_prompt.jinja").read_text()
-# The text that writes tools, calls and results. "template": the model's template. "prompt": rlkit's
-# TOOL_PROMPT. "auto": the model's template if it knows tools, else TOOL_PROMPT.
+# The template that writes tools, calls and results into a prompt. "template": the model's own
+# template. "prompt": rlkit's TOOL_PROMPT. "auto": the model's own template if it mentions tools,
+# else TOOL_PROMPT.
 ToolForm = Literal["auto", "template", "prompt"]
 
 
@@ -109,8 +111,8 @@ def _with_tools(tokenizer: Any, tools: ToolForm) -> Any:
 
 
 def has_tool_prompt(tokenizer: Any) -> bool:
-    """Return whether rlkit's TOOL_PROMPT writes the tools. This is also found in the template of an
-    exported model."""
+    """Return whether rlkit's TOOL_PROMPT writes the tools. An exported model holds TOOL_PROMPT in
+    its template, so the result is also True for an exported model."""
     return str(tokenizer.chat_template).startswith(TOOL_PROMPT)
 
 
@@ -140,7 +142,8 @@ def _drop_added_tokens(backend: Any) -> Any:
 def encode_text(renderer: Renderer, text: str) -> list[int]:
     """Encode text from outside, such as a question or a tool's result. The ids never hold an added
     token."""
-    if len(text) > LONG:  # this takes seconds, and `encode` would hold the interpreter's lock
+    # encoding takes seconds, and `encode` would hold the interpreter's lock all the time
+    if len(text) > LONG:
         return renderer.plain.encode_batch([text], add_special_tokens=False)[0].ids
     return renderer.plain.encode(text, add_special_tokens=False).ids
 
@@ -157,7 +160,8 @@ def _scaffold(renderer: Renderer, text: str) -> tuple[int, ...]:
 
 
 def _read_text_after_reply(renderer: Renderer, masked: Messages) -> str:
-    """Return the text of the template after a reply, if these messages follow the reply."""
+    """Return the text that the template writes after a reply, if the messages `masked` follow the
+    reply."""
     # the template is a part of the cache's key, because a user may replace it
     return _read_text_between_replies(
         renderer, renderer.tokenizer.chat_template, json.dumps(masked)
@@ -201,9 +205,10 @@ def continuation(
 
     Args:
       messages: the messages to the policy after its reply (tool results, or a user's message).
-      last_id: the last sampled id. If it is the end-of-turn token, the template's own end-of-turn
-        token is left out.
-      cut: True if the length limit cut the reply. It then has no end-of-turn token and gets none.
+      last_id: the last sampled id. If this id is the end-of-turn token, the template's own
+        end-of-turn token is left out.
+      cut: True if the length limit cut the reply. Such a reply has no end-of-turn token, and none
+        is added.
     """
     masked, contents = _mask_contents(messages, first=1)
     ids = _encode_rendered(renderer, _read_text_after_reply(renderer, masked), contents, first=1)
@@ -241,8 +246,8 @@ def _encode_joined(renderer: Renderer, rendered: str, contents: Sequence[str]) -
     template.
 
     The text between two control tokens is encoded in one piece, with its scaffolding and contents
-    together. A model would write it in the same way, because it does not know the beginning of a
-    content.
+    together. A model samples this text in the same way, because it does not know where a content
+    begins.
     """
     added = renderer.tokenizer.get_added_vocab()
     control = "|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)"
@@ -277,7 +282,8 @@ def _render(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str,
 
 
 def name_template(tokenizer: Any) -> str:
-    """Name a chat template in a message: by its own file, or by its model's path."""
+    """Return the name of a chat template for a message: the template's own file, or its model's
+    path."""
     file = getattr(tokenizer, "template_file", None)
     return (
         f"model.chat_template={file}"
@@ -355,8 +361,8 @@ def _check_schemas(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
 
 
 def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise TemplateError unless the template writes everything the run needs: the tools' names,
-    and a tool's result."""
+    """Raise TemplateError if the template leaves out a text that the run needs: a tool's name or a
+    tool's result."""
     if not tools:
         return
     result = f"{_OPEN}0{_CLOSE}"

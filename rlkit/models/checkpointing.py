@@ -1,5 +1,5 @@
-"""Checkpointing of activations. The layers of a model keep only their inputs for the backward pass,
-and compute all other activations again in it."""
+"""Switch activation checkpointing on and off. With checkpointing, the layers of a model keep only
+their inputs for the backward pass. The backward pass computes all other activations again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_checkpointed(model: Any) -> bool:
 
 
 def checkpoint_activations(model: Any, on: bool) -> None:
-    """Switch the recomputation of activations on or off, in place. This may be done at any time
+    """Switch the recomputation of activations on or off, in place. Call this function at any time
     between two updates.
 
     The update kernel is chosen again, because the fused kernel keeps its activations: "auto"
@@ -36,9 +36,9 @@ def checkpoint_activations(model: Any, on: bool) -> None:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         causal.gradient_checkpointing_disable()
-    # Only the reentrant kind of checkpointing needs the hook on the embeddings. A hook rules out
-    # the fused decoder, so this process would decode with another kernel than the sampling process
-    # of asynchrony=overlap.
+    # Only the reentrant kind of checkpointing needs the hook on the embeddings. The fused decoder
+    # does not accept a model with hooks. With a hook, this process would decode with another kernel
+    # than the sampling process of asynchrony=overlap.
     causal.disable_input_require_grads()
     asked = get_update_kernel(split_model(causal)[0]).asked
     if asked is not None:

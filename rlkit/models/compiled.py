@@ -32,13 +32,13 @@ from rlkit.system.files import cache_folder
 from rlkit.system.plain_files import read_plain_file
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
-LIMIT = 600.0  # the most seconds for the compiler, and for waiting for another process
-PATIENCE = 20.0  # seconds of waiting until a printed line reports it
-LARGEST = 64 << 20  # the most bytes of a library
+LIMIT = 600.0  # largest number of seconds for a compiler run, and for waiting for another process
+PATIENCE = 20.0  # seconds until a printed line reports that this process is waiting
+LARGEST = 64 << 20  # largest number of bytes of a library
 DIGEST = hashlib.sha256().digest_size
-# environment variable of a sweep's jobs: "fused" or "eager", the choice of `auto` in all jobs
+# environment variable set for a sweep's jobs: "fused" or "eager", the meaning of `auto` in all jobs
 JOBS = "RLKIT_KERNELS"
-# A compiler's messages if the machine has too little memory or disk space at the moment.
+# Matches a compiler's message about too little memory or disk space at the moment.
 OF_THE_MOMENT = re.compile(
     r"\bkilled\b|no space left|cannot allocate memory|out of memory|disk quota|resource"
     r" temporarily",
@@ -56,23 +56,23 @@ if hasattr(os, "memfd_create"):
     path = f"/proc/self/fd/{copy}"
 getattr(ctypes.CDLL(path), sys.argv[2])
 """
-# Open descriptors of the copies in memory. They stay open because the C library identifies a loaded
-# file by its path, and the path holds the descriptor's number.
+# Open descriptors of the copies in memory. The descriptors stay open because the C library
+# identifies a loaded file by its path, and the path holds the descriptor's number.
 HELD: list[int] = []
 
 
 class NoKernel(EngineError):
     """Report that compiled code is impossible on this machine, now and at the next start. The
-    message holds only the reason."""
+    message is only the reason, without a subject."""
 
 
 class Undecided(EngineError):
-    """Report that the machine is too busy to compile at the moment. This must not decide which code
-    a run uses, because the code changes the run's numbers."""
+    """Report that the machine is too busy to compile at the moment. A busy machine must not decide
+    between compiled code and torch, because the choice changes the run's numbers."""
 
 
 class Recipe(NamedTuple):
-    """Everything a compiled library depends on."""
+    """Hold everything that a compiled library depends on."""
 
     source: Path
     function: str  # name of a function in the library
@@ -82,8 +82,8 @@ class Recipe(NamedTuple):
 
 
 def load_library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
-    """Load the compiled library of a C file, from the user's folder if possible. Else compile it
-    now.
+    """Load the compiled library of a C file from the user's folder. If the folder does not have the
+    library, compile it now.
 
     Args:
       function: name of a function in the library.
@@ -118,7 +118,7 @@ def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[A
     Returns: the result of `make` and "", or None and the reason why "auto" does not use compiled
     code.
     Raises: EngineError if "fused" is impossible, if the other jobs of a sweep use compiled code and
-    it is impossible here, or if the machine is too busy to compile at the moment.
+    this machine cannot, or if the machine is too busy to compile at the moment.
     """
     together = os.environ.get(JOBS)
     if kernel == "auto" and together == "eager":
@@ -161,8 +161,8 @@ def find_recipe(source: Path, function: str, flags: tuple[str, ...]) -> Recipe:
 
 
 def _processor() -> tuple[str, str]:
-    """Describe the processor. Compiled code depends on the processor, and machines with different
-    processors may share a home folder."""
+    """Return a description of the processor. Compiled code depends on the processor, and machines
+    with different processors may share a home folder."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return platform.machine(), next(
@@ -179,7 +179,7 @@ def compile_library(recipe: Recipe) -> bytes:
     a bad library can end the process that loads it.
 
     The library is compiled for this processor and with OpenMP. If the compiler does not support one
-    of the two, it is compiled without it.
+    of these two, the library is compiled without it.
 
     Raises: NoKernel, Undecided.
     """
@@ -225,8 +225,8 @@ def compile_library(recipe: Recipe) -> bytes:
 
 
 def run_to_end(command: Sequence[str], folder: Path, what: str) -> str:
-    """Run a command to its end. Return an empty string, or on failure `what` and the command's last
-    output.
+    """Run a command to its end. Return an empty text on success. On failure, return `what` and the
+    command's last output.
 
     Raises: OSError, Undecided.
     """
@@ -259,8 +259,8 @@ def run_to_end(command: Sequence[str], folder: Path, what: str) -> str:
 
 
 def await_status(process: subprocess.Popen[bytes], name: str) -> int:
-    """Wait at most `LIMIT` seconds for a process and return its exit status. A printed line reports
-    a long wait.
+    """Wait at most `LIMIT` seconds for a process and return its exit status. If the wait is long,
+    print a line about it.
 
     Raises: Undecided after `LIMIT` seconds.
     """
@@ -327,8 +327,8 @@ def list_library_folders() -> list[Path]:
 
 @contextmanager
 def open_folders() -> Iterator[list[int]]:
-    """Open the usable folders among `list_library_folders` as descriptors, within the block. A
-    missing folder is created if no earlier folder is writable."""
+    """Yield descriptors of the usable folders among `list_library_folders`, for the block of a
+    `with` statement. A missing folder is created if no earlier folder is writable."""
     with ExitStack() as stack:
         found = list[int]()
         writable = False
@@ -406,8 +406,8 @@ def keep_in(folder: int, name: str, data: bytes) -> bool:
 
 @contextmanager
 def lock_library(folders: Sequence[int], name: str) -> Iterator[None]:
-    """Let only one process at a time into this block. The system releases the lock at the end of
-    the process, even if it is killed."""
+    """Let only one process at a time run the block of a `with` statement. The system releases the
+    lock when the process ends, even if the process is killed."""
     with ExitStack() as stack:
         for folder in folders:
             descriptor = open_lock(folder, f"{name}.lock")
@@ -432,8 +432,8 @@ def open_lock(folder: int, name: str) -> int | None:
 
 
 def wait_for(descriptor: int) -> None:
-    """Wait for a lock, at most `LIMIT` seconds. Without the lock, the process compiles the library
-    for itself, with the same result."""
+    """Wait for a lock, at most `LIMIT` seconds. If the lock does not become free, this process also
+    compiles the library, with the same result."""
     import fcntl
 
     began = time.monotonic()

@@ -22,17 +22,17 @@ from rlkit.models.chat import name_template
 from rlkit.types import Messages, Policy
 
 CHILD = Path(__file__).with_name("_template_child.py")
-SECONDS = 2  # the most processor time for one prompt
-MEMORY = 256 << 20  # the most bytes beyond the process's use at its start
-CHARACTERS = 4 << 20  # the most characters of a rendered prompt
-# Seconds until a process without an answer is ended. Either it waits for something, or the
-# machine is overloaded.
+SECONDS = 2  # largest processor time for one prompt, in seconds
+MEMORY = 256 << 20  # largest memory, in bytes, beyond the process's use at its start
+CHARACTERS = 4 << 20  # largest number of characters of a rendered prompt
+# Seconds after which a process without an answer is ended. Such a process waits for something, or
+# the machine is overloaded.
 PATIENCE = 120.0
 
 
 def confine_template(model: partial[Policy]) -> partial[Policy]:
-    """Wrap the function that loads a model, so that its policy renders its template with limits.
-    The function's keywords stay as they are."""
+    """Wrap the function that loads a model. The loaded policy then renders its chat template in a
+    separate process with limits. The function's keywords stay as they are."""
     if not isinstance(model, partial):
         return model
     return partial(_load_confined, model.func, *model.args, **model.keywords)
@@ -49,7 +49,7 @@ def _load_confined(load: Any, *given: Any, **settings: Any) -> Policy:
 
 class TemplateProcess:
     """Hold the process that renders one tokenizer's template. The process starts with the first
-    prompt. If a prompt kills it, it starts again with the next prompt."""
+    prompt. If a prompt kills the process, a new process starts with the next prompt."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]):
         self.tokenizer = tokenizer
@@ -82,8 +82,8 @@ class TemplateProcess:
         return said["text"]
 
     def _answer(self, line: bytes) -> dict[str, Any]:
-        """Return the process's answer to a line. It is empty if the process has ended, or had to be
-        ended."""
+        """Send a line to the process and return its answer. The answer is empty if the process has
+        ended, or had to be ended."""
         if self.process is None or self.process.poll() is not None:
             self.process = _start_child()
             weakref.finalize(self, _end, self.process)
@@ -120,7 +120,8 @@ def _start_child() -> subprocess.Popen[bytes]:
 def _read_line(file: Any, end: float) -> bytes:
     """Read the next line.
 
-    Raises: ValueError if the file ends before the line does. TimeoutError at the time `end`.
+    Raises: ValueError if the file ends before the end of the line. TimeoutError if the time `end`
+      is reached.
     """
     out = b""
     with selectors.DefaultSelector() as ready:

@@ -1,5 +1,5 @@
-"""Critics compute values from the states before sampled tokens. A critic sees the policy's context,
-and never the token it judges."""
+"""Compute values with a critic, from the hidden states before sampled tokens. A critic sees the
+context of a token, and never the token itself."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ValueHead(nn.Module):
 
 
 class HeadCritic(nn.Module):
-    """Put a value head on the policy's own trunk. Its gradient reaches the trunk only with
-    `trunk_gradient`."""
+    """Put a value head on the policy's own trunk. The gradient of the value loss reaches the trunk
+    only with `trunk_gradient`."""
 
     def __init__(self, policy: nn.Module, *, trunk_gradient: bool):
         super().__init__()
@@ -46,8 +46,8 @@ class HeadCritic(nn.Module):
 
 
 class SeparateCritic(nn.Module):
-    """Put a value head on a separate trunk, a copy of the policy's present trunk. Both the trunk
-    and the head are trained."""
+    """Put a value head on a separate trunk, at first a copy of the policy's trunk. Both the
+    separate trunk and the head are trained."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
@@ -58,8 +58,8 @@ class SeparateCritic(nn.Module):
         self.head = ValueHead(read_width(policy))
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
-        """Return the values of the states before the distinct sampled tokens. The policy's own
-        hidden states are not used."""
+        """Return the values [K] of the states before the K distinct sampled tokens. The policy's
+        hidden states (`hidden`) are not used."""
         return self.head(compute_states(self.model, packed))
 
 

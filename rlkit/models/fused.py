@@ -1,10 +1,11 @@
-"""The operations between the matrix products of a small model, as a few calls of compiled C
-(_update.c). They are used for updates on a CPU.
+"""Compute the operations between the matrix products of a small model with a few calls of compiled
+C (_update.c). These operations are used for updates on a CPU.
 
 In Hugging Face's code, the norms, rotary positions and gates of a layer are dozens of calls of
-torch, and most of these calls only move memory. Here they are five calls forward and five backward.
-An adapter adds two matrix products to the product of its base. Numbers differ from torch's in their
-last bits. In bfloat16, numbers are rounded only when a result is stored, and not in between.
+torch, and most of these calls only move memory. Here a layer has five such calls forward and five
+backward. An adapter adds two matrix products to the one of its base weight. Numbers differ from
+torch's in their last bits. In bfloat16, numbers are rounded only when a result is stored, and not
+in between.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rlkit.system.adapters import plain_lora
 SOURCE = Path(__file__).with_name("_update.c")
 FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 TYPES = {torch.float32: (), torch.bfloat16: ("-DHALF",)}  # type → flags of the compiler
-BLOCK = 64  # number of rows with separate sums, as in the C file
+BLOCK = 64  # number of rows that are summed together, as in the C file
 INTEGER = ctypes.c_int64
 FLOAT = ctypes.c_double
 ADDRESS = ctypes.c_void_p
@@ -37,8 +38,8 @@ Kernel = Literal["auto", "eager", "fused"]
 
 
 class UpdateKernel(NamedTuple):
-    """Describe the kernel for a trunk's updates. It is kept on the trunk as `update_kernel`, so
-    copies of the model have it too."""
+    """Describe the kernel for a trunk's updates. The record is an attribute of the trunk,
+    `update_kernel`, so copies of the model have it too."""
 
     used: Literal["eager", "fused"] = "eager"
     asked: Kernel | None = None  # value of model.kernel; None: no kernel was chosen yet
@@ -68,7 +69,7 @@ def load_operations(dtype: torch.dtype = torch.float32) -> Any:
 
 def choose_kernel(model: Any, kernel: Kernel) -> None:
     """Choose the kernel for the model's updates and scoring passes from now on. If "auto" chooses
-    eager, `get_update_kernel` returns the reason.
+    eager, the reason is in the result of `get_update_kernel`.
 
     Raises: EngineError if "fused" is impossible, or if the machine is too busy to compile at the
     moment.
@@ -90,7 +91,8 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
 
 
 def get_update_kernel(trunk: Any) -> UpdateKernel:
-    """Return the kernel for a trunk's updates; eager if no kernel was chosen."""
+    """Return the record of the kernel for a trunk's updates. The kernel is eager if none has been
+    chosen."""
     return getattr(trunk, "update_kernel", UpdateKernel())
 
 
@@ -109,7 +111,8 @@ def use_update_kernel(model: Any, kernel: Literal["eager", "fused"], reason: str
 def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
     """Continue a run with the kernel of its earlier updates.
 
-    Returns: a sentence if updates will still differ from the earlier ones; else an empty string.
+    Returns: a sentence if the updates will nevertheless differ from the earlier updates, otherwise
+      an empty string.
     """
     if update_kernel(model) == kernel:
         return ""
@@ -124,8 +127,9 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
 
 
 def serves(trunk: Any) -> bool:
-    """Return whether this file's forward pass computes the same as the trunk's own. The trunk must
-    be of a known family, in float32 or bfloat16 on a CPU, with no hooks on its parts."""
+    """Return whether this file's forward pass can replace the trunk's own forward pass. The trunk
+    must be of a known family, in float32 or bfloat16, on a CPU, and without hooks on its
+    modules."""
     if not is_standard(trunk) or trunk.gradient_checkpointing or torch.is_autocast_enabled("cpu"):
         return False
     weight = trunk.norm.weight
@@ -172,7 +176,8 @@ def is_standard(trunk: Any) -> bool:
             type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm")
             for norm in list_norms(trunk)
         )
-        # The forward here would bypass a hook on a module's call, such as a hook to fetch a shard.
+        # This file's forward does not call the modules, so it would bypass their hooks, for example
+        # a hook that fetches a shard.
         and not any(
             m._forward_hooks or m._forward_pre_hooks
             for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
@@ -181,7 +186,8 @@ def is_standard(trunk: Any) -> bool:
 
 
 def find_head_norms(attn: Any) -> tuple[Any | None, Any | None]:
-    """Return the norms of queries and of keys, as in Qwen3; None if a family has no such norms."""
+    """Return the norms of queries and of keys, as in Qwen3. Return None if a family has no norms of
+    this kind."""
     parts = dict(attn.named_children())
     return parts.get("q_norm"), parts.get("k_norm")
 
@@ -242,7 +248,7 @@ def apply_norm(
     x: Tensor, norm: Any | None, cosine: Tensor | None = None, sine: Tensor | None = None
 ) -> Tensor:
     """Apply norm(x) over the last dimension, and then rotate the result if angles [N, D] are given.
-    x is [N, H] or [N, heads, D]."""
+    The shape of x is [N, H] or [N, heads, D]."""
     return Norm.apply(
         x,
         None if norm is None else norm.weight,
@@ -330,8 +336,8 @@ class Gate(torch.autograd.Function):
 
 
 class Adapted(torch.autograd.Function):
-    """Compute x Wᵀ + b + scaling · (x Aᵀ) Bᵀ in the type of x. The factors A [r, H] and B [N, r],
-    and their gradients, keep their own type."""
+    """Compute x Wᵀ + b + scaling · (x Aᵀ) Bᵀ in the type of x. The factors A [r, H] and B [N, r]
+    keep their own type, and so do their gradients."""
 
     @staticmethod
     def forward(

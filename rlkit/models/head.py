@@ -1,5 +1,5 @@
-"""Compute the logits of a causal LM from its last hidden states, as the model's own forward
-does."""
+"""Compute the logits of a causal LM from its last hidden states, with the same operations as the
+model's own forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as nn_functional
 from rlkit.models.shape import read_model_shape
 from rlkit.system.adapters import base_model
 
-# In these families, Hugging Face's forward is only the trunk and the head.
+# In these families, Hugging Face's forward consists only of the trunk and the head.
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -85,8 +85,8 @@ class Float32Head(nn.Linear):
 
 
 class _Computed:
-    """Stand in for a trunk that has already run. It returns the same states in every call, and has
-    the attributes of the real trunk."""
+    """Replace a trunk that has already run. A call returns the states computed before. All other
+    attributes are those of the real trunk."""
 
     def __init__(self, trunk: Any, states: Tensor):
         self.trunk = trunk
@@ -100,7 +100,7 @@ class _Computed:
 
 
 class _States(tuple):
-    """Stand in for a trunk's output: the last hidden states come first, and every other field is
+    """Replace a trunk's output: the first entry is the last hidden states, and every other field is
     None."""
 
     def __new__(cls, states: Tensor) -> _States:

@@ -1,4 +1,4 @@
-"""Load a Policy from a model's name: weights, tokenizer, chat template, LoRA."""
+"""Load a Policy by a model's name: weights, tokenizer, chat template and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from rlkit.system.files import cache_folder
 from rlkit.types import Policy, ranges, reaches, safe
 
 TINY = Path(__file__).parent / "tiny"
-# model.path → variant of the weights in the folder TINY, in the file model.VARIANT.safetensors
+# model.path → VARIANT of the file model.VARIANT.safetensors in the folder TINY; None: the file
+# model.safetensors
 EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}
-FETCHED = "get:"  # prefix of the name of a model that `rlkit get` has fetched
+FETCHED = "get:"  # prefix of model.path for a model fetched by `rlkit get`
 
 
 @safe("targets")
@@ -84,8 +85,8 @@ def load_policy(
 
     Args:
       path: "tiny" or "tiny_guess" (shipped with rlkit), a local folder, a GGUF file, a hub id, or
-        "get:NAME" for a model fetched by `rlkit get NAME`. A folder of adapters stands for their
-        base model with the adapters added to its weights.
+        "get:NAME" for a model fetched by `rlkit get NAME`. For a folder of adapters, their base
+        model is loaded, and the adapters are added to its weights.
       revision: revision of a hub id. A commit makes the run reproducible.
       dtype: type of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay
         float32), and float32 otherwise. Trained weights must be float32, because updates at
@@ -96,15 +97,16 @@ def load_policy(
         This holds in training and in rlkit's own engines. vLLM keeps its own precision.
       gradient_checkpointing: True recomputes activations in the backward pass. This takes less
         memory and about a third more time. "auto" loads the model as False does; a training run
-        then switches it on if memory requires it (rlkit.training.activations).
+        later switches checkpointing on if the memory is too small without it
+        (rlkit.training.activations).
       lora: the adapters to train; rank 0 trains all weights.
       enable_thinking: passed to the chat template; None leaves the template's default.
       interruption: the text written before the closing tag when generation.max_thinking_tokens is
         used up. It is not trained on.
       chat_template: a file with a template to replace the tokenizer's template.
-      tools: how tools are written into prompts. "template": by the model's template. "prompt": by
-        rlkit's tool prompt in front of it. "auto": by the template if it mentions tools, else by
-        the tool prompt.
+      tools: the template that writes tools into prompts. "template": the model's own template.
+        "prompt": rlkit's tool prompt, put in front of the model's template. "auto": the model's
+        template if it mentions tools, else the tool prompt.
       trust_remote_code: run the model's own code. This needs a pinned revision.
       kernel: the code for updates on a CPU. "fused": compiled C (fused.py). "eager": calls of
         torch. "auto": fused if possible, else eager.
@@ -134,7 +136,8 @@ def load_policy(
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
         tokenizer.template_file = chat_template
-    # make the renderer before loading the weights, to refuse a tokenizer without a template at once
+    # make the renderer before loading the weights, so a tokenizer without a template is refused
+    # early
     renderer = make_renderer(
         tokenizer, enable_thinking=enable_thinking, interruption=interruption, tools=tools
     )
@@ -144,7 +147,7 @@ def load_policy(
     model.to(device)
     check_weights(model, path)
     if head_precision == "float32":
-        # change the class, so that Hugging Face's own forward uses it too
+        # change the layer's class, so Hugging Face's own forward also computes logits in float32
         model.get_output_embeddings().__class__ = Float32Head
     if lora.rank > 0:
         model = add_lora(model, lora)
@@ -267,22 +270,22 @@ def check_vocabulary(
     rows: int = 0,
     **hub: Any,
 ) -> list[int] | None:
-    """Check that another model can be compared with this one, token by token. It must have every
-    token of this model, in any order.
+    """Check that a teacher can be compared with the policy, token by token. The teacher's
+    vocabulary must have every token of the policy's, in any order.
 
     Only tokenizers and configs are read, so a wrong teacher is found before any weights are loaded.
-    The merges and the decoder must be equal too, so equal tokens stand for equal bytes. Rows of
-    padding after the vocabulary may differ.
+    The tokenizers' merges and decoders must also be equal, so equal tokens stand for equal bytes.
+    The number of padding rows after the vocabulary may differ.
 
     Args:
       path, hub: the policy's path and settings, as in `load_policy`.
-      teacher, teacher_revision: the other model's path and revision.
-      key: the config key of the other model, for messages.
+      teacher, teacher_revision: the teacher's path and revision.
+      key: the config key of the teacher, for messages.
       rows: number of rows in the policy's head.
-    Returns: None if equal ids mean equal tokens. Else, for each id of the policy, the other model's
-    row, for `take_rows`. Ids of the policy without a token get the other model's rows without a
-    token, as long as there are any.
-    Raises: ConfigError naming the `key` and the first token missing in the other model.
+    Returns: None if an id means the same token in both models. Otherwise a list for `take_rows`:
+    the number of the teacher's row for each id of the policy. An id of the policy without a token
+    gets one of the teacher's rows without a token, as long as any are left.
+    Raises: ConfigError naming the `key` and the first token missing in the teacher's vocabulary.
     """
     tokenizer = pretrained_tokenizer(path, **hub)
     try:
@@ -326,8 +329,8 @@ def check_vocabulary(
 
 
 def _find_odd_token(own: Any, other: Any) -> str:
-    """Describe the first token missing in the other tokenizer. If there is none, say that only the
-    rules differ; return "" if the rules are equal too."""
+    """Describe the first token of `own` that is missing in `other`. If no token is missing, say
+    that only the tokenizers' rules differ. Return "" if the rules are equal too."""
     added = own.get_added_vocab()
     others = other.get_added_vocab()
     theirs = other.get_vocab()
@@ -347,10 +350,10 @@ def _rules(tokenizer: Any) -> Any:
 
 
 def take_rows(model: Any, ids: Sequence[int]) -> None:
-    """Give a causal LM another vocabulary, in place. Row i of embedding and head becomes the old
-    row ids[i].
+    """Reorder the vocabulary of a causal LM, in place. The new row i of the embedding and of the
+    head is the old row ids[i].
 
-    Raises: ConfigError if the model uses token ids in other embeddings too.
+    Raises: ConfigError if the model has further embeddings of token ids.
     """
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     size = ends[0].weight.shape[0]
@@ -394,7 +397,7 @@ def check_weights(model: Any, path: str, key: str = "model.path") -> None:
 def _find_source(path: str) -> str:
     """Return the folder, the file or the hub id that a model's path stands for.
 
-    Raises: ConfigError for a model not fetched yet.
+    Raises: ConfigError for a model that has not been fetched yet.
     """
     if path.startswith(FETCHED):
         name = path.removeprefix(FETCHED)
@@ -420,12 +423,13 @@ def find_fetched_folder(name: str) -> Path | None:
 
 @contextmanager
 def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
-    """Yield the arguments of `from_pretrained` for a model's path.
+    """Yield the arguments of `from_pretrained` for a model's path, for the block of a `with`
+    statement.
 
     Args:
       weights: True also checks the weight files for changes.
-    Raises: ConfigError if a folder written by rlkit has changed since, or if the block cannot load
-    the model.
+    Raises: ConfigError if a folder written by rlkit has been changed, or if the code in the block
+    cannot load the model.
     """
     source = _find_source(path)
     why = find_folder_damage(Path(source), weights=weights)
@@ -497,8 +501,8 @@ def remove_dropout(config: Any) -> Any:
 
 
 class Adapter(nn.Linear):
-    """A factor of an adapter. It is kept and trained in its own precision, and computes in the
-    precision of its input."""
+    """Hold one of the two factors of an adapter. The weights have their own precision in memory and
+    in training. The computation is in the precision of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn_functional.linear(x, self.weight.to(x.dtype))
@@ -506,7 +510,7 @@ class Adapter(nn.Linear):
 
 def add_lora(model: Any, lora: LoRA) -> Any:
     """Add float32 adapters to the attention and MLP projections of a model, and freeze the model's
-    own weights. The adapters compute in the precision of the base.
+    own weights. The adapters compute in the precision of the model's own weights.
 
     Raises: ConfigError if no layer has the name of a target.
     """

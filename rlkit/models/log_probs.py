@@ -1,5 +1,5 @@
-"""Score given tokens under a model. The trainer's log-probs, entropies, values and divergences come
-from here."""
+"""Score given tokens under a model. This file computes the trainer's log-probs, entropies, values
+and divergences."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rlkit.models.packing import Packed, compute_trunk_states
 from rlkit.system.sharding import find_sharded_modules
 from rlkit.types import TokenLogprobs
 
-CHUNK_LOGITS = 1 << 25  # the most logits held at once on a GPU: 128 MiB in float32
+CHUNK_LOGITS = 1 << 25  # largest number of logits in memory at once on a GPU: 128 MiB in float32
 # The same on a CPU: 31 MiB. If a freed block has more than 32 MiB, the system takes it back and
 # fills the next block with zeros, which costs time.
 CHUNK_LOGITS_ON_CPU = 31 << 18
 
 
 def choose_chunk_logits(device: torch.device) -> int:
-    """Return the most logits computed in one chunk of the head's rows."""
+    """Return the largest number of logits to compute in one chunk of rows."""
     return CHUNK_LOGITS_ON_CPU if device.type == "cpu" else CHUNK_LOGITS
 
 
 def compute_states(model: nn.Module, packed: Packed) -> Tensor:
-    """Return the last hidden states [K, H] that predict the distinct sampled tokens of packed
-    rows."""
+    """Return the last hidden states [K, H] from which the K distinct sampled tokens of packed rows
+    are predicted."""
     return compute_trunk_states(split_model(model)[0], packed)[packed.parents]
 
 
@@ -42,16 +42,16 @@ def forward_logprobs(
     value and the exact KL to the reference.
 
     The trunk makes one pass, without padding and with every shared beginning only once. The head is
-    applied only at the positions that predict a sampled token, in chunks. So [B, T, V] never
-    exists.
+    applied in chunks, and only at the positions before a sampled token. Therefore no tensor [B, T,
+    V] is ever made.
 
     Args:
       packed: the rows, from `rlkit.models.packing.pack(ids, response_mask)`, both [B, T].
       temperature: the sampler's temperature, > 0.
       entropy_gradient: True lets the entropy carry the gradient.
       critic: a critic of `rlkit.models.critic`. The result then has `values`.
-      reference: the reference's `compute_states` on the same rows [K, H], computed without
-        gradient, and its head. The result then has `full_kl`.
+      reference: a pair of the reference's states and head. The states [K, H] are the result of
+        `compute_states` on the same rows, without gradient. The result then has `full_kl`.
     Returns: tensors [B, T] in nats, or in units of reward for values; 0 outside the mask.
     """
     trunk, head = split_model(model)

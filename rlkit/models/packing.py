@@ -1,10 +1,11 @@
-"""Pack rows for the trunk in updates and scoring passes: without padding, and with every distinct
-beginning only once.
+"""Pack rows for the trunk, in updates and scoring passes. Packed rows have no padding, and a
+beginning shared by several rows is stored only once.
 
-The samples of one prompt begin alike. So the rows are stored as the forest of their prefixes, with
-one packed token for each distinct prefix. Linear layers compute each packed token once, and
-attention looks up the packed tokens on the path to it. Causal states depend only on the prefix, so
-packing changes no log-prob and no gradient. Several equal replies cost as much as one.
+The samples of one prompt begin alike. Therefore the rows are stored as the forest of their
+prefixes, with one packed token for each distinct prefix. Linear layers compute each packed token
+once. Attention of a packed token reads the packed tokens on the path to it, from the root of its
+tree. Causal states depend only on the prefix, so packing changes no log-prob and no gradient.
+Several equal replies cost as much as one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from rlkit.system.adapters import base_model
 from rlkit.system.sharding import find_sharded_modules
 
 ATTENTION = "rlkit_packed"
-# The most new tokens of a row for attention with a mask. With this limit, masks grow only linearly
-# with the tokens of a micro-batch.
+# Largest number of new tokens of a row for attention with a mask. With this limit, the size of the
+# masks grows only linearly with the tokens of a micro-batch.
 MASKED = 512
 STEP = 256  # with stepped lengths: the shortest padded length of a call
 STEP_TOKENS = 4096  # with stepped lengths: padded tokens in a call, unless one row has more
@@ -48,8 +49,8 @@ class Kernels(NamedTuple):
 # it makes a plan for each new shape, in 0.44 s forward and 0.55 s backward (FunASR#3704), and
 # `pack` makes about 50 shapes a step.
 KERNELS = {
-    # A CPU plans nothing, and one kernel supports masks, grouped heads and any length. So exact
-    # lengths are the least work.
+    # A CPU makes no plans, and one kernel supports masks, grouped heads and any length. Therefore
+    # exact lengths need the least work.
     (0, 0): Kernels(varlen=False, steps=False),
     # Volta and Turing: flash attention needs sm_80. The memory-efficient kernel does not support
     # grouped heads in torch 2.13 (pytorch#191085 came later).
@@ -74,28 +75,29 @@ def choose_kernels(device: torch.device) -> Kernels:
 
 
 class Paths(NamedTuple):
-    """Rows of nearly the same size: their queries, and the path of packed tokens each row attends
-    to."""
+    """Hold rows of nearly the same size for one call of attention: the queries of each row, and the
+    packed tokens that the row attends to."""
 
-    # [R, Q] packed tokens: those added by these rows, or whole rows; padding is token 0
+    # [R, Q] packed tokens: only the tokens added by each row, or all tokens of each row; padding is
+    # token 0
     queries: Tensor
     keys: Tensor  # [R, L] all packed tokens of each row, in order; padding is token 0
     starts: Tensor | None  # [R] position of each row's first query; None: all positions are 0
 
 
 class Segments(NamedTuple):
-    """All rows with new tokens, one after the other. The queries are the packed tokens themselves,
-    in their order."""
+    """Hold all rows with new tokens, one after the other, for one call of variable-length
+    attention. The queries are all packed tokens, in their order."""
 
     keys: Tensor  # [ΣL] all packed tokens of each row, in order
     # [2, R + 1] int32: the first query and the first key of each row, and the ends of the last row
     ends: Tensor
-    longest: list[int]  # the most queries and the most keys in a row
+    longest: list[int]  # largest number of queries, and of keys, in a row
 
 
 class Packed(NamedTuple):
-    """Rows as packed tokens. There is one packed token for each distinct prefix with a prediction
-    after it."""
+    """Hold rows as packed tokens. There is one packed token for each distinct prefix from which a
+    token is predicted."""
 
     ids: Tensor  # [N] int64, the id of each packed token
     positions: Tensor  # [N] int64, the position of each token in its row
@@ -104,8 +106,8 @@ class Packed(NamedTuple):
     # [K] int64, the packed token that predicts each distinct sampled token
     parents: Tensor
     targets: Tensor  # [K] int64, the ids of the distinct sampled tokens
-    # [M] int64, the index into K of each sampled token of the rows, in the order of the response
-    # mask
+    # [M] int64, for each sampled token of the rows its index among the K distinct tokens, in the
+    # order of the response mask
     inverse: Tensor
     response_mask: Tensor  # [B, T] bool, the response mask of the rows
     tokens: int  # number of tokens in the rows before packing
@@ -115,7 +117,7 @@ class Packed(NamedTuple):
 
 def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) -> Packed:
     """Pack rows as the forest of their prefixes. Each row is cut before its last sampled token,
-    because no token is predicted from it.
+    because no further token is predicted from this token.
 
     Args:
       ids: [B, T], right-padded.
@@ -173,7 +175,7 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
 
 
 class _Forest(NamedTuple):
-    """Rows stored so that each shared prefix exists only once."""
+    """Hold rows with each shared prefix stored only once."""
 
     index: Any  # [B, T] the packed token of each row and position
     added: list[tuple[int, int]]  # (a row with new tokens, number of tokens shared with others)
@@ -218,7 +220,7 @@ def _lay_out(rows: Any, lengths: Any) -> _Forest:
 def _place_part(
     part: Sequence[tuple[int, int, int]], index: Any, lengths: Any, home: Any, offset: int
 ) -> tuple[Any, Any]:
-    """Return the queries and the paths of the rows in one call of attention.
+    """Return the queries [R, Q] and the paths [R, L] of the rows in one call of attention.
 
     Also write into `home` the index of each packed token among the queries of all calls. The
     queries of this call begin at index `offset`.
@@ -239,9 +241,9 @@ def _place_part(
 def _calls(
     added: list[tuple[int, int]], lengths: Any, kernels: Kernels
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Group the rows into calls of attention; yield each call as a list of (row, position of its
-    first query, number of shared tokens). All tokens of a row become queries, without a mask, if
-    the row has many new tokens."""
+    """Group the rows into calls of attention. Yield each call as a list of (row, position of the
+    row's first query, number of tokens shared with other rows). If a row has many new tokens, all
+    of its tokens become queries, and no mask is needed."""
     classes: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for row, shared in added:
         length = int(lengths[row])
@@ -263,20 +265,21 @@ def step_length(length: int) -> int:
 
 
 def size_class(length: int) -> int:
-    """Return the class of a length. Lengths in one class differ by less than a factor of √2, so
-    padding makes attention longer by less than this factor."""
+    """Return the number of a length's size class. Lengths in one class differ by less than a factor
+    of √2, so padding to the longest length of the class costs less than this factor."""
     return int(2 * np.log2(length))
 
 
 def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
     """Compute the last hidden states [N, H] of all packed tokens.
 
-    The trunk reads the rows unpacked in two cases: it cannot attend to packed rows
-    (`allow_packing`), or some layers do not see the whole of the longest row. The states are the
-    same, but shared beginnings are computed again for each row.
+    In two cases the trunk reads the rows unpacked: if it cannot attend to packed rows (see
+    `allow_packing`), or if some layer does not see all positions of the longest row. The states are
+    then the same, but shared beginnings are computed again for each row.
     """
     if packed.ids.device.type == "cuda":
-        # for the whole process, because gradient checkpointing attends again in the backward pass
+        # switched off for the whole process, because gradient checkpointing computes attention
+        # again in the backward pass
         torch.backends.cuda.enable_cudnn_sdp(False)
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
@@ -311,8 +314,8 @@ def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
 
 
 def _read_rows(trunk: Any, packed: Packed) -> Iterator[Tensor]:
-    """Yield the states [R, L, H] of the rows of each path. The rows are right-padded. Causal
-    attention never sees this padding, so no attention mask is built."""
+    """Yield the states [R, L, H] of the whole rows of each Paths, right-padded. In causal attention
+    no token sees the padding after it, so no attention mask is built."""
     rows = [path.keys for path in packed.paths]
     if find_sharded_modules(trunk):
         # Make one call: each call gathers weights on all ranks, and ranks differ in their number of
@@ -331,7 +334,7 @@ def allow_packing(model: nn.Module) -> None:
     with a window read packed rows only up to the window's length.
 
     The model's other calls do not change. The choice is stored in the model's config, because
-    gradient checkpointing attends again in the backward pass.
+    gradient checkpointing computes attention again in the backward pass.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
@@ -388,8 +391,8 @@ def attend_packed(
         from torch.nn.attention.varlen import varlen_attn
 
         inputs: Any = (q, k[segments.keys], v[segments.keys], *segments.ends, *segments.longest)
-        # (-1, 0): causal attention, aligned at the end of each segment. So a query sees itself and
-        # all earlier tokens of its row, also the shared ones.
+        # (-1, 0): causal attention, aligned at the end of each segment. Therefore a query sees
+        # itself and all earlier tokens of its row, including shared tokens.
         out: Any = varlen_attn(*inputs, scale=scaling, window_size=(-1, 0), enable_gqa=True)
         return out[None], None
     if packed.kernels.steps:
@@ -412,7 +415,7 @@ def _attend(
     """Compute attention [R · Q, Hq, D] of rows of nearly the same size."""
     queries, keys, starts = paths
     count, length = queries.shape
-    if kernels.steps:  # all tokens of the rows are queries
+    if kernels.steps:  # here all tokens of the rows are queries
         step = step_length(length)
         queries = keys = nn_functional.pad(
             keys, (0, step - length, 0, max(1, STEP_TOKENS // step) - count)

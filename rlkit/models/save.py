@@ -35,8 +35,8 @@ def save_policy(
         gathered from shards.
       tokenizer: True also writes the tokenizer with the chat template.
       card: the text of README.md, shown by model hubs.
-    Raises: OSError if the disk refuses a write, by any of the libraries. The old folder is still
-    there unless only its removal has succeeded.
+    Raises: OSError if a write fails, in any of the libraries. The old folder is then still in
+    place, unless the error came after its removal.
     """
     model: Any = policy.model
     part = folder.with_name(f".{folder.name}.part")

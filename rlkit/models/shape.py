@@ -1,4 +1,4 @@
-"""Read the config of a Hugging Face model into fields with the same meaning for every family."""
+"""Read the config of a Hugging Face model into fields that mean the same for every family."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 
 class ModelShape(NamedTuple):
-    """The sizes of a model and the kinds of its layers."""
+    """Hold the sizes of a model and the kinds of its layers."""
 
     family: str  # model_type; "" if the config names none
-    context: int | None  # the most positions; None: the config has no limit
+    context: int | None  # largest number of positions; None: the config has no limit
     vocab: int | None  # rows of the vocabulary; None: the config does not say
     heads: int  # heads of queries; 0: the config does not say
     kv_heads: int  # heads of keys and values; as many as `heads` if the config does not say
@@ -19,8 +19,8 @@ class ModelShape(NamedTuple):
     active: int  # experts used for each token
     expert_width: int | None  # intermediate size of one expert
     layer_types: frozenset[str]  # empty if the config does not say
-    # positions seen by a layer of type sliding_attention, or by any layer if the config names no
-    # types; None: all positions
+    # number of positions seen by a layer of type sliding_attention, or by every layer if the config
+    # names no types; None: all positions
     window: int | None
     shared: int  # number of last layers with keys and values from earlier layers, as in Gemma 3n
     encoder: bool  # True if the model has an encoder before the decoder
@@ -52,11 +52,11 @@ def read_model_shape(config: Any) -> ModelShape:
 
 
 def find_whole_context(config: Any) -> float:
-    """Return the longest context, in tokens, that every layer sees as a whole.
+    """Return the longest context, in tokens, for which every layer sees all positions.
 
-    The result is inf for a model without windows, and the window for a model with sliding layers.
-    It is 0 if some layers see other states: layers of other kinds, layers with shared keys and
-    values, or an encoder.
+    The result is inf for a model without windows, and the size of the window for a model with
+    sliding layers. The result is 0 if the model has layers of other kinds, layers with shared keys
+    and values, or an encoder.
 
     Up to this length a sliding layer computes the same as a full layer.
     """

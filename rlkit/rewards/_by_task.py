@@ -15,8 +15,9 @@ from rlkit.types import Rollout, Task, bound, plain, safe
 def _truth_problems(
     tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]
 ) -> list[str]:
-    """Explain for each task why its own reward cannot read its truth; "" if it can. A task with an
-    unknown reward gets "", because `by_task` refuses it anyway."""
+    """Return one text per task: the reason why the task's own reward cannot read the task's truth.
+    The text is "" if the reward can read it. A task with an unknown reward also gets "", because
+    `by_task` refuses this task anyway."""
     problems = [""] * len(tasks)
     for name, places in _places(tasks).items():
         if name in rewards:
@@ -27,7 +28,7 @@ def _truth_problems(
 
 
 def _places(tasks: Sequence[Task]) -> dict[str, list[int]]:
-    """Return the positions of the tasks of each reward, by the reward's name."""
+    """Return reward name → the positions of the tasks scored by this reward."""
     places: dict[str, list[int]] = {}
     for i, task in enumerate(tasks):
         places.setdefault(task.reward, []).append(i)
@@ -38,8 +39,8 @@ def _places(tasks: Sequence[Task]) -> dict[str, list[int]]:
 @reads_truths(_truth_problems)
 @batched
 def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[Any]:
-    """Score each rollout with the reward named by its task. So each row of a mixture can have its
-    own reward.
+    """Score each rollout with the reward named by its task. This lets each row of a mixture have
+    its own reward.
 
     Args:
       rewards: reward functions by name. A function takes one rollout. If it is marked `@batched`,

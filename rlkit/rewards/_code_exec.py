@@ -33,8 +33,8 @@ class Judgement(NamedTuple):
 
     `status` is ok if every test passes, and wrong if some test fails. timeout: the program took too
     long. error: it raised, was killed or printed too much. unparseable: the reply has no code, or
-    the code is not Python. unrun: this machine could not start the program, and the program is not
-    to blame.
+    the code is not Python. unrun: this machine could not start the program, for a reason outside
+    the program.
     """
 
     status: Literal["ok", "wrong", "timeout", "error", "unparseable", "unrun"]
@@ -64,12 +64,12 @@ def code_exec(
       rollouts: a batch of rollouts. Equal programs with equal tests run only once.
       sandbox: limits of a program, and the required isolation.
       credit: "all" gives `correct` if every test passes, else `wrong`. "share" gives a score
-        between `wrong` and `correct`, in proportion to the share of passing tests. So a program
-        also earns something if it is right only on the easy cases.
+        between `wrong` and `correct`, in proportion to the share of passing tests. Therefore a
+        program that is right only on the easy cases also gets a reward.
       correct, wrong: the scores of a right and of a wrong program.
     Returns: one score per rollout, with the status of its judgement; None for a task without tests.
-      If this machine could not start the program, the value is a SandboxError. It counts as a
-      failure of the reward (`Reward.max_error_rate`) and not as a wrong answer.
+      If this machine could not start the program, the value is a SandboxError. This error counts as
+      a failure of the reward (`Reward.max_error_rate`) and not as a wrong answer.
     Raises: DataError naming the row if a test cannot be checked; ConfigError if the sandbox is
       weaker than required.
     """
@@ -110,14 +110,15 @@ def judgements(
 
 
 def extract_code(text: str, names: Collection[str] = ()) -> str:
-    """Extract the program from a reply. It is a fenced block (see `rlkit.rewards.fences`), or the
-    whole text if no block can be a program.
+    """Extract the program from a reply. The program is a fenced block (see `rlkit.rewards.fences`),
+    or the whole text if no block can be a program.
 
     Args:
-      names: names to be defined at the top level of the program. The program is the last block with
-        a definition of one of these names, so an example of its use may follow. Python blocks are
-        preferred to unmarked blocks, and unmarked blocks to blocks in other languages. If no block
-        defines a name, the program is the last Python block, else the last unmarked block.
+      names: names that the program may define at its top level. The program is the last block with
+        a definition of one of these names, so a block with an example of its use may follow. Python
+        blocks are preferred to unmarked blocks, and unmarked blocks to blocks in other languages.
+        If no block defines a name, the program is the last Python block, else the last unmarked
+        block.
 
     >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\nThis prints\\n```\\n1\\n```")
     'a = 1'

@@ -13,8 +13,7 @@ EPS = 1e-8  # added to the standard deviation
 
 
 class Moments(NamedTuple):
-    """Hold the running moments of total rewards. They are plain numbers, so they fit into a
-    checkpoint."""
+    """Hold the running moments of total rewards, as plain numbers for a checkpoint."""
 
     n: float = 0.0  # number of rewards
     mean: float = 0.0
@@ -48,8 +47,9 @@ def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
 
 
 def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
-    """Return the episodes with total rewards (R − mean) / (std + 1e-8). Rewards of steps are only
-    divided by the scale. The mean is subtracted once, from the reward at the end of the episode.
+    """Return the episodes with total rewards (R − mean) / (std + 1e-8). R is an episode's total
+    reward, and mean and std are over all episodes of the run so far. The rewards of steps are only
+    divided by (std + 1e-8). The mean is subtracted once per episode, from the reward at its end.
 
     The values of the terms, the statuses and the unscored rollouts are not changed.
     """

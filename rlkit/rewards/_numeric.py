@@ -17,9 +17,9 @@ from rlkit.rewards.declarations import reads_truth
 from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.types import Rollout, Task, gives
 
-MAX_DIGITS = 200  # longest number, in characters; a longer number is not an answer
-MAX_SEGMENT = 1000  # number of characters after a marker to search for its number
-MAX_MARKERS = 100  # largest number of markers to read in one text, from the last marker backwards
+MAX_DIGITS = 200  # longest number read as an answer, in characters
+MAX_SEGMENT = 1000  # number of characters searched for a number after an answer marker
+MAX_MARKERS = 100  # largest number of answer markers read in one text, counted from its end
 
 # ------------------------------------------------------------------ different spellings of a number
 
@@ -135,10 +135,10 @@ MARKER = re.compile(
 END_OF_SENTENCE = re.compile(r"\n|(?<!\\)(?<!\bRs)[.!?;](?=\s|$)")
 NUMBERED_HEADING = re.compile(r"\W*+[0-9]++\s?[.):]\s++\S")
 WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
-# Python before 3.11.5 matches a possessive group with alternatives wrongly (gh-106052). So the
-# groups here are greedy.
-# The parts of an expression: digits, operators, single letters except the words a and I, LaTeX
-# commands, and signs in words.
+# Python before 3.11.5 matches a possessive group with alternatives wrongly (gh-106052). Therefore
+# the groups here are greedy.
+# EXPRESSION matches the parts of an expression: digits, operators, single letters except the words
+# a and I, LaTeX commands, and signs in words.
 EXPRESSION = re.compile(
     rf"(?:[0-9\s.,+\-*/^(){{}}\[\]=%°<>|!:≈]|\\[A-Za-z]++|(?<!{LETTER})(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
     rf"|(?<!['’])(?<!{LETTER})(?![aAI]){LETTER}(?!{LETTER}))+",
@@ -224,12 +224,12 @@ def parse_number(text: str) -> Fraction | None:
 def extract_answer(text: str) -> Fraction | None:
     r"""Return the number that a reply gives as its answer, or None if it gives no number.
 
-    The answer is read after a marker: after the last marker that is followed by a number. Markers
-    are `####` with a number on its line, `\boxed{…}`, "the answer is", "Answer:" and
-    `<answer>…</answer>`. After "the answer is", the first number of the sentence counts. After the
-    other markers, the number must follow directly. In an equation, the number after the last "="
-    counts. A heading (#### Step 2) is not a marker. If the expression after the marker is not a
-    number (\boxed{3\sqrt{2}}), the result is None.
+    The answer is read after the last answer marker with a number behind it. The markers are `####`
+    with a number on its line, `\boxed{…}`, "the answer is", "Answer:" and `<answer>…</answer>`.
+    After "the answer is", the first number of the sentence counts. After the other markers, the
+    number must follow directly. In an equation, the number after the last "=" counts. A heading
+    (#### Step 2) is not a marker. If the expression after the marker is not a number
+    (\boxed{3\sqrt{2}}), the result is None.
 
     Without a marker, the last number of the text counts. If its sentence has an "=", the number
     after the last "=" counts. If the whole text is a number, it is the answer.
@@ -248,8 +248,8 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def _truth(text: str) -> Fraction | None:
-    """Return the number of a truth. It is the whole text, or the part after the last marker, as in
-    solutions of GSM8K."""
+    """Return the number in a truth. The whole text is read as a number, or else the text after the
+    last answer marker, as in the solutions of GSM8K."""
     number = parse_number(text)
     if number is not None:
         return number
@@ -327,8 +327,8 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 
 def _segments(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the kind of each marker and the text after it, from the last marker to the first. A
-    text without a digit is skipped. The texts do not overlap."""
+    """Yield a pair for each answer marker, from the last marker to the first: the kind of marker,
+    and the text after the marker. A text without a digit is skipped. The texts do not overlap."""
     markers = list(MARKER.finditer(text))
     following: re.Match[str] | None = None
     for marker in reversed(markers[-MAX_MARKERS:]):
@@ -346,8 +346,10 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _cut_own_text(kind: str, text: str, *, closed: bool) -> str:
-    """Cut a text to the part that belongs to the marker before it: a line, a box, a tag, or the
-    rest of the sentence."""
+    """Return the beginning of `text` that belongs to an answer marker. `text` is the text after the
+    marker, and `kind` is the kind of marker. After `####`, this is the rest of the line. In
+    a box or a tag, it is the text up to the end of the box or the tag. After words like "the answer
+    is", it is the rest of the sentence."""
     if kind == "hashes":
         return text.partition("\n")[0]
     if kind == "box":
@@ -381,8 +383,8 @@ def _is_followed_by_number(kind: str, plain: str) -> bool:
 
 
 def _read_delimited(plain: str) -> Fraction | None:
-    """Return the number in a box or a tag. In an equation, it is the number after the last "=".
-    Among words, it must be the only number."""
+    """Return the number inside a box or a tag. In an equation, this is the number after the last
+    "=". If the text also has words, it must contain exactly one number."""
     left, equals, right = plain.rpartition("=")
     if equals and not CLAUSE.search(left):
         return _parse_whole(right)
@@ -391,8 +393,9 @@ def _read_delimited(plain: str) -> Fraction | None:
 
 
 def _find_first(plain: str) -> Fraction | None:
-    """Return the first expression of a simplified text as a number. In an equation, it is the side
-    after the last "=". The result is None if words change the number: "5 and a half" is not 5."""
+    """Return the first expression of a simplified text as a number. In an equation, the number is
+    the side after the last "=". The result is None if words after the number change it: "5 and a
+    half" is not 5."""
     expression = next(
         (found for found in EXPRESSION.finditer(plain) if HAS_NUMBER.search(found.group())), None
     )

@@ -33,10 +33,10 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
       baseline. If all terms are per step, `reward` is 0.
     Raises: RewardError with the term, the task and the cause if a term fails on more than
       `max_error_rate` of the rollouts, or if the aggregator fails. A term fails if it raises,
-      hangs, or returns anything but a finite number, a bool or None. A batched term must return a
-      list of these values, one for each rollout; a term per step, one for each step. ConfigError if
-      every weight is 0, or a limit is out of range. A Refusal raised by a function is raised
-      unchanged, because its message tells the user the remedy.
+      hangs, or returns a value other than a finite number, a bool or None. A batched term must
+      return a list of these values, one for each rollout; a term per step, one for each step.
+      ConfigError if every weight is 0, or a limit is out of range. A Refusal raised by a function
+      is raised unchanged, because its message tells the user the remedy.
     """
     if not isinstance(reward, Reward):
         raise ConfigError(
@@ -77,8 +77,8 @@ def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def _drop_term_rewards(rollout: Rollout) -> Rollout:
-    """Return the rollout with the step rewards that its environment paid. Rewards added by earlier
-    per-step terms are removed."""
+    """Return the rollout with only the environment's rewards at its steps. Rewards added by an
+    earlier scoring with per-step terms are removed."""
     if not rollout.environment_rewards:
         return rollout
     steps = tuple(
@@ -95,7 +95,7 @@ def _score_column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> lis
     count = len(rollouts)
     limit = reward.max_error_rate
     allowed = int(limit * count)
-    # the list of values is shorter only after too many failures
+    # after too many failures, the list of values is shorter than the list of rollouts
     known = zip(rollouts, call_term(term, rollouts, allowed), strict=False)
     cells = [check_value(value, rollout, term, f"reward/{name}") for rollout, value in known]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
@@ -107,8 +107,8 @@ def _score_column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> lis
 
 
 def _with_scores(rollout: Rollout, row: Mapping[str, Checked], reward: Reward) -> Rollout:
-    """Return the rollout with the values of its terms and the rewards of its steps. Its `reward` is
-    still None."""
+    """Return the rollout with the values of its terms and the rewards of its steps. The `reward` of
+    the returned rollout is still None."""
     scored = rollout._replace(
         reward=None,
         rewards={name: cell.score for name, cell in row.items()},
@@ -131,8 +131,8 @@ def _with_scores(rollout: Rollout, row: Mapping[str, Checked], reward: Reward) -
 
 
 def _aggregate_rewards(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """Return the rollouts with `reward` filled in. It stays None if a term of non-zero weight is
-    None, or if the environment failed."""
+    """Return the rollouts with `reward` filled in. The `reward` stays None if a term of non-zero
+    weight is None, or if the environment failed."""
     counted = [name for name, term in reward.terms.items() if term.weight]
     places = [
         i
@@ -153,8 +153,8 @@ def _aggregate_rewards(rollouts: Sequence[Rollout], reward: Reward) -> list[Roll
 
 
 def _require_bounded(rollouts: Sequence[Rollout]) -> None:
-    """Raise RewardError if the total reward of an episode is larger than training in float32
-    allows. The total includes the environment's payments at the steps."""
+    """Raise RewardError if the total reward of an episode is too large for training in float32. The
+    total includes the environment's payments at the steps."""
     for rollout in rollouts:
         total = rollout.total_reward
         if total is not None and not abs(total) <= LARGEST:

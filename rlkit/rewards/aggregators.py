@@ -55,8 +55,8 @@ def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 @keeps("binary", "non_negative", "raw")
 def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Compute Π weight * score. If one component is 0, the reward is 0. So a right answer in the
-    wrong form earns nothing.
+    """Compute Π weight * score. If one component is 0, the reward is 0. Therefore a right answer in
+    the wrong form gets no reward.
 
     Args: those of `weighted_sum`. Components should be in 0 … 1, because two negative factors make
     a positive product.
@@ -69,13 +69,14 @@ def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 def group_normalised(
     rollouts: Sequence[Rollout], weights: Mapping[str, float], *, eps: float = 1e-4
 ) -> list[float]:
-    """Compute Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps). Each component is divided by
-    its own spread within the prompt's group.
+    """Compute Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps). r_k is the score of
+    component k, and g is the prompt's group. Each component is divided by its own standard
+    deviation within the group.
 
-    So a component with a large spread does not hide a component with a small spread. The rewards of
-    a group sum to 0, so `reward/mean` is always 0. `reward/NAME/mean` shows how good the policy is.
-    The published GDPO also divides by the standard deviation over the batch. To do the same, set
-    algorithm/advantage=raw algorithm/normalization=batch.
+    Therefore a component with a large spread does not hide a component with a small spread. The
+    rewards of a group sum to 0, so `reward/mean` is always 0. `reward/NAME/mean` shows how good the
+    policy is. The published GDPO also divides by the standard deviation over the batch. To do the
+    same, set algorithm/advantage=raw algorithm/normalization=batch.
 
     Args:
       rollouts: rollouts with their components in `rewards` and the number of their prompt in
@@ -83,8 +84,8 @@ def group_normalised(
       weights: weight of each component by name.
       eps: added to each standard deviation, ≥ 0, in units of a component.
     Returns: a dimensionless reward for each rollout. std is the standard deviation of a sample
-      (n-1). If all values of a component in a group are equal, it adds exactly 0. The same holds in
-      a group of one rollout.
+      (n-1). A component adds exactly 0 if all its values in the group are equal, or if the group
+      has only one rollout.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242.
     """
     groups: dict[int, list[int]] = defaultdict(list)

@@ -16,9 +16,9 @@ Unit = Literal["words", "tokens"]
 
 @no_gold
 def environment(rollout: Rollout) -> float | None:
-    """Return the sum of the rewards that the environment paid at the steps. The sum is only logged
-    as this component. It is not added to the reward, because the rewards of the steps already
-    contain it. The result is None (cannot be scored) if the environment failed.
+    """Return the sum of the rewards that the environment paid at the steps. The sum is only logged,
+    as the value of this component. The sum is not added to the reward, because the rewards of the
+    steps already contain it. The result is None (cannot be scored) if the environment failed.
 
     >>> from rlkit.types import Task
     >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None
@@ -32,11 +32,11 @@ def environment(rollout: Rollout) -> float | None:
 @gives("non_negative", "raw")
 @reads_truth(explain_unreadable)
 def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
-    """Score a right number by the number of replies. The score falls linearly from 1 for one reply
-    to 1 / max_turns for max_turns replies. It is 0 if the last reply has a wrong number or no
-    number.
+    """Score a right answer, a number, by how many replies were needed. The score falls linearly
+    from 1 for one reply to 1 / max_turns for max_turns replies. The score is 0 if the last reply
+    has a wrong number or no number.
 
-    R = correct · (1 - (n - 1) / max_turns), where n is the number of replies
+    `R = correct · (1 - (n - 1) / max_turns)` for n replies
 
     Args:
       rollout: the rollout to score. Its last reply is right or wrong as in `numeric`.
@@ -60,17 +60,17 @@ def length(
     above: float = -0.3,
     inside: float = 0.0,
 ) -> float:
-    """Score the length of the replies by a band. The score is `inside` for low ≤ length ≤ high,
-    else `below` or `above`.
+    """Score the length of the replies against a range of lengths. The score is `inside` for low ≤
+    length ≤ high, otherwise `below` or `above`.
 
     Args:
       unit: "words" counts the words of the final reply, without its thinking. A word is text
         between white space. "tokens" counts the sampled tokens of the whole episode, with thinking.
-      low, high: bounds of the band in this unit, both inside; 0 ≤ low ≤ high.
+      low, high: bounds of the range in this unit, 0 ≤ low ≤ high. Both bounds count as inside.
       below, above, inside: the three scores.
-    Returns: one of the three scores. A reply cut off by the length limit counts with the length it
-      has.
-    Raises: ConfigError for bounds that leave no band.
+    Returns: one of the three scores. A reply cut off by the length limit is scored by its length up
+      to the cut.
+    Raises: ConfigError unless 0 ≤ low ≤ high.
 
     >>> from rlkit.types import Step, Task
     >>> length(Rollout(Task("t", ()), (Step((), (), (), (), "stop", content="too short"),)))
@@ -89,8 +89,9 @@ def soft_length(
     buffer: int = 128,
     penalty: float = 1.0,
 ) -> float:
-    """Penalise long replies with a ramp. The score is 0 up to the length limit - buffer. It then
-    falls linearly to -penalty at `limit`, and stays at -penalty above.
+    """Penalise long replies with a linear ramp. The score is 0 up to the length `limit - buffer`.
+    From there it falls linearly to `-penalty` at the length `limit`. For longer replies the score
+    stays `-penalty`.
 
     penalty * min(0, max(-1, ((limit - buffer) - length) / buffer))
 
@@ -124,8 +125,8 @@ def measure(rollout: Rollout, unit: Unit) -> int:
 def band(
     value: int, *, low: int, high: int | None, below: float, above: float, inside: float
 ) -> float:
-    """Return the score of a count: `below`, `inside` or `above`. Both bounds count as inside. If
-    `high` is None, there is no upper bound. Raises ConfigError unless 0 ≤ low ≤ high."""
+    """Compare a count with a range and return `below`, `inside` or `above`. Both bounds count as
+    inside. If `high` is None, there is no upper bound. Raises ConfigError unless 0 ≤ low ≤ high."""
     if low < 0 or (high is not None and high < low):
         raise ConfigError(f"a band needs 0 <= low <= high, not low={low}, high={high}")
     if value < low:
@@ -142,8 +143,8 @@ def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
         (open-r1) to 40 tokens (Yeo et al.).
       penalty: factor, ≥ 0. A reply that repeats the same words without end scores almost -penalty.
     Returns: a score in (-penalty, 0]. Thinking and content both count, but each text is counted
-      separately. No n-gram spans two texts, and it is no repetition if a later text uses the words
-      of an earlier text. The score is 0 if every text is shorter than n words.
+      separately. No n-gram spans two texts. Words of an earlier text that return in a later text
+      are no repetition. The score is 0 if every text is shorter than n words.
     Raises: ConfigError for n or penalty out of range.
     Source: Yeo et al. 2025, appendix C.2, arXiv:2502.03373. The paper gives a penalty for each
       token; this is the sum over a reply.
@@ -177,7 +178,8 @@ def tool_usage(
     above: float = 0.5,
     inside: float = 1.0,
 ) -> float:
-    """Score the number of successful tool calls in all replies together, by a band.
+    """Count the successful tool calls in all replies together, and score this number against a
+    range.
 
     Args:
       low, high: bounds, both within the band. If `high` is null, there is no upper bound.

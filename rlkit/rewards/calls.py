@@ -35,7 +35,7 @@ from rlkit.system.shared_state import Watch, get_current_watch
 from rlkit.system.waiting import note_movement, waiting
 from rlkit.types import Rollout
 
-# seconds after the term's timeout; then async calls that block their event loop are given up
+# seconds after the term's timeout until async calls that block their event loop are given up
 GRACE = 15.0
 
 
@@ -50,9 +50,9 @@ class Unawaited(Exception):
 def call_term(term: Term, rollouts: Sequence[Rollout], allowed: int) -> list[Any]:
     """Return the result of the term's function for each rollout: a value or an exception.
 
-    Async calls are awaited together, after the plain calls. If more than `allowed` calls time out,
-    the list ends at this point. The step has then failed, and each further call could take just as
-    long.
+    Async calls are awaited together, after the plain calls. When more than `allowed` calls have
+    timed out, the list ends early. The RL step has then failed, and each further call could take
+    just as long.
     """
     values: list[Any] = []
     timeouts = 0
@@ -97,7 +97,7 @@ def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
 
 def call(function: Callable[[], Any], term: Term, watch: Watch, *, here: bool = True) -> Any:
     """Return the value returned by the term's function, or the exception raised by it. `here` says
-    whether the call runs in the thread of `watch`."""
+    whether this call runs in the same thread as `watch`."""
 
     def work() -> Any:
         with (
@@ -121,8 +121,8 @@ def call_on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
 
 
 def spread(values: Any, count: int) -> Sequence[Any]:
-    """Return the list returned by a batched function. If the function failed, return its failure
-    once for every rollout."""
+    """Return one result per rollout from the value of a batched function. If the function failed,
+    every rollout gets the same failure."""
     failure = (
         values
         if isinstance(values, Exception)
@@ -162,18 +162,18 @@ def _run_in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[An
 
 
 def _close_awaitable(value: Any) -> Any:
-    """Return the value itself. If it is an awaitable, close it and return Unawaited instead."""
+    """Return a plain value unchanged. Close an awaitable and return Unawaited in its place."""
     if inspect.iscoroutine(value):
         value.close()
     return Unawaited() if inspect.isawaitable(value) else value
 
 
 def _await_all(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0) -> list[Any]:
-    """Await all calls together and return their results or exceptions. They run in a thread,
-    because a notebook has its own running event loop.
+    """Await all calls together and return their results or exceptions. The awaitables run in a
+    separate thread, because a notebook has its own running event loop.
 
-    After more exceptions than `allowed`, or after a Refusal, nothing more is awaited. Every missing
-    result is an Unawaited.
+    After more exceptions than `allowed`, or after a Refusal, no further call is awaited. The result
+    of each call without a result is then an Unawaited.
     """
     if not awaitables:
         return []
@@ -220,6 +220,7 @@ def _outcome(task: asyncio.Task[Any]) -> Any:
 
 
 def _has_too_many_failures(tasks: Sequence[asyncio.Task[Any]], allowed: int) -> bool:
-    """Return whether scoring has already failed, whatever the other tasks return."""
+    """Return whether scoring has already failed, so the results of the remaining tasks no longer
+    matter."""
     errors = [error for task in tasks if is_over(task) and (error := get_error(task)) is not None]
     return len(errors) > allowed or any(isinstance(error, Refusal) for error in errors)

@@ -12,7 +12,7 @@ from rlkit.rewards.terms import Term
 from rlkit.rewards.verdicts import Paid, ScoreStatus, Verdict
 from rlkit.types import Rollout, unpacked
 
-TAKEN = ("mean", "std", "variance_share")  # names used by rlkit's own metrics reward/TERM/…
+TAKEN = ("mean", "std", "variance_share")  # NAMEs of rlkit's own metrics reward/TERM/NAME
 LARGEST = 1e15  # largest reward; the sum of squares of larger rewards may overflow float32
 
 
@@ -31,8 +31,8 @@ class Checked(NamedTuple):
     score      a finite number; None: the rollout cannot be scored
     component  the logged value: the score, or the sum paid at the steps if the value is `Paid`
     steps      rewards of the steps, if the term is per step
-    metrics    metrics returned by the function, by their names in the row of the RL step
-    failure    if the function is to blame for a missing score: what went wrong
+    metrics    metrics returned by the function, by their names in metrics.jsonl
+    failure    what went wrong, if the score is missing because the function failed
     cause      the exception behind the failure
     """
 
@@ -48,7 +48,7 @@ class Checked(NamedTuple):
 def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
     """Turn a returned value or a raised exception into a score with its status.
 
-    `part` is the beginning of the metrics' names: reward/TERM or aggregator.
+    `part` is the beginning of the metrics' names, either "reward/TERM" or "aggregator".
     """
     where = f"on task {rollout.task.id!r}:"
     try:
@@ -66,7 +66,8 @@ def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
 
 
 def reward_error(who: str, rollout: Rollout, failed: Checked, rate: str = "") -> RewardError:
-    """Make the error that ends a run with too many failures. `rate` is a text with their number."""
+    """Make the error that ends a run after too many failures of a reward. `rate` is a text with the
+    number of failures."""
     said = (
         f"the last reply was {rollout.final_content[:200]!r}"
         if rollout.steps
@@ -112,8 +113,8 @@ def _number(value: Any) -> float | None:
 
 
 def _metric(name: str, value: Any, part: str) -> float | None:
-    """Check a metric returned with a score. Raises: Misshapen if rlkit itself uses its name, or if
-    it is not a number."""
+    """Return the value of a metric that a function returned with its score: a number or None.
+    Raises: Misshapen for any other value, or if one of rlkit's own metrics has this name."""
     if part != "aggregator" and (name in TAKEN or name.endswith("_frac")):
         raise Misshapen(f"a metric {name!r}, and rlkit uses this name itself; rename the metric")
     return _number(value)

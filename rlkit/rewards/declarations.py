@@ -17,10 +17,10 @@ MARK = "__declared__"
 class Declared(NamedTuple):
     """Hold the declarations of one function.
 
-    batched   it takes the list of all rollouts and returns a list of scores
+    batched   the function takes the list of all rollouts and returns a list of scores
     no_gold   the function cannot be tried on gold answers, because its rows have none
-    problems  function from tasks to one text per task: why the reward cannot read its truth, or ""
-              if it can. None: the reward reads no truth
+    problems  function from tasks to one text per task: the reason why the reward cannot read the
+              task's truth (its true answer), or "" if it can. None: the reward reads no truth
     fields    keys of `task.metadata` with which the function compares a reply
     """
 
@@ -33,8 +33,8 @@ class Declared(NamedTuple):
 def read_declarations(fn: Callable[..., Any]) -> Declared:
     """Return the declarations of a function.
 
-    A `functools.partial` has the declarations of its function. Its keywords are also passed to
-    `problems`.
+    A `functools.partial` has the declarations of its function. Keywords bound by the partial are
+    also bound in the declared function `problems`, so both functions see the same settings.
     """
     keywords: dict[str, Any] = {}
     while isinstance(fn, partial) and not hasattr(fn, MARK):
@@ -56,8 +56,8 @@ def batched(fn: F) -> F:
 
 
 def no_gold(fn: F) -> F:
-    """Mark a reward that cannot be tried on gold answers, because its rows have none. Instead of a
-    gold answer, the environment, a model or the row's own package judges the reply."""
+    """Mark a reward that cannot be tried on gold answers, because the rows of its task have no gold
+    answers. Instead, the environment, a model or the row's own package judges the reply."""
     return _declare(fn, no_gold=True)
 
 
@@ -65,17 +65,17 @@ def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
     """Mark a reward function as a reader of `task.answer`.
 
     Args:
-      problem: function that gets a task, and the keywords bound to the reward function by a config.
-        It returns why the reward function cannot read the task's truth, or "" if it can. The text
-        ends a sentence that begins with the truth. It is called for every row, so it has to be
-        quick.
+      problem: function of a task, and of the keywords that a config binds to the reward function.
+        It returns the reason why the reward function cannot read the task's truth, or "" if there
+        is no reason. The reason is the end of a sentence that begins with the truth. The function
+        is called for every row, so it has to be quick.
     """
     return reads_truths(lambda tasks, **keywords: [problem(task, **keywords) for task in tasks])
 
 
 def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
-    """Mark a reward function as `reads_truth` does, with a function `problems` for all rows at
-    once. It gets the tasks and the keywords, and returns one text per task."""
+    """Mark a reward function as `reads_truth` does, but with one function for all rows. `problems`
+    gets all tasks and the keywords, and returns one text per task."""
     return partial(_declare, problems=problems)
 
 
@@ -86,8 +86,9 @@ def reads_fields(*fields: str) -> Callable[[F], F]:
 
 
 def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
-    """Explain for each task why a reward function cannot read its truth. The text is "" if it can,
-    and for a function without this mark."""
+    """Return one text per task: the reason why a reward function cannot read the task's truth. The
+    text is "" if the function can read it, or if the function is not marked by `reads_truth` or
+    `reads_truths`."""
     problems = read_declarations(fn).problems
     if problems is None or not tasks:
         return [""] * len(tasks)

@@ -15,21 +15,21 @@ from rlkit.types import AggregatorFn, safe
 
 @safe("fn")
 class Term(NamedTuple):
-    """Describe a component of a reward: a function of one rollout, plain or async, and how to call
-    it.
+    """Describe one component of a reward: a plain or async function of one rollout, and the rules
+    for calling the function.
 
     fn        returns the score, or a pair (score, metrics). metrics are numbers by name. Their
               means are logged as reward/TERM/NAME in the row of the RL step
-    weight    factor of the score in the aggregate. If it is 0, the term is scored and logged, but
-              it is not part of the reward
+    weight    factor of the score in the aggregate. A term of weight 0 is scored and logged, but it
+              is not part of the reward
     batched   fn takes the list of all rollouts and returns a list of scores
     per_step  fn returns a list with one number or None for each step. weight * number is added to
               `Step.reward`, on top of the environment's payment. The aggregate of the other terms
               is given at the end of the episode. The logged component is the sum of the numbers
     timeout   seconds for a call; None: no limit. A batched term has one call for all rollouts.
               After the timeout, an async function is cancelled. A plain function runs in a thread,
-              and a thread cannot be killed. So it is given up and goes on in the background. Code
-              that may hang therefore belongs in a child process, as in math_verify
+              and a thread cannot be killed. Therefore the call is given up, but its thread goes on
+              in the background. Run code that may hang in a child process, as math_verify does
     threads   number of rollouts that a plain function scores at the same time, each in its own
               thread, > 0. Use more than 1 for a function that waits, for example for the network.
               With several threads, its random numbers depend on timing
@@ -50,16 +50,17 @@ class Term(NamedTuple):
 
 @safe("name", "terms")
 class Reward(NamedTuple):
-    """Describe a reward: named terms in order, and the rule that makes one number of their scores.
+    """Describe a reward: named terms in order, and the aggregator that makes one number of their
+    scores.
 
     aggregator      function from (scores, weights) to a number, or a function of the whole batch
-                    (rlkit.rewards.aggregators). It may return (number, metrics). metrics are
-                    numbers by name. Their means over the scored rollouts are logged as
+                    (rlkit.rewards.aggregators). The aggregator may also return (number, metrics).
+                    metrics are numbers by name. Their means over the scored rollouts are logged as
                     aggregator/NAME
     max_error_rate  share of rollouts, 0 … 1, on which a term may raise, hang or return no reward. A
-                    rollout with such a failure cannot be scored (None). It is counted in
-                    `reward/NAME/error_frac` and `timeout_frac`. Above this share, scoring stops
-                    with an error
+                    rollout with such a failure cannot be scored (None). `reward/NAME/error_frac`
+                    and `timeout_frac` count these rollouts. Above this share, scoring stops with an
+                    error
     normalize       whether to train on (reward - mean) / std, with mean and std over all episodes
                     of the run so far (rlkit.rewards.normalise). Metrics show the raw rewards
     """

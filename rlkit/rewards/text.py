@@ -28,8 +28,8 @@ def exact_match(
 
     Args:
       parse: a function from a text to the part to compare, for example
-        `rlkit.rewards.extract_answer`. It returns None if there is nothing to compare. If `parse`
-        is None (null in a config), the whole texts are compared.
+        `rlkit.rewards.extract_answer`. The function returns None if there is nothing to compare. If
+        `parse` is None (null in a config), the whole texts are compared.
       ignore_case: case-fold both texts first.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; None if `task.answer` is empty or cannot be parsed. A reply that
@@ -83,7 +83,7 @@ def format_match(
 
     Args:
       pattern: a regular expression of Python's `re`. Flags are written in front of it, as (?s) or
-        (?i). Avoid nested repetition: its cost on hostile text has no bound.
+        (?i). Avoid nested repetition: its running time on hostile text has no bound.
       whole: if True, the pattern must match the whole reply, without surrounding white space. If
         False, a match of any part is enough.
       correct, wrong: the two scores.

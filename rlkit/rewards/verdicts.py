@@ -13,9 +13,9 @@ ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 def final_answer(rollout: Rollout) -> str | None:
     """Return `rollout.final_content`, or None if the episode ended without a final answer.
 
-    An episode has no final answer if it has no reply or was truncated. It has none either if its
-    last reply was cut off by the length limit or still calls tools, unless the environment gives
-    the answer itself (`metadata["final_content"]`).
+    An episode has no final answer if it has no reply or was truncated. The same holds if the last
+    reply was cut off by the length limit or still calls tools. An answer given by the environment
+    itself (`metadata["final_content"]`) counts in these last two cases.
     """
     if not rollout.steps or rollout.status == "truncated":
         return None
@@ -26,8 +26,8 @@ def final_answer(rollout: Rollout) -> str | None:
 
 
 class Verdict(float):
-    """Hold a score with its status, if the status does not follow from the number: Verdict(0.0,
-    "unparseable"), Verdict(0.0, "timeout")."""
+    """Hold a score together with its status. Return a Verdict if the status does not follow from
+    the number, as in Verdict(0.0, "unparseable") or Verdict(0.0, "timeout")."""
 
     status: ScoreStatus
 
@@ -39,8 +39,8 @@ class Verdict(float):
 
 class Paid(Verdict):
     """Hold a score of 0 for an episode that was already rewarded at its steps. `amount` is the sum
-    of the rewards paid at the steps. It is the component for logs and algorithms, but it is not
-    added to the reward a second time."""
+    of the rewards paid at the steps. Logs and algorithms see this amount as the component's value,
+    but it is not added to the reward a second time."""
 
     def __init__(self, amount: float) -> None:
         self.amount = amount

@@ -1,4 +1,4 @@
-"""The results of runs: their folders, their reports, and sweeps over many runs.
+"""Handle the results of runs: run folders, reports, and sweeps over many runs.
 
 Each file imports only files before it in this list: comparing, folder, kernels, card, python,
 reading, trends, verdicts, sweeps, tables.

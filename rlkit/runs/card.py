@@ -1,5 +1,5 @@
-"""Write the model card of an exported policy. It tells the policy's origin, scores and training,
-how to load the policy, and how to repeat the run."""
+"""Write the model card of an exported policy. The card tells the policy's origin, scores and
+training. It also says how to load the policy and how to repeat the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
     other policy was measured on test problems.
 
     Args:
-      run: a run folder; entries missing in it are left out.
+      run: a run folder. The card leaves out everything that is missing in the folder.
       step: the RL step of the policy.
       adapters: whether the folder holds adapters in PEFT's format instead of all weights.
     """
@@ -86,8 +86,8 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
 
 
 def _results(summary: Mapping[str, Any], step: int) -> str:
-    """Write the results on test problems before and after training, or a sentence that this policy
-    was not measured."""
+    """Write the results on test problems before and after training. If this policy was not
+    measured, write a sentence that says so."""
     before = summary.get("before") or {}
     after = summary.get("after") or {}
     if not (after and step == summary.get("steps")):
@@ -131,7 +131,7 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def _repeat(run: Path, summary: Mapping[str, Any], start: Mapping[str, Any]) -> str:
     """Write the section on repeating the run: its command, versions and costs."""
-    # Hydra's own overrides name folders of this machine, so they are left out
+    # leave out overrides of Hydra's own settings, because these name folders of this machine
     kept = (text for text in runs.read_overrides(run) if not text.lstrip("+~").startswith("hydra"))
     overrides = " ".join(shlex.quote(text) for text in kept)
     versions = ", ".join(

@@ -1,11 +1,11 @@
-"""Compare two arms and say how sure the result is. The file has paired differences, corrections for
-several comparisons, and summaries over tasks.
+"""Compare two arms (groups of runs that differ in a setting) and say how sure the result is. This
+file computes paired differences, corrections for several comparisons, and summaries over tasks.
 
-A figure of a run is a mean over its problems. Runs with the same seed share problems, order and
-sampling noise. So arms are paired by seed, and the seeds are the independent units. Symbols: n
-seeds, M problems or tasks, m comparisons, α = 0.05 throughout. An interval needs three seeds, and a
-claim needs ten. tests/runs/test_sentences.py checks by simulation that the sentences about results
-keep their promises.
+A figure is one number per run, for example its accuracy: a mean over the run's problems. Runs with
+the same seed share problems, order and sampling noise. Therefore arms are paired by seed, and the
+seeds are the independent units. Symbols: n seeds, M problems or tasks, m comparisons, α = 0.05
+throughout. An interval needs three seeds, and a claim needs ten. tests/runs/test_sentences.py
+checks by simulation that the sentences about results keep their promises.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from rlkit.statistics import FEWEST, LEVEL, bounded_interval, student_cdf, stude
 
 ALPHA = 0.05
 POWER = 0.8
-TO_CLAIM = 10  # with fewer seeds a difference is shown, but nothing is claimed
+TO_CLAIM = 10  # smallest number of seeds for a claim; with fewer, a difference is only shown
 NORMAL = NormalDist()
 ERF = np.frompyfunc(math.erf, 1, 1)
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences, its interval and its two-sided p-value. Interval and p-value
-    are nan below `FEWEST` pairs."""
+    """Hold the mean of paired differences, with its interval and its two-sided p-value. Interval
+    and p-value are nan for fewer than `FEWEST` pairs."""
 
     mean: float
     low: float
     high: float
     p: float
-    spread: float  # standard deviation of the differences, at least that of rounding
+    spread: float  # standard deviation of the differences, at least the one of rounding errors
     n: int
 
     def evidence(self) -> float:
-        """Return the p-value for a claim. Below `TO_CLAIM` pairs it is nan, and corrections for
-        several comparisons skip nan."""
+        """Return the p-value for a claim. With fewer than `TO_CLAIM` pairs the result is nan.
+        Corrections for several comparisons skip nan."""
         return self.p if self.n >= TO_CLAIM else math.nan
 
 
@@ -59,11 +59,11 @@ def compare_pairs(
     Student's t of n - 1 degrees of freedom.
 
     D̄ ± t · s/√n. With shared noise, Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, where c is the
-    correlation of the two arms over the seeds. So pairing helps if c > 0.
+    correlation of the two arms over the seeds. Therefore pairing helps if c > 0.
 
     Args:
       first, second: [n] figures, one per seed, in the same order of seeds.
-      level: of the interval, in (0, 1).
+      level: the confidence level of the interval, in (0, 1).
       resolution: the smallest step of a figure, for example 1 / problems. The spread of the
         differences is taken to be at least the spread of rounding, resolution / √12, even if all
         differences are equal. 0 sets no such floor.
@@ -89,16 +89,16 @@ def compare_pairs(
 
 
 def compute_spread(values: Sequence[float], resolution: float = 0.0) -> float:
-    """Compute the standard deviation of n ≥ 2 values. It is at least resolution / √12, the standard
-    deviation of rounding to `resolution`."""
+    """Compute the standard deviation of n ≥ 2 values. The result is at least `resolution / √12`,
+    the standard deviation of errors from rounding to `resolution`."""
     mean = math.fsum(values) / len(values)
     square = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return max(math.sqrt(square), resolution / math.sqrt(12))
 
 
 def find_smallest_step(figures: Sequence[float], rounding: float = 1e-9) -> float:
-    """Find the smallest difference between two figures above rounding error: an estimate of the
-    step of a coarse score.
+    """Estimate the step of a score with few possible values. The estimate is the smallest
+    difference between two figures that is larger than a rounding error.
 
     The estimate is never smaller than the true step. If all figures are equal, the step is unknown
     and the result is 0.
@@ -126,8 +126,9 @@ def estimate_bounded_mean(
 
     Args:
       resolution: the smallest step of a figure, as for `compare_pairs`.
-    Returns: (mean, low, high). low and high are nan for fewer than `FEWEST` seeds. They are also
-      nan for equal values with resolution=0, because these do not show how much figures vary.
+    Returns: (mean, low, high). low and high are nan for fewer than `FEWEST` seeds. With
+      resolution=0 they are also nan if all values are equal, because equal values do not show how
+      much figures vary.
     Raises: ValueError for a value outside the bounds, or without values.
 
     >>> tuple(round(v, 3) for v in estimate_bounded_mean([0.85, 0.9, 0.97]))
@@ -152,13 +153,13 @@ def estimate_bounded_mean(
 def count_needed_seeds(
     spread: float, effect: float, *, power: float = POWER, comparisons: float = 1
 ) -> int:
-    """Count the seeds needed for a paired t test to find a difference `effect` with probability
-    `power`; at least `TO_CLAIM`.
+    """Count the seeds that a paired t test needs to find a difference `effect` with probability
+    `power`. The result is at least `TO_CLAIM`.
 
     Up to 300 seeds the count comes from `compute_power`, which is exact for normal differences.
-    Beyond, it is (z + z_power)² (σ_D/δ)² + z²/2 (Guenther 1981, The American Statistician 35). Pass
-    an estimated spread through `spread_bound` first. With the estimate itself, half of all plans
-    have less power than planned.
+    Above 300 seeds, the count is `(z + z_power)² (σ_D/δ)² + z²/2` (Guenther 1981, The American
+    Statistician 35). Pass an estimated spread through `spread_bound` first. If the estimated spread
+    itself is used, half of all plans have less power than planned.
 
     Args:
       spread: standard deviation σ_D of the paired differences, ≥ 0. effect: the difference δ > 0 to
@@ -176,7 +177,7 @@ def count_needed_seeds(
     about = (z + NORMAL.inv_cdf(power)) ** 2 * (spread / effect) ** 2 + z**2 / 2
     if about > 300:
         return math.ceil(about)
-    low = TO_CLAIM - 1  # too few seeds, or one less than the minimum
+    low = TO_CLAIM - 1  # a number of seeds that is too small, or one below the minimum
     high = TO_CLAIM
     while find_detectable_effect(spread, high, power=power, comparisons=comparisons) > effect:
         low = high
@@ -193,14 +194,14 @@ def count_needed_seeds(
 def find_detectable_effect(
     spread: float, n: int, *, power: float = POWER, comparisons: float = 1
 ) -> float:
-    """Return the smallest difference n seeds find with probability `power` (`compute_power`). Below
-    `TO_CLAIM` seeds it is inf, because nothing can be claimed."""
+    """Return the smallest difference that n seeds find with probability `power` (`compute_power`).
+    With fewer than `TO_CLAIM` seeds the result is inf, because nothing can be claimed."""
     return spread * compute_visible_effect(n, power, comparisons) if n >= TO_CLAIM else math.inf
 
 
 @functools.lru_cache(4096)
 def compute_visible_effect(n: int, power: float, comparisons: float) -> float:
-    """Return the smallest difference n seeds find with probability `power`, in units of the
+    """Return the smallest difference that n seeds find with probability `power`, in units of the
     differences' standard deviation."""
     low = 0.0
     high = 1.0
@@ -217,8 +218,9 @@ def compute_visible_effect(n: int, power: float, comparisons: float) -> float:
 
 
 def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
-    """Return an upper bound of the true standard deviation, from the estimate s of n ≥ 2 values: s
-    √((n - 1)/χ²), where χ² is the lower quantile of its distribution.
+    """Return an upper bound of the true standard deviation: `s √((n - 1)/χ²)`. s is the standard
+    deviation of n ≥ 2 values, and χ² is a lower quantile of the χ² distribution with n - 1 degrees
+    of freedom.
 
     A pilot with few seeds underestimates the spread about half of the time. A plan with this bound
     reaches its power with the probability `confidence`. The quantile is approximated as in Wilson
@@ -232,8 +234,9 @@ def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
 def compute_power(
     spread: float, effect: float, n: int, *, comparisons: float = 1, draws: int = 200
 ) -> float:
-    """Compute the probability that the paired t test at α / comparisons finds a true difference
-    `effect`: ∫ [Φ(d - t s) + Φ(-d - t s)] f(s) ds, d = δ√n/σ.
+    """Compute the probability with which the paired t test at level α / comparisons finds a true
+    difference δ = `effect`. The probability is `∫ [Φ(d - t s) + Φ(-d - t s)] f(s) ds`, and d
+    is `δ√n/σ`.
 
     s² ν has the χ² distribution of ν = n - 1 degrees of freedom. The integral is a sum over `draws`
     equal steps of s in 0 … 1 + 8/√(2ν).
@@ -255,8 +258,9 @@ def compute_power(
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Adjust m p-values by Holm's rule. Claims at adjusted values ≤ α then have a chance ≤ α of any
-    false claim. The i-th smallest becomes the maximum over j ≤ i of (m - j + 1) p_(j), at most 1.
+    """Adjust m p-values by Holm's rule. If all differences with an adjusted value ≤ α are claimed,
+    the chance of any false claim is ≤ α. The i-th smallest p-value becomes the maximum over j ≤ i
+    of `(m - j + 1) p_(j)`, at most 1.
 
     A nan stays nan and does not count as a comparison. Source: Holm 1979, Scandinavian Journal of
     Statistics 6.
@@ -274,14 +278,14 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list[float]:
-    """Adjust m p-values to control the false-discovery rate. Among claims at adjusted values ≤ α,
-    the expected share of false claims is ≤ α. The i-th smallest becomes the minimum over j ≥ i of
-    m/j p_(j).
+    """Adjust m p-values to control the false-discovery rate. If all differences with an adjusted
+    value ≤ α are claimed, the expected share of false claims is ≤ α. The i-th smallest p-value
+    becomes the minimum over j ≥ i of `m/j p_(j)`.
 
     Args:
-      dependent: multiply by Σ 1/i, which is valid under any dependence (Benjamini and Yekutieli
-        2001). Without it, the tests must be independent or positively dependent (Benjamini and
-        Hochberg 1995).
+      dependent: whether to multiply by Σ 1/i. With this factor the result is valid under any
+        dependence of the tests (Benjamini and Yekutieli 2001). Without the factor, the tests must
+        be independent or positively dependent (Benjamini and Hochberg 1995).
 
     >>> [round(q, 3) for q in false_discovery([0.01, 0.03, 0.04, 0.2])]
     [0.04, 0.053, 0.053, 0.2]
@@ -298,9 +302,10 @@ def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list
 
 
 def holm_levels(values: Sequence[float]) -> list[float]:
-    """Choose the level of each comparison's interval so that the interval leaves out 0 exactly if
-    Holm's rule makes the claim. For the i-th smallest p-value the level is 1 - α/(m - i + 1). From
-    the first comparison without a claim on, all have the same level."""
+    """Choose a confidence level for the interval of each comparison. With this level, the interval
+    leaves out 0 exactly if Holm's rule makes the claim. For the i-th smallest p-value the level is
+    `1 - α/(m - i + 1)`. The first comparison without a claim and all later comparisons have the
+    same level."""
     order = _order_ascending(values)
     m = len(order)
     stop = next((rank for rank, i in enumerate(order) if values[i] > ALPHA / (m - rank)), m)
@@ -316,29 +321,30 @@ def _order_ascending(values: Sequence[float]) -> list[int]:
 
 
 class Tested(NamedTuple):
-    """The result of one comparison among several."""
+    """Hold the result of one comparison among several."""
 
     difference: Difference
-    q: float  # the false-discovery rate of its claim; nan below `TO_CLAIM` seeds
-    # difference these seeds would find with probability `POWER`; inf below `TO_CLAIM` seeds
+    q: float  # false-discovery rate of the claim; nan below `TO_CLAIM` seeds
+    # difference that these seeds would find with probability `POWER`; inf below `TO_CLAIM` seeds
     sees: float
 
 
 def compare_together(
     sides: Sequence[tuple[Sequence[float], Sequence[float], float]],
 ) -> list[Tested]:
-    """Make paired comparisons, correct them together by `false_discovery`, and give matching
-    intervals.
+    """Make several paired comparisons, correct the p-values together by `false_discovery`, and give
+    intervals that agree with the claims.
 
-    With R claims among m comparisons, each interval is at the level 1 - max(1, R) α/m. Then on
+    With R claims among m comparisons, each interval is at the level `1 - max(1, R) α/m`. Then on
     average 5 % of the claims' intervals miss the truth (Benjamini and Yekutieli 2005, JASA 100),
-    and an interval leaves out 0 exactly if a claim is made. One more claim would have needed p ≤ (R
-    + 1) α/m. `sees` is computed at this level, with the upper bound of the spread. If no comparison
-    has enough seeds for a claim, each interval is at the level 95 %.
+    and an interval leaves out 0 exactly if a claim is made. The next claim would have needed a
+    p-value of at most (R + 1) α/m. `sees` is computed for tests at this level, with the upper bound
+    of the spread. If no comparison has enough seeds for a claim, each interval is at the level 95
+    %.
 
     Args:
-      sides: for each comparison, [n] figures of the first arm, [n] of the second, and the smallest
-        step of a figure, as for `compare_pairs`.
+      sides: for each comparison a tuple: [n] figures of the first arm, [n] figures of the second
+        arm, and the smallest step of a figure, as for `compare_pairs`.
     """
     tests = [compare_pairs(first, second, resolution=step) for first, second, step in sides]
     rates = false_discovery([test.evidence() for test in tests])
@@ -360,8 +366,8 @@ def compare_together(
 
 
 def iqm(scores: Sequence[Sequence[float]] | np.ndarray) -> float:
-    """Compute the interquartile mean: the mean of all nM scores without the ⌊nM/4⌋ lowest and the
-    ⌊nM/4⌋ highest. Agarwal et al. 2021, arXiv:2108.13264.
+    """Compute the interquartile mean of n · M scores: the mean without the ⌊nM/4⌋ lowest and the
+    ⌊nM/4⌋ highest scores. Agarwal et al. 2021, arXiv:2108.13264.
 
     >>> iqm([range(8)]), iqm([[0, 1, 2, 3, 100]])
     (3.5, 2.0)
@@ -380,8 +386,8 @@ def seeds_interval(
     Each end is the wider end of two intervals: Student's t with the jackknife (one seed left out at
     a time), and `bootstrap`. The bootstrap alone is too narrow for few seeds (it covers the truth
     in 0.88 to 0.91 of cases at ten seeds). The jackknife alone is too narrow if the scores take few
-    values. In one column, ⌊n/4⌋ seeds on either side are trimmed, so the degrees of freedom are n -
-    2⌊n/4⌋ - 1 (Tukey and McLaughlin 1963, Sankhyā 25).
+    values. In one column, ⌊n/4⌋ seeds on either side are trimmed, so there are `n-2⌊n/4⌋-1` degrees
+    of freedom (Tukey and McLaughlin 1963, Sankhyā 25).
 
     Args:
       resolution: the smallest step of a score. The standard error is at least the rounding error of
@@ -411,8 +417,8 @@ def bootstrap(
     """Compute the 95 % percentile interval of a statistic of scores [n seeds, M], by drawing whole
     seeds with replacement.
 
-    All columns share the seeds, so the row of a seed stays together. Drawing each column
-    separately, as rliable does, would be wrong here.
+    All columns share the seeds, so whole rows (one row per seed) are drawn. It would be wrong here
+    to draw each column separately, as rliable does.
     """
     rng = np.random.default_rng(seed)
     n = len(scores)
@@ -431,8 +437,9 @@ def profile(
 
 
 def improvement(first: np.ndarray, second: np.ndarray) -> float:
-    """Estimate P(second > first): the share of pairs of runs with a higher score of `second`, a tie
-    counted as ½, averaged over tasks. The scores are [n, M] and [m, M]."""
+    """Estimate P(second > first). For each task this is the share of pairs of runs in which
+    `second` has the higher score; a tie counts as ½. The result is the average over tasks. The
+    scores are [n, M] and [m, M]."""
     a = np.asarray(first, dtype=float)[:, None]
     b = np.asarray(second, dtype=float)[None]
     return float(((b > a) + 0.5 * (b == a)).mean())

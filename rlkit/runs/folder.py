@@ -1,4 +1,4 @@
-"""Run folders: make them, find them, and read and write their files."""
+"""Make run folders, find run folders, and read and write their files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlkit.system.shards import index_steps
 
 OUTPUTS = Path("outputs")
 LATEST = "latest"  # in OUTPUTS, a link to the newest run
-SET_ASIDE = ".set_aside"  # ending of the name of a run folder that a sweep has moved out of the way
+SET_ASIDE = ".set_aside"  # ending of the name of a run folder after a sweep has set it aside
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 # entries of summary.json: the last evaluation on validation problems, and the evaluations on test
 # problems before and after training
@@ -53,22 +53,22 @@ def make_fresh_folder(parent: Path, label: str = "") -> Path:
 
 
 def point_latest(outputs: Path, folder: Path) -> None:
-    """Point the link `latest` in `outputs` to a run folder; remove it if the folder is gone. A file
-    system without links gets no link."""
+    """Point the link `latest` in `outputs` to a run folder. Remove the link if this folder does not
+    exist. On a file system without links, do nothing."""
     link = outputs / LATEST
     with suppress(OSError):
-        if link.is_symlink():  # anything else is the user's file
+        if link.is_symlink():  # a file or folder with this name belongs to the user
             link.unlink()
         if folder.is_dir():
             link.symlink_to(os.path.relpath(folder, outputs))
 
 
 def describe_overrides(overrides: Sequence[str], name: str) -> str:
-    """Describe a run's differences from the default for the name of its folder, for example
-    "lr-3e-4_seed-2". The text has at most 60 characters, and no part is cut.
+    """Make the part of a run folder's name that describes the run's overrides, for example
+    "lr-3e-4_seed-2". The text has at most 60 characters, and no override is cut in the middle.
 
-    Overrides already in `name` are left out, and so are overrides without effect on the run's
-    numbers.
+    Overrides already in `name` are left out. Overrides without effect on the run's numbers are left
+    out too.
     """
     parts = []
     length = 0
@@ -124,8 +124,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Read summary.json, without evaluations of the wrong type. None if it is missing, unreadable,
-    or from another run."""
+    """Read summary.json, without evaluations of the wrong type. Return None if the file is missing,
+    unreadable, or from another run."""
     try:
         summary = json.loads(read_regular(folder / "summary.json").decode())
     except (OSError, ValueError, RecursionError):
@@ -140,14 +140,15 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def find_run(text: str, key: str) -> Path:
-    """Find the run folder named by the user, or the run folder of a checkpoint named by the user.
-    The path is absolute.
+    """Return the absolute path of a run folder. `text` is the user's name for the folder or for a
+    checkpoint in it.
 
     Raises: ConfigError if no run is found; DataError if the folder's config.yaml has no identity.
     """
     path = Path(text).expanduser().absolute()
     if LATEST in path.parts:
-        path = path.resolve()  # so that a continued run keeps its folder when the link changes
+        # resolve links, so a continued run keeps its folder when the link `latest` changes
+        path = path.resolve()
     for folder in (path, path.parent, path.parent.parent):
         if os.path.exists(path) and is_run(folder):
             find_identity(folder)
@@ -164,8 +165,8 @@ def find_run(text: str, key: str) -> Path:
 
 
 def refuse_leftovers(folder: Path) -> None:
-    """Raise DataError if a folder holds rows or checkpoints but no config.yaml. A new run in it
-    would replace another run."""
+    """Raise DataError if a folder holds rows or checkpoints but no config.yaml. A new run in this
+    folder would replace another run."""
     left = "metrics.jsonl" if os.path.lexists(folder / "metrics.jsonl") else "checkpoints/"
     if not is_run(folder) and (left == "metrics.jsonl" or any(folder.glob("checkpoints/*.ckpt"))):
         raise DataError(
@@ -175,33 +176,34 @@ def refuse_leftovers(folder: Path) -> None:
 
 
 def find_checkpoint(text: str, folder: Path) -> Path:
-    """Return the place to load a run from: the checkpoint file named by the user, or the run's
-    folder checkpoints/."""
+    """Return the path from which to load a run: the checkpoint file if the user has named one,
+    otherwise the run's folder checkpoints/."""
     return Path(text).expanduser().absolute() if text.endswith(".ckpt") else folder / "checkpoints"
 
 
 def find_unfinished_run(
     name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> Path | None:
-    """Find the newest unfinished run under outputs/<name> with this config. Length, ranks, logger
-    and callbacks may differ.
+    """Find the newest unfinished run under outputs/<name> with this config. The run's length, the
+    ranks, the logger and the callbacks may differ.
 
-    `beside` names further keys that may differ, because their values depend on the length
+    `beside` names further keys that may differ, because their values depend on the run's length
     (`rlkit.config.compose.find_length_keys`).
     """
     candidates = [
         f for f in (OUTPUTS / name).absolute().glob("*") if is_run(f) and not is_finished(f)
     ]
     for folder in sorted(candidates, key=_read_last_write, reverse=True):
-        with suppress(DataError):  # a half-written config equals no config
+        with suppress(DataError):  # a half-written config does not match
             if not find_departures(read_config(folder), config, beside=beside):
                 return folder
     return None
 
 
 def _read_last_write(folder: Path) -> float:
-    """Return the time of a run's last row, or of its start if it has no rows. (The folder's own
-    modification time also changes when a process only checks whether to resume.)"""
+    """Return the time when a run wrote its last row, or when the run started if it has no rows.
+    (The modification time of the folder itself also changes when a process only checks whether to
+    resume.)"""
     rows = folder / "metrics.jsonl"
     return (rows if rows.exists() else folder / "config.yaml").stat().st_mtime
 
@@ -219,8 +221,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_config(
     folder: Path, config: Mapping[str, Any], identity: str = "", *, new: bool = False
 ) -> None:
-    """Write the resolved config without its secrets, for people and for resume. The file is written
-    completely or not at all.
+    """Write the resolved config without its secrets, to be read by people and on resume. The file
+    is written completely or not at all.
 
     Args:
       identity: the run's identity, for the first line. If empty, it is computed from this config.
@@ -242,7 +244,8 @@ def cover_overrides(folder: Path) -> None:
 
 
 def write_hydra(folder: Path, name: str, text: str) -> None:
-    """Write a file of .hydra/ without its secrets. `text` is the YAML Hydra would write."""
+    """Write a file of .hydra/ without its secrets. `text` is the YAML that Hydra itself would
+    write."""
     written = yaml.safe_load(text)
     hidden = redact_node(written)
     rewrite(folder, name, text.encode() if hidden == written else dump(hidden))
@@ -270,7 +273,8 @@ class _NoAliases(yaml.SafeDumper):
 
 
 def redact_node(node: Any) -> Any:
-    """Redact Hydra's files. An override of a secret key loses its value, even a short one."""
+    """Remove secrets from the content of one of Hydra's files. An override of a secret key loses
+    its value, even if the value is short."""
     if isinstance(node, list):
         return [redact_node(value) for value in node]
     if isinstance(node, dict):
@@ -289,15 +293,15 @@ def write_start(
     identity: str = "",
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    """Add this process to run.json. Return sentences on its differences from the run's previous
-    process (versions of packages, state of the code).
+    """Add an entry for this process to run.json. Return sentences on differences from the run's
+    previous process, in the versions of packages and the state of the code.
 
     An unreadable run.json is set aside, and a sentence says so.
 
     Args:
       identity: the run's identity.
-      overrides: the overrides Hydra will write to .hydra/overrides.yaml; `require_overrides`
-        compares this file with them.
+      overrides: the overrides that will be written to .hydra/overrides.yaml. `require_overrides`
+        later compares the file with these overrides.
     """
     started = datetime.now().isoformat(timespec="seconds")
     now = {
@@ -334,14 +338,15 @@ def write_start(
 
 
 def read_start(folder: Path) -> dict[str, Any]:
-    """Read the entry of the run's last process in run.json: config, versions and git state. Empty
-    without an entry."""
+    """Read the entry of the run's last process in run.json: config, versions and git state. Return
+    an empty mapping without an entry."""
     starts = _read_starts(folder)
     return starts[-1] if starts else {}
 
 
 def _read_starts(folder: Path) -> list[dict[str, Any]] | None:
-    """Read run.json, one entry for each process of the run; None if it cannot be read."""
+    """Read run.json, with one entry for each process of the run. Return None if the file cannot be
+    read."""
     try:
         starts = json.loads(read_regular(folder / "run.json").decode())
     except FileNotFoundError:
@@ -371,8 +376,8 @@ def find_identity(folder: Path) -> str:
 
 
 def require_identity(folder: Path) -> str:
-    """Read the identity of the run in a folder. Raises DataError as `find_identity` does, and also
-    if run.json names another run."""
+    """Read the identity of the run in a folder. Raises DataError as `find_identity` does. Also
+    raises DataError if run.json has the identity of another run."""
     identity = find_identity(folder)
     starts = _read_starts(folder)
     others = [start["identity"] for start in starts or () if start["identity"] != identity]
@@ -388,7 +393,7 @@ def require_identity(folder: Path) -> str:
 
 def require_overrides(folder: Path) -> None:
     """Raise DataError if .hydra/overrides.yaml differs from the overrides recorded in run.json. A
-    resumed run is composed from this file."""
+    resumed run is composed from .hydra/overrides.yaml, so the file must not have changed."""
     path = folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
         raise DataError(
@@ -405,8 +410,8 @@ def require_overrides(folder: Path) -> None:
 
 
 def git_state() -> str:
-    """Return the git commit of rlkit's code, with `+changes` if files differ from the commit; empty
-    outside a repository."""
+    """Return the git commit of rlkit's code, with `+changes` if files differ from the commit.
+    Return an empty text outside a repository."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
@@ -441,8 +446,8 @@ def read_overrides(folder: Path) -> list[str]:
 
 
 def list_withheld_keys(folder: Path) -> list[str]:
-    """List the keys of overrides with a secret. Secrets are not stored, so the user must give these
-    overrides again."""
+    """List the keys of overrides whose values are secrets. Secrets are not stored in the folder, so
+    the user must give these overrides again."""
     return [text.partition("=")[0].lstrip("+") for text in _read_saved(folder) if REDACTED in text]
 
 
@@ -457,8 +462,8 @@ def _read_saved(folder: Path) -> list[str]:
 
 
 def refuse_restart(folder: Path) -> None:
-    """Raise DataError if a run has trained but has no checkpoint left. It could only start from the
-    beginning and replace its old results."""
+    """Raise DataError if a run has trained but has no checkpoint left. Such a run could only start
+    from the beginning and replace its old results."""
     steps = count_lost_steps(folder)
     if steps:
         raise DataError(
@@ -469,11 +474,11 @@ def refuse_restart(folder: Path) -> None:
 
 
 def count_lost_steps(folder: Path) -> int:
-    """Count the trained steps of a run without checkpoints. The count is 0 if a checkpoint is left,
-    or if the run ended before its first save.
+    """Count the steps that a run has trained and that no checkpoint holds any more. The count is 0
+    if a checkpoint exists, or if the run ended before its first save.
 
-    A run is past its first save if it has rows of steps after callbacks.checkpoint.every, if its
-    summary reports a saved end, or if another file of a save is left.
+    A run has saved before if it has rows of steps after callbacks.checkpoint.every, if its summary
+    reports a save at the end, or if another file written by a save exists.
     """
     saves = folder / "checkpoints"
     if any(saves.glob("step_*.ckpt")):
@@ -491,7 +496,7 @@ def count_lost_steps(folder: Path) -> int:
     )
     left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
     parts: Any = None
-    with suppress(DataError):  # an unreadable config says nothing about saves
+    with suppress(DataError):  # with an unreadable config, the first save is unknown
         parts = read_config(folder).get("callbacks")
     named = (
         [part for part in parts.values() if isinstance(part, Mapping)]

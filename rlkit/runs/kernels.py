@@ -15,7 +15,7 @@ NAME = "kernels.json"  # in the folder of the jobs
 
 def decide_kernels(folder: Path) -> dict[str, str]:
     """Decide the meaning of `auto` for all jobs of a folder, and return it as environment variables
-    for the jobs. A line is printed if they run without compiled code.
+    for the jobs. A line is printed if the jobs run without compiled code.
 
     The folder keeps the decision, so jobs added later are computed like the first jobs.
     Raises: ConfigError if the jobs so far used compiled code and this machine cannot compile;
@@ -40,7 +40,7 @@ def decide_kernels(folder: Path) -> dict[str, str]:
 
 
 def explain_missing_kernels() -> str:
-    """Say why this machine cannot compile code; empty if it can."""
+    """Explain why this machine cannot compile code. Return an empty text if it can."""
     from rlkit.engines.cached.kernel import compile_kernel
     from rlkit.models.fused import load_operations
 
@@ -53,8 +53,8 @@ def explain_missing_kernels() -> str:
 
 
 def read_decision(path: Path) -> str:
-    """Read the decision, eager or fused. Empty without a decision so far, or if the file cannot be
-    read."""
+    """Read the decision from its file: "eager" or "fused". Return an empty text without a decision
+    so far, or if the file cannot be read."""
     try:
         decided = json.loads(path.read_text()).get("auto")
     except (OSError, ValueError, AttributeError):

@@ -26,15 +26,15 @@ from rlkit.system.rows import read_rows
 from rlkit.training.experiment import Experiment
 from rlkit.types import Policy, Rollout, Splits
 
-WITHOUT_FILES = ("progress", "health")  # callbacks without files
+WITHOUT_FILES = ("progress", "health")  # callbacks that write no files
 
 
 class Run(NamedTuple):
-    """The result of a run."""
+    """Hold the result of a run."""
 
     # one row for each step, as in metrics.jsonl; step 0 is the evaluation before training
     metrics: list[dict[str, Any]]
-    rollouts: list[Rollout]  # of the last step, scored
+    rollouts: list[Rollout]  # scored rollouts of the last step
     policy: Policy  # the trained policy
     folder: Path | None
     summary: dict[str, Any]  # how the run ended, and its test results `before` and `after`
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class RLStep(NamedTuple):
-    """The result of an RL step."""
+    """Hold the result of an RL step."""
 
     step: int  # counted from 1
     metrics: dict[str, Any]
@@ -164,8 +164,8 @@ def _load_problems(x: Experiment) -> Splits:
 
 
 def _begin_run(x: Experiment, folder: Path) -> Any:
-    """Write the first files of a run to its folder. Return a context manager for owning the
-    folder."""
+    """Write the first files of a run to its folder. Return a context manager; inside it, this
+    process owns the folder."""
     if runs.is_run(folder):
         raise ConfigError(
             f"folder={folder}: already holds a run, and a run is never overwritten; choose another"
@@ -173,7 +173,7 @@ def _begin_run(x: Experiment, folder: Path) -> Any:
         )
     runs.refuse_leftovers(folder)
     runs.require_writable(folder)
-    overrides = None  # Python objects cannot be composed again
+    overrides = None  # an experiment with Python objects cannot be composed from overrides again
     if isinstance(x, Configured) and x.config:
         config = x.config
         overrides = x.overrides

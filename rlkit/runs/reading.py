@@ -1,5 +1,5 @@
-"""Read run folders: their numbers, settings and phases. Group runs with equal settings into
-lines."""
+"""Read the numbers, settings and phases of run folders. Group runs with equal settings into lines;
+a line is one row of a report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlkit.training.schedules.paths import flatten_numbers
 
 SWITCH = "schedule/switch"
 LARGEST = 1e100
-SAME = (*ONCE, "trainer.max_time")  # besides seeds, settings that may differ within a line
+SAME = (*ONCE, "trainer.max_time")  # settings that may differ within a line, in addition to seeds
 
 
 class ReadRun(NamedTuple):
-    """The content of a run folder."""
+    """Hold the content of a run folder."""
 
     folder: Path
     name: str
@@ -35,19 +35,19 @@ class ReadRun(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A line of a report: runs with equal settings but different seeds."""
+    """Hold a line of a report: runs with equal settings but different seeds."""
 
     label: str
     runs: Sequence[ReadRun]
 
 
 def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
-    """List folders of runs and of `rlkit rollout`. A given folder of another kind is replaced by
-    the folders of runs and rollouts below it.
+    """List the given folders of runs and of `rlkit rollout`. In place of any other given folder,
+    list the folders of runs and rollouts below it.
 
-    Other files and folders beside the runs of a sweep are ignored, because the pattern
-    `outputs/sweep/*` also names them. Raises ConfigError, with the name of the command, if a path
-    holds no run.
+    Other files and folders in the same folder as the runs of a sweep are ignored, because the
+    pattern `outputs/sweep/*` also names them. Raises ConfigError, with the name of the command, if
+    a path holds no run.
     """
     found = list[Path]()
     without = list[Path]()
@@ -60,15 +60,15 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
     beside = {path.parent for path in found}
     odd = [path for path in without if path.parent not in beside or not path.exists()]
     if odd:
-        # its message names the newest run if there is one
+        # the message of `find_run` also names the newest run, if there is one
         runs.find_run(str(odd[0]), command)
         raise ConfigError(f"{command}: {odd[0]} holds no run")
     return list(dict.fromkeys(found))
 
 
 def find_run_folders(path: Path) -> list[Path]:
-    """List the folders below a path that may hold a run, without Hydra's own folders and without
-    runs set aside by a sweep."""
+    """List the folders below a path that may hold a run. Hydra's own folders and runs set aside by
+    a sweep are left out."""
     files = [
         f
         for name in ("config.yaml", *(f"rollouts{ending}" for ending in FORMATS))
@@ -79,7 +79,7 @@ def find_run_folders(path: Path) -> list[Path]:
 
 
 def is_source(folder: Path) -> bool:
-    """Return whether a report can be made of a folder: it is a run folder, or has a file of
+    """Return whether a report can be made of a folder: whether it is a run folder, or has a file of
     rollouts."""
     return (runs.is_run(folder) and folder.name != ".hydra") or find_rollout_file(
         folder
@@ -162,8 +162,8 @@ def is_seed(key: str) -> bool:
 
 
 def group_runs(found: Sequence[ReadRun]) -> list[Group]:
-    """Group the runs with metrics by their settings, except seeds. Label each group by its
-    differences from the others."""
+    """Group the runs with equal settings, apart from seeds. Runs without metrics are left out. Each
+    group is labelled by its differences from the other groups."""
     by_settings: dict[str, list[ReadRun]] = {}
     for run in found:
         if run.rows:
@@ -182,10 +182,10 @@ def group_runs(found: Sequence[ReadRun]) -> list[Group]:
 
 
 def find_differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
-    """Find the settings, except seeds, that differ between runs. Returns: dotted key → its value in
-    each run."""
+    """Find the settings, except seeds, that differ between runs. Return dotted key → the key's
+    value in each run."""
     told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
-    # without Hydra's own keys
+    # leave out Hydra's own keys
     keys = dict.fromkeys(key for key in told if not key.endswith(("_partial_", "_convert_")))
     table = {key: [run.settings.get(key) for run in found] for key in keys}
     return {
@@ -194,8 +194,8 @@ def find_differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
 
 
 def make_labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Make a short and unique label for each run: its name, plus as many settings as needed to tell
-    the runs apart. If settings do not suffice, a number is added."""
+    """Make a short and unique label for each run: the run's name, and as many settings as needed to
+    distinguish the runs. If two runs have equal settings, a number is added."""
     names = [run.name for run in found]
     out = list(names)
     for key, values in sorted(changed.items(), key=lambda item: rank_setting(item[0])):
@@ -213,8 +213,9 @@ def make_labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) 
 
 
 def rank_setting(key: str) -> tuple[int, int]:
-    """Rank a setting by how much it tells about a run; the lowest rank tells most. Names come
-    first, then the chosen option of a group, then numbers, then functions within options."""
+    """Return the rank of a setting among the settings of a label. The most informative settings
+    have the lowest rank: first names, then the chosen option of a group, then numbers, then
+    functions within options."""
     depth = key.count(".")
     last = key.rsplit(".", 1)[-1]
     if last == "name":

@@ -1,5 +1,5 @@
-"""Tables of runs' results: test results before and after training, rewards, health, and means over
-seeds."""
+"""Make tables of the results of runs: test results before and after training, rewards, symptoms of
+known problems, and means over seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS, with_least_b
 
 
 class WithInterval(NamedTuple):
-    """A value and its 95 % interval; nan if unknown."""
+    """Hold a value and its 95 % interval. A number that is unknown is nan."""
 
     value: float
     low: float
@@ -26,7 +26,8 @@ class WithInterval(NamedTuple):
 
 
 class HeldOutRow(NamedTuple):
-    """A figure of a line (runs with equal settings) before and after training, on one split."""
+    """Hold one figure (for example the accuracy) of a line before and after training, on one split.
+    A line is a group of runs with equal settings."""
 
     line: str
     split: str  # test
@@ -39,14 +40,14 @@ class HeldOutRow(NamedTuple):
     change: WithInterval
 
     def claims(self) -> bool:
-        """Return whether the change may be called a gain or a loss. It may be for a single run,
-        whose interval is over problems, and for at least `TO_CLAIM` seeds."""
+        """Return whether the change may be called a gain or a loss. This is allowed for a single
+        run, because its interval is over problems, and for at least `TO_CLAIM` seeds."""
         return self.seeds == 1 or self.seeds >= TO_CLAIM
 
 
 def mark_change(change: WithInterval, *, claims: bool = True) -> Literal["good", "bad", "open"]:
-    """Return the mark of a change. It is open if the interval includes 0 or is unknown, or if
-    nothing may be claimed."""
+    """Return the mark of a change: "good", "bad" or "open". The mark is "open" if the interval
+    includes 0 or is unknown, or if nothing may be claimed."""
     if claims and change.low > 0:
         return "good"
     if claims and change.high < 0:
@@ -58,10 +59,10 @@ def tabulate_held_out(groups: Iterable[Group]) -> list[HeldOutRow]:
     """Tabulate each line's test accuracy, and its test reward if this differs from the accuracy.
     For a mixture, tabulate each part too.
 
-    With one seed, the intervals are over problems. The interval of the change is then by Newcombe's
-    rule for two independent samples; it is too wide, because both sides have the same problems.
-    With two seeds there is no interval. With three or more seeds, the intervals are over seeds
-    (`average_over_seeds`).
+    With one seed, the intervals are over problems. The interval of the change is then computed by
+    Newcombe's rule for two independent samples. This interval is too wide, because the problems
+    before and after training are the same. With two seeds there is no interval. With three or more
+    seeds, the intervals are over seeds (`average_over_seeds`).
     """
     out = []
     for group in groups:
@@ -81,8 +82,8 @@ def tabulate_held_out(groups: Iterable[Group]) -> list[HeldOutRow]:
 def select_whole_pairs(
     sides: Iterable[tuple[Any, Any]],
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Select the pairs of held-out results whose two sides both have the form written by `rlkit
-    train`."""
+    """Select the pairs of test results (before, after) in which both results have the form written
+    by `rlkit train`."""
 
     def whole(side: Any) -> bool:
         if not isinstance(side, Mapping) or not isinstance(side.get("n"), int):
@@ -105,7 +106,8 @@ def select_whole_pairs(
 
 
 def _parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the results of a mixture's parts; empty if the task is not a mixture."""
+    """Return the results of the parts of a mixture. The result is empty if the task is not a
+    mixture."""
     found = result.get("parts")
     return found if isinstance(found, Mapping) else {}
 
@@ -151,7 +153,8 @@ def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
     """Compute a change and its interval from the intervals before and after it (Newcombe 1998,
     method 10, for independent samples).
 
-    d = after - before, low = d - √((after - after_low)² + (before_high - before)²), high likewise
+    `d = after - before`, `low = d - √((after - after_low)² + (before_high - before)²)`, high
+    likewise
 
     >>> tuple(
     ...     round(v, 3) for v in newcombe(WithInterval(0.5, 0.4, 0.6), WithInterval(0.9, 0.8, 0.95))
@@ -173,14 +176,15 @@ def estimate(value: float | None, interval: Sequence[float | None]) -> WithInter
 def average_over_seeds(
     values: Sequence[float], *, bounded: bool, resolution: float = 0.0
 ) -> WithInterval:
-    """Average a figure over seeds, with a 95 % interval by Student's t. Below three seeds the
-    interval is nan, because it would be too wide to say anything.
+    """Average a figure over seeds, with a 95 % interval by Student's t. For fewer than three seeds
+    the interval is nan, because it would be too wide to be useful.
 
     The problems are held fixed: the interval is about the mean on these problems over all seeds.
 
     Args:
-      bounded: True for a figure of a policy: its interval stays within 0 … 1, or within the range
-        of the values if this is wider (`estimate_bounded_mean`). False for a change.
+      bounded: True for an accuracy or a reward. The interval then stays within 0 … 1, or within the
+        range of the values if this is wider (`estimate_bounded_mean`). False for a change of such a
+        figure.
       resolution: the smallest step of a figure.
     """
     known = [value for value in values if math.isfinite(value)]
@@ -196,12 +200,12 @@ def average_over_seeds(
 
 
 class RewardRow(NamedTuple):
-    """A component of a line's reward: its means over the first and the last tenth of the steps, and
-    the shares of its statuses in the last tenth."""
+    """Hold a component of the reward in one line: the component's means over the first and the last
+    tenth of the steps, and the shares of its statuses in the last tenth."""
 
     line: str
     name: str
-    shadow: bool  # scored, but not trained on
+    shadow: bool  # whether the component is scored, but not trained on
     first: float
     last: float
     explains: float  # share of the reward's variance within groups
@@ -258,16 +262,16 @@ def _mean_end(group: Group, metric: str) -> float:
 
 
 class Symptom(NamedTuple):
-    """A known pathology found in a run."""
+    """Hold a known problem of training that was found in a run."""
 
-    check: str  # its name in words
+    check: str  # name of the check in words
     steps: Sequence[int]  # steps with the symptom; empty if only the whole run shows it
     text: str  # the check's first message
 
 
 def find_symptoms(run: ReadRun) -> list[Symptom]:
-    """Find the known pathologies of a whole run and of its steps. A check skips a step whose row
-    lacks the needed metrics."""
+    """Find known problems of training, in the whole run and in its single steps. A check skips
+    every step whose row lacks the needed metrics."""
     out = [
         Symptom(check.__name__.replace("_", " "), (), text)
         for check in TRENDS

@@ -1,7 +1,9 @@
-"""Find trends visible only in a whole run: drifts of several figures, known to end badly.
+"""Find trends that are visible only in a whole run: drifts of several metrics that are known to end
+badly.
 
-Each check compares the thirds of a run. A check returns a sentence if a change is larger than twice
-its standard error and large enough to matter; otherwise it returns None.
+Each check compares the first, the middle and the last third of a run. A check returns a sentence if
+a change is larger than twice its standard error and also large enough to matter. Otherwise the
+check returns None.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from typing import NamedTuple
 
 from rlkit.runs.reading import ReadRun, read_series
 
-FEWEST = 12  # RL steps; in a shorter run a third has too few steps
+FEWEST = 12  # smallest number of RL steps; in a shorter run a third has too few steps
 
 
 class Thirds(NamedTuple):
-    """Means of a figure over the first, the middle and the last third of a run."""
+    """Hold the means of a metric over the first, the middle and the last third of a run."""
 
     first: float
     middle: float
@@ -37,11 +39,11 @@ class Thirds(NamedTuple):
 
 
 def average_thirds(curve: Mapping[int, float]) -> Thirds | None:
-    """Average a curve by thirds; None below FEWEST values.
+    """Average a curve by thirds. Return None for fewer than FEWEST values.
 
     The standard error is computed from the differences between successive values, so a trend within
-    a third does not increase it: σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n values per
-    third.
+    a third does not increase the standard error: σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n)
+    with n values per third.
     """
     values = [curve[step] for step in sorted(curve)]
     if len(values) < FEWEST:
@@ -167,8 +169,8 @@ def reward_hacking(run: ReadRun) -> str | None:
 
 
 def find_shadow_rewards(run: ReadRun) -> list[str]:
-    """List the terms of the reward with weight 0 in every phase. They are scored, but not trained
-    on."""
+    """List the reward's terms that have weight 0 in every phase. These terms are scored, but not
+    trained on."""
     weights: dict[str, list[object]] = {}
     for key, value in run.settings.items():
         before, found, rest = key.rpartition("reward.terms.")

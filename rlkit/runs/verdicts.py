@@ -2,7 +2,7 @@
 are corrected for the number of comparisons.
 
 A line is a group of runs with equal settings and different seeds. Runs with the same seed share
-problems, order and sampling noise. So lines are compared within seeds, and the seeds are the
+problems, order and sampling noise. Therefore lines are compared within seeds, and the seeds are the
 independent units.
 """
 
@@ -29,10 +29,10 @@ from rlkit.runs.comparing import (
 from rlkit.runs.reading import Group, ReadRun, find_differences, is_number, read_series
 from rlkit.statistics import FEWEST
 
-# the default difference for counting the needed seeds: one point of accuracy
+# default difference for which the needed seeds are counted: one percentage point of accuracy
 EFFECT = 0.01
-LAST = 10  # RL steps at the end of a run, for comparing training rewards
-UNEVEN = 0.02  # a note names two budgets whose relative difference is above this
+LAST = 10  # number of RL steps at the end of a run over which training rewards are compared
+UNEVEN = 0.02  # relative difference of two budgets above which a note names both
 Unit = Literal["steps", "updates", "samples", "tokens", "seconds"]
 UNITS: Mapping[str, str] = {
     "steps": "RL steps",
@@ -46,16 +46,16 @@ PROBLEMS = ("task.", "evaluation.", "environment.")
 
 
 class Figure(NamedTuple):
-    """A number of each run by which lines are compared."""
+    """Hold the numbers, one per run, by which lines are compared."""
 
     name: str
     values: list[dict[int, float]]  # for each line: seed → figure
-    resolution: float = 0.0  # the smallest step between two figures of a run
+    resolution: float = 0.0  # smallest possible difference between two values of the figure
 
 
 class Compared(NamedTuple):
-    """The verdict on two lines. `found` is the difference second - first, and `p` is its p-value,
-    corrected for the number of comparisons."""
+    """Hold the verdict on two lines. `found` is the difference `second - first`, and `p` is its
+    p-value, corrected for the number of comparisons."""
 
     first: str
     second: str
@@ -74,8 +74,8 @@ def _side(run: ReadRun, side: str, name: str) -> float | None:
 
 
 def _curve(run: ReadRun) -> float | None:
-    """Average the validation accuracy over the steps: the area under its curve, by trapezoids,
-    divided by the number of steps."""
+    """Average the validation accuracy over the steps. This is the area under the curve, computed by
+    trapezoids and divided by the number of steps."""
     points = sorted(read_series(run, "eval/accuracy").items())
     width = points[-1][0] - points[0][0] if points else 0
     return (
@@ -102,13 +102,13 @@ FIGURES: Mapping[str, tuple[str, Callable[[ReadRun], float | None]]] = {
 def find_shared_figure(
     groups: Sequence[Group], name: str | None = None, at: str | None = None
 ) -> Figure | None:
-    """Return the figure with this name, or the first figure with values for at least two lines.
-    None if no figure has values for two lines.
+    """Return the figure with this name, or else the first figure with values for at least two
+    lines. Return None if no figure has values for two lines.
 
     Args:
       name: one of FIGURES.
-      at: one of UNITS. The figure is then the validation accuracy at the largest budget, in this
-        unit, reached by every run.
+      at: a unit of budget, one of UNITS. The figure is then the validation accuracy at the largest
+        budget that every run has reached.
     Raises: ConfigError for another name or unit, or if fewer than two lines have the named figure.
     """
     if name is not None and name not in FIGURES:
@@ -131,7 +131,8 @@ def find_shared_figure(
 
 
 def _find_budget_figure(groups: Sequence[Group], at: str) -> Figure:
-    """Return each run's last validation accuracy within the largest budget spent by all runs."""
+    """Return the figure of the last validation accuracy in each run, within the largest budget that
+    all runs have spent."""
     spent = [[read_budget(run, at) for run in group.runs] for group in groups]
     shared = min((max(own.values(), default=0.0) for of in spent for own in of), default=0.0)
     values: list[dict[int, float]] = []
@@ -163,7 +164,8 @@ def _resolution(
 
 
 def _problem_counts(groups: Sequence[Group]) -> list[int]:
-    """List the number of distinct problems of every test or validation result that records it."""
+    """List the number of distinct problems, for every test or validation result that records this
+    number."""
     sides = [
         run.summary.get(side)
         for group in groups
@@ -185,7 +187,8 @@ def count_problems(result: Mapping[str, Any]) -> int:
 
 
 def read_budget(run: ReadRun, unit: str) -> dict[int, float]:
-    """Read how much a run has spent up to the end of each RL step, in a unit of UNITS."""
+    """Read the budget that a run has spent up to the end of each RL step. `unit` is one of
+    UNITS."""
     rows = [row for row in run.rows if is_number(row.get("reward/mean"))]
     size = run.settings.get("batch.group_size") or 1
     spent: dict[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -203,8 +206,8 @@ def read_budget(run: ReadRun, unit: str) -> dict[int, float]:
 
 
 def average_budgets(groups: Sequence[Group]) -> dict[str, list[float]]:
-    """Return unit → mean spending of each line's runs. A unit not recorded by any run is left
-    out."""
+    """Return unit → the mean budget spent by the runs of each line. A unit that no run records is
+    left out."""
     table = {
         unit: [
             _mean([max(read_budget(run, unit).values(), default=0.0) for run in group.runs])
@@ -220,8 +223,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def list_notes(groups: Sequence[Group]) -> list[str]:
-    """List remarks for a reader of the verdicts, about unequal budgets and about settings that
-    change the problems."""
+    """List remarks for a reader of the verdicts: about unequal budgets, and about different
+    settings that change the problems."""
     out = []
     for unit, values in average_budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
@@ -332,12 +335,13 @@ def phrase_verdict(
 
 
 class Fall(NamedTuple):
-    """A line whose mean accuracy is lower after training than before."""
+    """Hold a line whose mean accuracy is lower after training than before."""
 
     line: str
     before: float
-    found: Difference  # after - before, within seeds
-    # whether the fall is beyond chance, at a level corrected for the number of lines
+    found: Difference  # the difference `after - before`, paired by seed
+    # whether the fall is larger than chance explains, tested at a level corrected for the number of
+    # lines
     claim: bool
     sentence: str
 
@@ -370,7 +374,7 @@ def find_falls(groups: Sequence[Group]) -> list[Fall]:
 
 
 def _ends(run: ReadRun) -> tuple[float, float] | None:
-    """Return the accuracy before and after training; None if a value is missing."""
+    """Return the accuracy before and after training. Return None if one of the two is missing."""
     before, after = (_side(run, side, "accuracy") for side in ("before", "after"))
     if before is not None and after is not None:
         return before, after

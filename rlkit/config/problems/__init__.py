@@ -3,8 +3,9 @@ loaded.
 
 Keys and types are checked against the signatures of functions (rlkit.config.schema). The files here
 check numbers (numbers.py), combinations of parts (combinations.py, schedules.py, asynchrony.py),
-the parts' assumptions about one another (assumptions.py), their maths on fake data (trial.py) and
-the rows of the data (rows.py). doubts.py reports settings that are legal but probably not meant.
+the assumptions of parts about other parts (assumptions.py), the parts' maths on fake data
+(trial.py) and the rows of the data (rows.py). doubts.py reports legal settings that are probably
+not intended.
 
 Each file imports only files before it in this list: assumptions, asynchrony, combinations, names,
 numbers, schedules, trial, doubts, rows.
@@ -26,7 +27,8 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
 
 
 def run_problems(x: Experiment) -> list[str]:
-    """All problems of a run with its phases, each at its first step."""
+    """List the problems of a run as sentences. Every phase of the schedule is checked with the
+    settings of the phase's first step."""
     problems = schedule_problems(x) + rank_problems(x)
     firsts = {} if problems else build_first_steps(x)
     problems += [
@@ -56,6 +58,6 @@ def run_problems(x: Experiment) -> list[str]:
 
 
 def find_problems(x: Experiment) -> list[str]:
-    """Problems of an experiment without open schedules, as sentences: parts that cannot run, or
-    would silently do nothing."""
+    """List the problems of an experiment as sentences: parts that cannot run or would silently do
+    nothing. All scheduled numbers must already be replaced by plain numbers."""
     return number_problems(x) + combination_problems(x) + assumption_problems(x)

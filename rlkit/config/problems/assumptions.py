@@ -1,9 +1,10 @@
-"""Check the assumptions of an experiment's parts against the declarations of the other parts
-(`rlkit.types`: assumes, gives, keeps).
+"""Check the assumptions of an experiment's parts against the declarations of the other parts. The
+decorators `assumes`, `gives` and `keeps` of `rlkit.types` make the declarations.
 
-There is no table of forbidden pairs. The words (guarantees) of a reward are followed from its terms
-through weights, aggregator, normalisation, overlong rule and a KL in the baseline to the advantage.
-Each part's assumptions are compared with the words remaining at its place.
+There is no table of forbidden pairs. Each term of a reward guarantees words, for example "binary".
+The words are followed from the terms to the advantage, through weights, aggregator, normalisation,
+overlong rule and a KL in the baseline. Each of these may lose words. A part's assumptions are
+compared with the words still guaranteed for the rewards at this part.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ NEEDED = {
 
 
 class Words(NamedTuple):
-    """Guarantees lost at one place: word → the reason, and word → the part without a
-    declaration."""
+    """Hold the guarantees missing for the rewards at one place. `lost`: word → why the guarantee
+    does not hold. `unsaid`: word → the part without a declaration, so nobody knows whether the
+    guarantee holds."""
 
     lost: Mapping[str, str] = {}
     unsaid: Mapping[str, str] = {}
 
     def lose(self, words: Sequence[str], why: str) -> Words:
-        """Lose these words too; the first reason stays."""
+        """Return a copy with these words lost too. An already lost word keeps its reason."""
         return self._replace(lost=dict.fromkeys(words, why) | dict(self.lost))
 
     def pass_through(self, part: Any, path: str, why: str) -> Words:
-        """Pass the rewards through a part: only the words declared to be kept remain."""
+        """Return the guarantees of the rewards after a part has changed them. Only the words that
+        the part declares to keep remain."""
         kept = declarations(part, "keeps")
         if kept is None:
             return self._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(self.unsaid))
@@ -52,8 +55,8 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
     """List the assumptions broken in the experiment, as sentences with a remedy.
 
     Args:
-      tasks: rows of the run, once loaded. They name the rewards and environments that the config
-        leaves open.
+      tasks: rows of the run, once they are loaded. The rows name their rewards and environments if
+        the config chooses these by row.
     """
     problems = []
     for path, part, words in _list_assuming_parts(x, tasks):
@@ -68,8 +71,8 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
 
 
 def assumption_warnings(x: Experiment) -> list[str]:
-    """Assumptions neither broken nor guaranteed, and episode limits that a single reply may
-    exceed."""
+    """List assumptions neither broken nor guaranteed, because a part has no declaration. Also list
+    limits on a whole episode if a single reply may exceed the limit."""
     out = []
     for path, part, words in _list_assuming_parts(x, ()):
         for assumed in sorted(declarations(part, "assumes") or ()):
@@ -85,8 +88,8 @@ def assumption_warnings(x: Experiment) -> list[str]:
 
 
 def _list_assuming_parts(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
-    """(path, part, the words of the rewards there) for each part of an algorithm that looks at
-    rewards, in order."""
+    """List (path, part, guarantees of the part's rewards) for each part of an algorithm that reads
+    rewards, in the order of the parts."""
     a = x.algorithm
     kl = x.kl
     given = _find_reward_words(x, tasks)
@@ -104,7 +107,7 @@ def _list_assuming_parts(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str
 
 
 def _find_reward_words(x: Experiment, tasks: Sequence[Task]) -> Words:
-    """The words of the rewards used in training: after terms, weights, aggregator and
+    """Return the guarantees of the rewards used in training, after terms, weights, aggregator and
     normalisation."""
     words = Words()
     counted = {name: term for name, term in x.reward.terms.items() if term.weight != 0}
@@ -148,7 +151,8 @@ def _find_reward_words(x: Experiment, tasks: Sequence[Task]) -> Words:
 
 
 def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
-    """The functions scoring rollouts: the function itself, or the functions named in the rows."""
+    """List the functions that score rollouts for a term. This is `fn` itself, or for `by_task` the
+    functions named in the rows."""
     from rlkit.rewards import by_task, list_named_rewards
 
     if plain(fn) is not by_task:
@@ -158,7 +162,8 @@ def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
 
 
 def _reply_budgets(x: Experiment) -> list[str]:
-    """Reply limits beyond the reach of any reply."""
+    """Report limits on the length of one reply that no reply can reach, because
+    generation.max_new_tokens is smaller."""
     longest = x.generation.max_new_tokens
     out = []
     for name, part in x.algorithm.parts.items():
@@ -174,8 +179,9 @@ def _reply_budgets(x: Experiment) -> list[str]:
 
 
 def _episode_budgets(x: Experiment) -> list[str]:
-    """Limits of an episode with several replies, if a single reply may use them up."""
-    # by row: each environment has its own number of replies
+    """Report limits on the length of an episode with several replies, if a single reply may already
+    exceed the limit."""
+    # environments chosen by row have different numbers of replies, so nothing is reported
     turns = x.environment.max_steps if isinstance(x.environment, Environment) else 1
     out = []
     for name, term in x.reward.terms.items():

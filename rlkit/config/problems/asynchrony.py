@@ -1,4 +1,4 @@
-"""Problems of sampling ahead of training, as sentences."""
+"""Find problems of sampling ahead of training, as sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rlkit.types import is_stateful
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment
 
-# Numbers needed when groups are requested, `staleness` steps before their learning step.
+# Settings used when groups are requested. This happens `staleness` RL steps before the step that
+# trains on these groups.
 DISPATCH = (
     "generation.",
     "environment.",
@@ -26,8 +27,8 @@ DISPATCH = (
 
 
 def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
-    """Check that everything with an effect on groups is known when they are requested. `firsts`:
-    phase → its experiment at its first step."""
+    """Check that every setting with an effect on groups is known when the groups are requested.
+    `firsts`: phase → the experiment with the settings of the phase's first step."""
     mode = x.asynchrony.mode
     staleness = x.asynchrony.staleness
     said = f"asynchrony.staleness={staleness}"
@@ -56,7 +57,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
 
 
 def _find_second_process_problems(x: Experiment) -> list[str]:
-    """Settings unfit for sampling in a second process of this machine."""
+    """Report settings that do not allow sampling in a second process of this machine."""
     said = "asynchrony=overlap"
     problems = []
     count = x.trainer.devices * x.trainer.nodes
@@ -104,7 +105,8 @@ def _find_stateful(x: Experiment) -> list[str]:
 
 
 def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[str]:
-    """Phases without a known end, before a phase with other sampling or scoring."""
+    """Report phases without a known end, if the phases sample or score differently. Groups are
+    requested before the end of the phase is known, so the settings of the groups are unknown."""
     from rlkit.training.ahead.flight import digest_settings
 
     given = x.schedule.phases

@@ -1,4 +1,4 @@
-"""Parts that do not go together, and parts that would do nothing, as sentences."""
+"""Find combinations of parts that cannot run, and parts without effect, as sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
 
 
 def combination_problems(x: Experiment) -> list[str]:
-    """Combinations that cannot run, or would silently do nothing."""
+    """List combinations that cannot run or would silently do nothing, as sentences."""
     checks = [
         _check_evaluation,
         _check_groups,
@@ -61,7 +61,7 @@ def _check_evaluation(x: Experiment) -> list[str]:
 
 
 def rank_problems(x: Experiment) -> list[str]:
-    """Settings unfit for several ranks, as sentences."""
+    """List settings that do not work on several ranks, as sentences."""
     t = x.trainer
     problems = []
     count = t.devices * t.nodes
@@ -127,8 +127,8 @@ def _check_groups(x: Experiment) -> list[str]:
 
 
 def _check_choice(x: Experiment) -> list[str]:
-    """Problems of an algorithm with a choice of tasks (task.sampler), or with reused groups
-    (task.reuse)."""
+    """Report settings that cannot be combined with a sampler of tasks (task.sampler), or with
+    reused groups (task.reuse)."""
     a = x.algorithm
     problems = []
     if x.sampler.weigh is not None and a.episodes is not None:
@@ -197,7 +197,8 @@ def _check_critic(x: Experiment) -> list[str]:
 
 
 def list_corrections(algorithm: Algorithm) -> list[tuple[Any, dict[str, Any]]]:
-    """(function, its numbers) of the correction, or of each part of a product."""
+    """List (function, numbers bound to the function) of the off-policy correction. For a product of
+    corrections, list a pair for each factor."""
     from rlkit.algorithm import hyperparameters
 
     parts = hyperparameters(algorithm.correction).get("parts", {"": algorithm.correction})
@@ -221,8 +222,8 @@ def _check_corrections(x: Experiment) -> list[str]:
 
 
 def _check_old(x: Experiment) -> list[str]:
-    """Find settings that lose their meaning, or get a second meaning, if the ratio's old policy is
-    not the policy before the update (`algorithm.old`)."""
+    """Report settings with no effect, or with another meaning, because of `algorithm.old`. This key
+    may choose another "old" policy for the ratio than the policy before the update."""
     from rlkit.algorithm import asks_for
     from rlkit.functional import automatic_correction, no_correction, second_moment_mask
 
@@ -325,7 +326,8 @@ def _check_streams(x: Experiment) -> list[str]:
 
 
 def _check_parts(x: Experiment) -> list[str]:
-    """Problems found by the engine and the teacher themselves."""
+    """List the problems reported by the engine and by the teacher about the config
+    (`ChecksConfig`)."""
     from rlkit.types import ChecksConfig
 
     parts: list[Any] = [x.generation.engine]

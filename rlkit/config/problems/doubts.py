@@ -1,4 +1,4 @@
-"""Settings that are legal but probably not meant."""
+"""Find legal settings that are probably not intended."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
 
 
 def _list_unused(x: Experiment) -> list[str]:
-    """Parts chosen but without effect."""
+    """List chosen parts without effect in this run."""
     out = []
-    # If the algorithm turns the KL off and the reference is the default, the user asked for no
-    # reference: no warning.
+    # Do not warn if the algorithm turns the KL off and the reference is the default: the user has
+    # not asked for a reference.
     by_default = x.kl.name != "none" and x.reference.name == "frozen"
     if not x.needs_reference and x.reference.name != "none" and not by_default:
         out.append(
@@ -46,7 +46,7 @@ def _list_unused(x: Experiment) -> list[str]:
 
 
 def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) -> list[str]:
-    """Keys set by the user that do nothing in this run."""
+    """List keys that have no effect in this run, although the user has set them."""
     rows = {task.environment: task for task in tasks.train}.values() if tasks else ()
     once = bool(rows) and all(find_environment(x.environment, row).max_steps == 1 for row in rows)
     counted = x.generation.admission == "rounds"
@@ -78,10 +78,11 @@ def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) ->
 def list_warnings(
     x: Experiment, overrides: Sequence[str] = (), tasks: Splits | None = None
 ) -> list[str]:
-    """List settings that are legal but probably not meant, and problems in two splits.
+    """List legal settings that are probably not intended, and problems occurring in two splits of
+    the data.
 
     Args:
-      overrides: the user's. tasks: the run's; None: not loaded yet.
+      overrides: the user's overrides. tasks: the run's tasks; None: they are not loaded yet.
     """
     from rlkit.functional import forward, k1
 
@@ -133,7 +134,8 @@ def list_warnings(
 
 
 def _correction_doubts(x: Experiment) -> list[str]:
-    """Find samples weighed twice, dropped by chance, or old and not weighed at all."""
+    """Report doubtful off-policy corrections. A correction may count the difference to the sampler
+    twice, drop short replies by chance, or be missing although the samples are old."""
     from rlkit.algorithm import asks_for
     from rlkit.functional import automatic_correction, geometric_mask, no_correction
 
@@ -182,7 +184,8 @@ def _correction_doubts(x: Experiment) -> list[str]:
 def find_embedded_numbers(
     x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)
 ) -> list[str]:
-    """Find values of these keys meant for rlkit's embedded model, in a run of another model."""
+    """Report values of these keys if they are meant for rlkit's embedded tiny model and the run has
+    another model."""
     own = x.model.suggests
     path = x.model.path or x.model.origin
     if own.get("max_new_tokens") is None or _is_embedded(path):
@@ -207,8 +210,8 @@ def find_embedded_numbers(
 
 
 def _is_embedded(path: str | None) -> bool:
-    """Whether a path names the embedded model, or a folder with a model of the same shape, for
-    example an export of it."""
+    """Return whether a path names the embedded model, or a folder with a model of the same shape.
+    The folder may be an export of the embedded model."""
     from rlkit.models.load import EMBEDDED, TINY
 
     shapes = [
@@ -219,12 +222,13 @@ def _is_embedded(path: str | None) -> bool:
 
 
 def _rate(x: Experiment | RolloutRun) -> float | None:
-    """The learning rate at the beginning of a run; None without training."""
+    """Return the learning rate at the beginning of a run. The result is None for a run without
+    training."""
     return bound(x._asdict().get("optimizer")).get("lr")
 
 
 def _adapter_rate(x: Experiment) -> list[str]:
-    """Find adapters trained with the learning rate for all weights."""
+    """Report a learning rate meant for training all weights, if only adapters are trained."""
     own = x.model.suggests
     rank = x.model.rank
     rate = _rate(x)
@@ -239,7 +243,8 @@ def _adapter_rate(x: Experiment) -> list[str]:
 
 
 def _find_unreached(x: Experiment) -> list[tuple[str, int, str]]:
-    """(path, RL steps, consequence) for each number of steps that a short run never reaches."""
+    """List (path, RL steps, consequence) for each number of steps that a short run might never
+    reach."""
     every = bound(x.reference.update).get("every", 0)
     critic = x.algorithm.critic
     late = [

@@ -1,5 +1,5 @@
-"""Check names of folders: each part of a name is plain, so the folder stays inside its parent
-folder."""
+"""Check the names of folders. Each part of a name must be a plain name, so the folder stays inside
+its parent folder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-LONGEST = 200  # bytes of one part; a file system takes 255
-# groups in search order for the name of a run
+LONGEST = 200  # largest number of bytes in one part of a name; a file system accepts 255
+# groups that may give a run its name, in this order
 SOURCES = ("schedule", "algorithm")
 
 
 def name_problems(config: Mapping[str, Any]) -> list[str]:
-    """Why the name of a run cannot be a folder inside outputs/, as a sentence with its key. `a/b`
-    is a folder within a folder."""
+    """Explain why the name of a run cannot be a folder inside outputs/. The sentence begins with
+    the config key of the name. The name `a/b` stands for a folder within a folder."""
     name = config.get("name")
     if not isinstance(name, str):  # the schema reports the type
         return []
@@ -39,7 +39,8 @@ def name_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def part_problem(part: str) -> str:
-    """Say why a text is not a plain name of a file or folder; empty if it is."""
+    """Explain why a text is not a plain name of a file or folder. Return an empty text for a plain
+    name."""
     if not part:
         return "it is empty, or a part of it is"
     if part in (".", ".."):

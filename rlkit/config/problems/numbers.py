@@ -1,4 +1,4 @@
-"""Numbers out of their range, and numbers in conflict with one another, as sentences."""
+"""Find numbers out of their range, and contradictions between numbers, as sentences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
 
 
 def range_problems(node: Any, path: str = "") -> list[str]:
-    """Numbers out of their part's declared range (`rlkit.types.ranges`), in a config or in the
-    objects built from it."""
+    """List numbers outside the range declared by their part (`rlkit.types.ranges`). `node` is a
+    config, or an object built from a config."""
     named = isinstance(node, Mapping) and "_target_" in node
     part = resolve(node["_target_"]) if named else plain(node)
     limits = getattr(part, "__ranges__", {})
@@ -37,7 +37,7 @@ def range_problems(node: Any, path: str = "") -> list[str]:
 
 
 def number_problems(x: Experiment) -> list[str]:
-    """Impossible numbers, and numbers in conflict with one another, as sentences."""
+    """List impossible numbers, and contradictions between numbers, as sentences."""
     a = x.algorithm
     sampling = x.generation
     rollouts = x.batch.prompts * x.batch.group_size
@@ -74,14 +74,14 @@ def number_problems(x: Experiment) -> list[str]:
 
 
 def sampling_problems(sampling: Sampling) -> list[str]:
-    """Sampling settings that no engine supports, as sentences."""
+    """List sampling settings supported by no engine, as sentences."""
     from rlkit.engines.service import find_out_of_range  # this imports torch
 
     return find_out_of_range(sampling) + thinking_problems(sampling)
 
 
 def thinking_problems(sampling: Sampling) -> list[str]:
-    """A thinking budget out of range or beyond every reply, as a sentence."""
+    """Report a thinking budget out of range, or above the length of the longest reply."""
     budget = sampling.max_thinking_tokens
     limit = sampling.max_new_tokens
     if budget is None or 0 <= budget < limit:

@@ -27,15 +27,15 @@ from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
 
 def load_tasks(x: Experiment) -> Splits:
-    """Load the problems of a run. The rows' truths are checked, and the verifier and every phase's
-    reward are tried on gold answers.
+    """Load the problems of a run and check the rows. Every row's truth must be readable. The
+    verifier and the reward of every phase are tried on gold answers.
 
-    Test problems are loaded if `evaluation.n` is above 0, validation problems if `evaluation.every`
-    is above 0 too.
+    Test problems are loaded if `evaluation.n` is above 0. Validation problems are loaded if
+    `evaluation.every` is also above 0.
     Raises: DataError; ConfigError. If a split has no problems, the message names the setting to
     change.
     """
-    # rewards and environments are called here
+    # the checks call the user's rewards and environments, which may change state or hang
     with (
         guard_state(x.task.load, kinds=[FOLDER]),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: ""),
@@ -53,7 +53,7 @@ def _check_tasks(x: Experiment) -> Splits:
     test = load_split(x, "test") if x.evaluation.n else []
     for phase in list_phases(x).values():
         rewarded = phase.algorithm.streams.get("reward", Stream())
-        # else it is only measured
+        # without this stream, the reward is measured but not trained on
         if "reward" in phase.algorithm.streams or not phase.algorithm.streams:
             own = [task for task in train if rewarded.of(task.part)]
             check_truths(own, phase.reward, x.environment)
@@ -65,8 +65,8 @@ def _check_tasks(x: Experiment) -> Splits:
 
 
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
-    """Load the first `evaluation.n` problems of a split, read their truths and try the verifier.
-    Raises DataError, ConfigError."""
+    """Load the first `evaluation.n` problems of a split. Check that their truths can be read, and
+    try the verifier. Raises DataError, ConfigError."""
     with guard_state(x.task.load, kinds=[FOLDER]):
         tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
@@ -81,7 +81,7 @@ def load_split(x: Experiment, split: Split) -> Sequence[Task]:
 
 
 def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
-    """Whether the reward of this name in the rows is marked `no_gold`."""
+    """Return whether a reward named in the rows is marked `no_gold`."""
     fns = []
     for reward in rewards:
         for term_name, term in reward.terms.items() if reward else ():
@@ -94,11 +94,11 @@ def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
-    """Check that the verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows
-    with a reward marked `no_gold` have no gold answer to try. It may also be marked only in
-    `training`.
+    """Check on the first rows that the verifier scores a gold answer with at least 1, and an empty
+    answer below 1. Rows with a reward marked `no_gold` are skipped, because they have no gold
+    answer. The mark counts on the function in `reward` and on the function in `training`.
 
-    The tests of programs are read in every row.
+    For programs, the tests of every row are read.
     Raises: DataError naming the row and a test that cannot be judged outside the program.
     """
     for task in tasks:
@@ -130,12 +130,12 @@ def check_truths(
     reward: Reward,
     environment: Environment | Callable[[Task], Environment],
 ) -> None:
-    """Check every row's truth and environment. Each term of the reward must be able to read its
-    truth, because a row with an unreadable truth would silently be left out of every step. Terms of
-    weight 0 are only logged, so they are not checked. The environment must be able to play the row
+    """Check every row's truth and environment. Each term of the reward must be able to read the
+    row's truth. Otherwise the row would silently be left out of every step. Terms of weight 0 are
+    only logged, so they are not checked. The environment must be able to play the row
     (`Environment.check`).
 
-    Raises: DataError naming the first row, and how many more there are.
+    Raises: DataError naming the first faulty row, and the number of further faulty rows.
     """
     fns = [term.fn for term in reward.terms.values()]
     fns += [own for fn in fns for own in list_named_rewards(fn).values()]
@@ -157,8 +157,9 @@ def check_truths(
 
 
 def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
-    """Check the rows for the streams' data: conversations, answers, and a teacher for every part.
-    Raises: DataError naming the row."""
+    """Check that the rows hold the data needed by the algorithm's streams. Imitation needs
+    conversations. A teacher needs the text shown to it, and every part of a mixture needs a
+    teacher. Raises: DataError naming the row; ConfigError if a stream names an unknown part."""
     streams = x.algorithm.streams
     teacher = x.teacher
     for name, stream in streams.items():
@@ -218,12 +219,12 @@ def check_reward(
     reward: Reward,
     environment: Environment | Callable[[Task], Environment] | None = None,
 ) -> None:
-    """Check that the training reward runs, and can score the gold answer of at least one of the
-    first rows, for every part of a mixture.
+    """Check that the training reward runs. For every part of a mixture, the reward must be able to
+    score the gold answer of at least one of the first rows.
 
-    A reward on a session's end state gets the state at the session's beginning.
-    Raises: ConfigError if a term raises, or if nothing can be scored. So a broken reward is found
-    before a model is loaded.
+    A reward on the end state of a session gets the state at the session's beginning. A broken
+    reward is found here, before a model is loaded. Raises: ConfigError if a term raises, or if
+    nothing can be scored.
     """
     gold = [_answer_task(task, task.answer) for task in select_first_rows(tasks, ROWS)]
     if environment is not None:
@@ -246,8 +247,8 @@ def check_reward(
 def check_tools(
     tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
 ) -> None:
-    """Check that tools running model-written code get the isolation they ask for, in every
-    environment of the data.
+    """Check that tools for running the policy's code get the isolation required by their sandbox,
+    in every environment named by the rows.
 
     Raises: ConfigError, before a model is loaded.
     """

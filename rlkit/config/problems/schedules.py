@@ -1,4 +1,4 @@
-"""Problems and doubts of a schedule, as sentences."""
+"""Find the problems of a schedule, and probably unintended settings of a schedule, as sentences."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def schedule_problems(experiment: Any) -> list[str]:
 
 
 def _check_whole(given: Mapping[str, Any]) -> list[str]:
-    """Entries of the schedule that are not a whole phase."""
+    """Report entries of the schedule that are no phase or set only a part of a config group."""
     problems = []
     for name, phase in given.items():
         where = f"schedule.phases.{name}"
@@ -83,7 +83,7 @@ def _check_whole(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check_phase(where: str, phase: Phase, *, last: bool) -> list[str]:
-    """Impossible ends and resets of a phase."""
+    """Report impossible values of `until` and `reset` in a phase."""
     problems = []
     if phase.until is None and not last:
         problems.append(
@@ -111,7 +111,8 @@ def _check_phase(where: str, phase: Phase, *, last: bool) -> list[str]:
 
 
 def _check_waiting(experiment: Any) -> list[str]:
-    """Metrics that a phase waits for, but will not or must not get."""
+    """Report metrics followed by a phase or a controller, if these are test results or the run
+    never measures them. Test results must not decide anything in a run."""
     problems = []
     evaluated = experiment.evaluation.n > 0 and experiment.evaluation.every > 0
     for path, metric in _find_awaited_metrics(experiment).items():
@@ -130,7 +131,7 @@ def _check_waiting(experiment: Any) -> list[str]:
 
 
 def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
-    """Path → the metric followed there, in any phase."""
+    """Return path → metric, for every condition or controller on a metric, in any phase."""
     return {
         path: metric
         for i in range(len(experiment.schedule.phases) or 1)
@@ -139,7 +140,7 @@ def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
 
 
 def schedule_warnings(experiment: Any) -> list[str]:
-    """Settings of a schedule that are legal but probably not meant."""
+    """List legal settings of a schedule that are probably not intended."""
     known = [name for part in read_sections() for entry in part.entries for name in entry.names]
     out = [
         f"{path}: waits for '{metric}', which rlkit itself never"
@@ -178,8 +179,8 @@ def schedule_warnings(experiment: Any) -> list[str]:
 
 
 def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Overrides of a group of the whole run that have no effect, because every phase replaces the
-    group."""
+    """Report overrides of a config group without effect. This happens if every phase of the
+    schedule has its own version of the group."""
     phases = (config.get("schedule") or {}).get("phases") or {}
     if not isinstance(phases, Mapping):
         return [f"schedule.phases: maps the names of phases to phases, not {phases!r:.100}"]
@@ -197,7 +198,7 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
         ):
             continue
         places = [f"schedule.phases.{name}.{key.replace('/', '.')}" for name in phases]
-        # an option is chosen at its new place, group@place=option
+        # Hydra's form for choosing an option at another place is group@place=option
         is_option = "/" in key or key == group
         meant = [f"{key}@{place}={value}" if is_option else f"{place}={value}" for place in places]
         out.append(
@@ -208,10 +209,11 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
 
 
 def build_first_steps(x: Experiment) -> dict[str, Experiment]:
-    """Phase → its experiment at its first step, with plain numbers only. Every number must find its
-    place at the first and the last step.
+    """Return phase → the experiment with the settings of the phase's first step. Every scheduled
+    number is replaced by a plain number. The path of every scheduled number must exist at the first
+    and at the last step.
 
-    Raises: ConfigError naming the path without a place.
+    Raises: ConfigError naming a path that does not exist.
     """
     out = {}
     for name, phase in list_phases(x).items():

@@ -1,4 +1,4 @@
-"""Trials without a model: the maths on fake data, the optimizer on one parameter."""
+"""Try parts without a model: run the maths on fake data, and the optimizer on one parameter."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def dry_run(x: Experiment) -> None:
     """Run one update on fake data through advantage, weights, loss and backward, in milliseconds
     and without a model.
 
-    Skipped if a part asks for `metadata`, because a user's rows cannot be made up, and if the
-    reward is no part of the loss.
+    The run is skipped if a part asks for `metadata`, because the metadata of a user's rows cannot
+    be made up. It is also skipped if the reward is no part of the loss.
 
-    Raises: ConfigError if a part fails, if the gradient is zero or not finite, or if a part falsely
-      declares a vanishing gradient.
+    Raises: ConfigError if a part fails, if the gradient is zero or not finite, or if a part has a
+      gradient in a case declared with `@vanishes`.
     """
 
     from rlkit.algorithm import asks_for
@@ -57,7 +57,7 @@ def dry_run(x: Experiment) -> None:
             UpdateTerms(),
             x,
         )
-    except Exception as error:  # the user's part may raise anything
+    except Exception as error:  # a user's own part may raise any error
         raise ConfigError(
             f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails:"
             f" {describe_error(error)}"
@@ -86,10 +86,10 @@ def dry_run(x: Experiment) -> None:
 def _policy_gradient(
     x: Experiment, batch: Minibatch, scores: TokenLogprobs, logits: Tensor
 ) -> Tensor:
-    """The gradient of only the policy loss, because a KL or an entropy bonus would hide a gradient
+    """Compute the gradient of the policy loss alone. A KL or an entropy bonus would hide a gradient
     of zero.
 
-    Raises: ConfigError if there is none.
+    Raises: ConfigError if the policy loss has no gradient.
     """
     import torch
 
@@ -111,8 +111,8 @@ def _policy_gradient(
 
 
 def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
-    """Make two groups of rollouts, each with one rewarded rollout, the policy's scores of them, and
-    the logits behind these scores."""
+    """Make a fake batch of two groups, each with one rewarded rollout. Also return the policy's
+    log-probs and values for the batch, and the logits behind these."""
     import torch
 
     from rlkit.types import Scored, TokenLogprobs
@@ -161,9 +161,10 @@ def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
 
 
 def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> None:
-    """Test the declarations of the policy loss and the KL estimator by `rlkit.types.vanishes`.
+    """Test whether the policy loss and the KL estimator have no gradient in the cases that they
+    declare with `rlkit.types.vanishes`.
 
-    Raises: ConfigError if there is a gradient after all.
+    Raises: ConfigError if a part has a gradient in a declared case.
     """
     import torch
 
@@ -186,7 +187,7 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
     tried: list[tuple[str, Any, str, KL]] = []
     if "without_advantages" in (declarations(loss, "vanishes") or ()):
         tried.append(("algorithm.policy_loss", loss, "without_advantages", KL("none")))
-        # this needs the whole vocabulary, and the fake data has none
+        # the exact KL needs log-probs of the whole vocabulary, and the fake data has none
         exact = asks_for(estimator, "full_kl")
         if (
             x.kl.in_loss
@@ -206,7 +207,8 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
 
 
 def optimizer_problems(x: Experiment) -> list[str]:
-    """Try an optimizer's numbers on one parameter, before the model is loaded."""
+    """Try the settings of each optimizer on one parameter, before the model is loaded. Return the
+    problems as sentences."""
     import torch
 
     critics = {
@@ -221,7 +223,7 @@ def optimizer_problems(x: Experiment) -> list[str]:
     ]:
         try:
             make([torch.nn.Parameter(torch.zeros(1))])
-        except Exception as error:  # the user's optimizer may raise anything
+        except Exception as error:  # a user's own optimizer may raise any error
             problems.append(
                 f"{path}: {error}; its numbers are"
                 f" {', '.join(f'{k}={v}' for k, v in bound(make).items())}"

@@ -15,8 +15,8 @@ from rlkit.runs.sweeps.jobs import RunJob, read_last_reward
 
 
 def tabulate_results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
-    """Make a row for each job: its varying settings, how it ended, its accuracies, reward, steps
-    and seconds, and its folder."""
+    """Make a row for each job, with the job's varying settings, its end, its accuracies, reward,
+    steps and seconds, and its folder."""
     settings = [
         dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs
     ]
@@ -40,7 +40,7 @@ def tabulate_results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
-    """Write the same rows for other programs."""
+    """Write the rows of `tabulate_results` as a CSV file."""
     rows = tabulate_results(jobs)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else ["status"])
@@ -49,11 +49,12 @@ def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
 
 
 def format_comparison(jobs: Sequence[RunJob]) -> str:
-    """Write the table for people, the best job first. If several lines have seeds in common,
-    verdicts on each line against the first follow.
+    """Write the table for people, with the best job first. If several lines (jobs with equal
+    settings apart from the seed) have seeds in common, the table is followed by verdicts. A verdict
+    compares a line with the first line.
 
-    Jobs are ordered by validation accuracy if there is any, else by training reward. Ordering by
-    test accuracy would spoil that figure: it would no longer come from untouched problems.
+    Jobs are ordered by validation accuracy if there is any, else by training reward. Test accuracy
+    must not decide the order, because test problems must not be used for any choice.
     """
     rows = tabulate_results(jobs)
     if not rows:
@@ -79,8 +80,9 @@ def format_comparison(jobs: Sequence[RunJob]) -> str:
 
 
 def summarise_lines(jobs: Sequence[RunJob]) -> str:
-    """Summarise the finished jobs as lines: jobs that differ only in their seed share a line. A
-    sentence on each line against the first follows. Empty if there is nothing to compare."""
+    """Summarise the finished jobs as lines: jobs that differ only in their seed share a line. After
+    the lines, a sentence compares each line with the first line. Return an empty text if there is
+    nothing to compare."""
     found = [
         read_run(job.folder) for job in jobs if job.status == "finished" and runs.is_run(job.folder)
     ]

@@ -1,5 +1,5 @@
-"""The jobs of a sweep, read from their files: <sweep>/jobs/NAME.json of a job, and the summary and
-metrics in its run folder."""
+"""Read the jobs of a sweep from their files: a job's file <sweep>/jobs/NAME.json, and the summary
+and metrics in the job's run folder."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rlkit.system import owner
 from rlkit.system.files import write_json
 from rlkit.system.rows import read_rows
 
-EARLIER = "earlier"  # why a job did not run: an earlier sweep did it
+EARLIER = "earlier"  # reason for not running a job: an earlier sweep has finished it
 
 
 class RunJob(NamedTuple):
-    """A job, as recorded in its file."""
+    """Hold a job, as recorded in the job's file."""
 
     number: int
     overrides: list[str]
     folder: Path
-    status: str = "waiting"  # then running; finished, failed, interrupted, not started
-    process: Mapping[str, Any] = {}  # its process while it runs, from `owner.describe_process`
+    status: str = "waiting"  # later running; finished, failed, interrupted or not started
+    process: Mapping[str, Any] = {}  # while the job runs, from `owner.describe_process`
     seconds: float = 0.0
-    reason: str = ""  # why it did not finish; EARLIER if an earlier sweep did the job
+    reason: str = ""  # why the job did not finish; EARLIER if an earlier sweep has finished it
 
 
 def record_path(root: Path, folder: Path) -> Path:
@@ -36,7 +36,8 @@ def record_path(root: Path, folder: Path) -> Path:
 
 
 def save(record: Path, job: RunJob) -> RunJob:
-    """Write the state of a job, and return the job. Secrets of its overrides are left out."""
+    """Write the state of a job to the job's file, and return the job. Secrets in its overrides are
+    left out."""
     known = job._asdict()
     known["folder"] = str(job.folder)
     known["overrides"] = runs.redact_node(list(job.overrides))
@@ -60,8 +61,8 @@ TYPES = {"number": int, "overrides": list, "status": str, "process": dict, "seco
 
 
 def is_alive(job: RunJob) -> bool:
-    """Return whether a job's process runs on this machine. Nothing is known about a process on
-    another machine."""
+    """Return whether a job's process runs on this machine. The result is False for a
+    process on another machine, because its state is unknown here."""
     named = isinstance(job.process.get("pid"), int) and job.process["pid"] > 0
     return job.status == "running" and named and owner.runs_here(job.process)
 
@@ -77,8 +78,8 @@ def read_last_reward(folder: Path) -> float | None:
 
 
 def read_objective(folder: Path) -> float | None:
-    """Read the objective of a search: the last validation accuracy, never a test figure. Without
-    validation it is the mean reward of the last ten steps."""
+    """Read the objective of a search: the last validation accuracy, never a test result. Without
+    validation, the objective is the mean training reward of the last ten steps."""
     last = (runs.read_summary(folder) or {}).get("validation")
     if last:
         return float(last["accuracy"])

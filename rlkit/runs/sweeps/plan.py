@@ -1,4 +1,4 @@
-"""Plan the jobs of a command line, and check each of them before the first one starts."""
+"""Plan the jobs of a command line, and check every job before the first job starts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rlkit.system import owner
 from rlkit.system.files import put_aside
 
 PLUGINS = ("joblib", "submitit", "optuna")  # extras
-SHOWN = 3  # changed settings named in a sentence
+SHOWN = 3  # largest number of changed settings to name in a sentence
 
 
 class Plan(NamedTuple):
-    """The plan of a sweep."""
+    """Hold the plan of a sweep."""
 
-    config: DictConfig  # Hydra's, with its sweeper and launcher
+    config: DictConfig  # Hydra's config, with the sweeper and the launcher
     arguments: list[str]  # the arguments in the sweeper's form
     root: Path
     total: int  # jobs
@@ -49,7 +49,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     search = is_search(config)
     living = None if config.takeover else owner.find_occupant(root)
     if living:
-        # raised before the jobs' folders are read, because they belong to that sweep
+        # raised before the jobs' folders are read, because these belong to the running sweep
         raise owner.Occupied(living)
     resume = (
         [text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"]
@@ -80,7 +80,8 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
 
 
 def refuse_running(root: Path) -> None:
-    """Raise ConfigError if a job of an earlier sweep still runs without its sweep."""
+    """Raise ConfigError if a job of an earlier sweep still runs although the sweep's own process
+    has ended."""
     for job in read_jobs(root / "jobs"):
         if is_alive(job):
             raise ConfigError(
@@ -95,12 +96,12 @@ def check_jobs(
     root: Path | None,
     resume: bool,
 ) -> set[str]:
-    """Compose, check and dry-run every job. Return the keys that appear only in a signature,
-    because Hydra must be told to add them.
+    """Compose, check and dry-run every job. Return the keys without an entry in the YAML files,
+    which only a function's signature knows. Hydra must be told to add these keys.
 
     Args:
       root: the folder with the jobs' folders. None: no folder is checked, because a search chooses
-        its values later.
+        the values of its jobs later.
     Raises: ConfigError with the problems of all jobs; a problem common to all is given once.
     """
     from rlkit.config.compose import compose, experiment
@@ -169,7 +170,8 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        # A key that only a signature knows is added. The check of the jobs decides about it.
+        # A key without an entry in the YAML files is added here. The check of the jobs decides
+        # whether a signature has it.
         texts = [
             (
                 text
@@ -203,7 +205,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
         extra = next((e for e in PLUGINS if e in target), "")
         if extra and not is_installed(package):
             raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
-    # optuna's own option minimises, and ends a search with the first failed job
+    # the option shipped with optuna's plugin minimises, and ends a search with the first failed job
     if "optuna" in targets["sweeper"]:
         config.hydra.sweeper.direction = "maximize"
         config.hydra.sweeper.max_failure_rate = 1.0
@@ -225,8 +227,8 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def list_corners(overrides: Sequence[str]) -> list[list[str]]:
-    """List jobs to check for a search: first with the first value of every key, then with each end
-    or choice of each key in turn."""
+    """List the jobs to check before a search. In the first job every key has its first value. In
+    each further job one key has another choice, or the other end of its interval."""
     ends = _values(overrides, intervals=True)
     first = {key: own[0] for key, own in ends.items()}
     return [
@@ -236,11 +238,11 @@ def list_corners(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
-    """Return key → the sweep's overrides of the key, one for each value, or for the two ends of an
-    interval.
+    """Return key → overrides of this key in the sweep. There is one override for each value, or one
+    for each end of an interval.
 
-    Raises: ConfigError if an override cannot be read, or if it is an interval and `intervals` is
-    false.
+    Raises: ConfigError if an override cannot be read, or if its value is an interval and
+    `intervals` is false.
     """
     found: dict[str, list[str]] = {}
     for override, text in map(read_override, overrides):
@@ -259,8 +261,8 @@ def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, l
 
 
 def read_override(text: str) -> tuple[Any, str]:
-    """Parse an override, and return its text in Hydra's grammar, like a single run's. Raises
-    ConfigError if it cannot be read."""
+    """Parse an override as for a single run, and return its text in Hydra's grammar. Raises
+    ConfigError if the override cannot be read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -280,8 +282,8 @@ def dirname(overrides: Sequence[str]) -> str:
 
 
 def folder_name(text: str) -> str:
-    """Make a folder name from a job's overrides. It has no slashes, is printable, and is not longer
-    than a file system allows."""
+    """Make a folder name from a job's overrides. The name has no slashes, is printable, and is not
+    longer than a file system allows."""
     name = (
         text.replace("/", ".").replace("++", "").replace("'", "").replace('"', "").replace(" ", "")
     )
@@ -292,13 +294,13 @@ def folder_name(text: str) -> str:
     return f"{plain.encode()[:150].decode(errors='ignore')}~{digest}"
 
 
-# conf/train.yaml, hydra.sweep.subdir
+# used by hydra.sweep.subdir in conf/train.yaml
 OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)
 
 
 def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> list[str]:
-    """Say why a job cannot run in its folder: the folder has a run already, or a run with another
-    config."""
+    """Explain why a job cannot run in its folder: the folder already has a run, or a run with
+    another config."""
     if not runs.is_run(folder):
         return (
             [f"{folder} holds a finished run without config.yaml; move it away"]
@@ -320,8 +322,8 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
 
 
 def name_changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
-    """Name the differences of a folder's run from a job's config, the run's length included; empty
-    if no difference matters.
+    """Name the differences between the run in a folder and a job's config, including the run's
+    length. Return an empty text if no difference matters.
 
     Raises: DataError if the folder's config cannot be read.
     """
@@ -336,10 +338,10 @@ def name_changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
-    """Move the run of a folder away if it does not have the job's config. Return why, or an empty
-    text.
+    """Set the run in a folder aside if it does not have the job's config. Return the reason, or an
+    empty text if the run stays.
 
-    Raises: Occupied if a process works in the folder; OSError if it cannot be moved.
+    Raises: Occupied if a process works in the folder; OSError if the folder cannot be moved.
     """
     if not runs.is_run(folder) and not runs.is_finished(folder):
         return ""

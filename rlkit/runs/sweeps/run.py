@@ -1,4 +1,5 @@
-"""`rlkit train -m`: run the jobs of Hydra's sweeper through its launcher, and compare them."""
+"""Run `rlkit train -m`: start the jobs of Hydra's sweeper through Hydra's launcher, and compare the
+results."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def sweep(
     config_dir: str | None = None,
     report: Callable[[Sequence[Path], Path], None] | None = None,
 ) -> int:
-    """Run all jobs of a command line and compare them. Return the exit status: 0 if all jobs are
-    done, 1 if one failed, 130 or 143 if a signal stopped the sweep.
+    """Run all jobs of a command line and compare their results. Return the exit status: 0 if all
+    jobs are done, 1 if one failed, 130 or 143 if a signal stopped the sweep.
 
     Args:
       arguments: overrides, some of them with several values.
@@ -88,7 +89,7 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
 
     from rlkit.config.compose import hydra_context
 
-    # it sets the level of its logger itself when it is imported
+    # optuna sets the level of its logger itself when it is imported
     if "optuna" in plan.config.hydra.sweeper._target_:
         importlib.import_module("optuna").logging.set_verbosity(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
@@ -101,18 +102,20 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
             sweeper.sweep(arguments=plan.arguments)
         except HydraException as error:
             raise ConfigError(str(error)) from error
-        except ValueError as error:  # optuna's, if no trial has a value
+        except ValueError as error:  # raised by optuna if no trial has a value
             if "trial" not in str(error).lower():
                 raise
         context.callbacks.on_multirun_end(config=plan.config, config_name="train")
 
 
 def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float | None:
-    """Run one job in the launcher's process. Return its objective, or None if it has none.
+    """Run one job from the launcher's process. Return the job's objective, or None without an
+    objective.
 
     Args:
-      config: the job's config; the job's process composes it again, from the overrides.
-      search: whether the sweeper chose the values; then no plan has checked the folder.
+      config: the job's config. The job's own process composes the config again, from the overrides.
+      search: whether the sweeper chose the values. In this case the job's folder has not been
+        checked yet.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -121,7 +124,7 @@ def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float
     folder = Path(state.sweep.dir) / str(state.sweep.subdir)
     elsewhere = not owner.is_here(shared.process) or shared.process["pid"] != os.getpid()
     if elsewhere and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep passes it on
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep passes the signal on to its jobs
     if search and runs.is_run(folder):
         set_aside_changed(folder, compose(overrides, config_dir=shared.config_dir).config)
     job = RunJob(int(state.job.num), overrides, folder)

@@ -1,5 +1,5 @@
-"""The common part of all commands of many runs: one owner of the folder, one process per job, and
-signals to all jobs.
+"""Run many jobs for one command: one owner of the folder, one process per job, and signals to all
+jobs.
 
 A command of many runs owns its folder and calls `do_job` for each job in a block of `conduct_jobs`,
 one after another or in several threads or processes. Every job is `rlkit train` in a run folder
@@ -30,7 +30,8 @@ from rlkit.system.output import clock
 from rlkit.system.parent import make_child_environment
 from rlkit.system.processors import count_cores
 
-# jobs/stop: no further job starts; the file holds the signal, and the jobs that got it
+# name of a file in jobs/. While the file exists, no further job starts. It holds the signal, and
+# the jobs that have received the signal
 STOP = "stop"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -39,25 +40,27 @@ ENDED = ("finished", "failed", "interrupted")
 
 
 class Sweep(NamedTuple):
-    """The data all jobs of a sweep share. A launcher may pass it to another process or machine."""
+    """Hold the data shared by all jobs of a sweep. A launcher may pass this record to another
+    process or machine."""
 
     root: Path
     config_dir: str | None
-    parallel: int  # jobs sharing this machine's cores
+    parallel: int  # number of jobs that share this machine's cores
     environment: Mapping[str, str]  # environment of every job, see `settle`
     process: Mapping[str, Any]  # the process that handles signals, from `owner.describe_process`
 
 
 class Process(Protocol):
-    """A job's process: a subprocess.Popen, or a `WarmJob` of rlkit.runs.sweeps.warm."""
+    """Describe a job's process: a subprocess.Popen, or a `WarmJob` of rlkit.runs.sweeps.warm."""
 
     pid: int
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, negative for a signal. Raises: subprocess.TimeoutExpired."""
+        """Return the exit status; it is negative for a signal. Raises:
+        subprocess.TimeoutExpired."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal. Does nothing if the process has ended."""
+        """Send a signal to the process. Do nothing if the process has ended."""
 
 
 Start = Callable[[list[str], IO[bytes], Mapping[str, str]], Process]
@@ -74,8 +77,8 @@ def make_sweep(
     Args:
       root: the sweep's folder, owned by this process.
       parallel: number of jobs at the same time.
-      threads: number of threads of each job. With None the jobs share the cores, and a single job
-        at a time decides itself.
+      threads: number of threads of each job. With None the jobs share the cores. If only one job
+        runs at a time, the job itself chooses.
     """
     environment = settle(root, parallel, threads)
     return Sweep(root, config_dir, parallel, environment, owner.describe_process(os.getpid()))
@@ -94,7 +97,8 @@ def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def conduct_jobs(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[int]]:
-    """Run jobs inside this block. An earlier sweep's files about its jobs are removed.
+    """Prepare a sweep's folder for jobs, which the block of a `with` statement then runs. Files of
+    an earlier sweep about its jobs are removed.
 
     The caller owns the sweep's folder (`owner.own_folder`).
 
@@ -112,8 +116,8 @@ def conduct_jobs(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[i
 
 @contextlib.contextmanager
 def forward_signals(jobs: Path) -> Iterator[list[int]]:
-    """Send SIGINT, SIGTERM and SIGHUP to the running jobs of this machine: they save and end, and
-    no other job starts. A third signal ends everything immediately."""
+    """Pass SIGINT, SIGTERM and SIGHUP on to the running jobs of this machine. These jobs save and
+    end, and no other job starts. A third signal ends everything immediately."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -151,8 +155,8 @@ def forward_signals(jobs: Path) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def watch_jobs(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
-    """Print one line for each job that ends while the block runs. A thread reads the jobs' files,
-    wherever the jobs are."""
+    """Print one line for each job that ends while the block of a `with` statement runs. A thread
+    reads the jobs' files, so the jobs may run on any machine."""
     over = threading.Event()
     told: set[int] = set()
 
@@ -177,7 +181,10 @@ def watch_jobs(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
 
 
 def end_line(job: RunJob, sweep: Sweep, total: int, name: str, figure: str = "accuracy") -> str:
-    """`3/9  algorithm=grpo seed=1  finished  20 steps  1:04  test accuracy 0.412 → 0.970`."""
+    """Write the line about an ended job, for example:
+
+    3/9  algorithm=grpo seed=1  finished  20 steps  1:04  test accuracy 0.412 → 0.970
+    """
     words = [f"{job.number + 1:>{len(str(total))}}/{total}", name, job.status]
     if job.status != "finished":
         log = record_path(sweep.root, job.folder).with_suffix(".log")
@@ -193,7 +200,7 @@ def end_line(job: RunJob, sweep: Sweep, total: int, name: str, figure: str = "ac
 
 
 def sum_up(done: Sequence[RunJob], total: int, began: float) -> str:
-    """`8 of 9 jobs finished, 1 failed, 1:04`."""
+    """Write the last line of a sweep, for example `8 of 9 jobs finished, 1 failed, 1:04`."""
     finished = sum(job.status == "finished" for job in done)
     failed = sum(job.status == "failed" for job in done)
     return f"{finished} of {total} jobs finished, {failed} failed, {clock(time.time() - began)}"
@@ -205,9 +212,9 @@ def sum_up(done: Sequence[RunJob], total: int, began: float) -> str:
 def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: int = 1) -> RunJob:
     """Run one job in a process of its own. Return the job with its outcome, as its file holds it.
 
-    A finished run is not repeated: the caller has made sure of its settings. With `resume=auto`
-    among the overrides, a run with a checkpoint continues from it. A run without a checkpoint is
-    set aside and begins again.
+    A finished run is not repeated; the caller must have checked that the run has the job's
+    settings. With `resume=auto` among the overrides, a run with a checkpoint continues from it. A
+    run without a checkpoint is set aside and begins again.
 
     Args:
       start: a function to start the process; by default it starts a new Python process.
@@ -237,8 +244,8 @@ def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: in
 
 
 def run_process(job: RunJob, sweep: Sweep, start: Start, devices: int) -> tuple[int, str]:
-    """Run a job's process, and name it in the job's file. Return its exit status, and its end in a
-    few words."""
+    """Run a job's process, and record the process in the job's file. Return its exit status, and a
+    description of its end in a few words."""
     record = record_path(sweep.root, job.folder)
     log = record.with_suffix(".log")
     gpus = assign_gpus(record.parent / "gpus", jobs=sweep.parallel, devices=devices)
@@ -280,10 +287,11 @@ def start_process(words: list[str], log: IO[bytes], environment: Mapping[str, st
 
 def wait_for(process: Process, sweep: Sweep) -> int:
     """Wait for a job, and return its exit status. If a signal reached the sweep while the job was
-    starting, the job gets it now. The job is killed once the sweep is gone.
+    starting, the job gets this signal now. The job is killed once the sweep is gone.
 
-    A launcher may run this code in another process than the sweep's. Then jobs do not end with the
-    sweep by themselves, so this process checks whether the sweep still runs.
+    A launcher may run this code in another process than the sweep's. In this case a job does not
+    end by itself together with the sweep. Therefore this process checks whether the sweep still
+    runs.
     """
     passed = False
     while True:
@@ -300,22 +308,23 @@ def wait_for(process: Process, sweep: Sweep) -> int:
 
 
 def _find_missed_signal(stop: Path, pid: int) -> int:
-    """Find a signal sent to the other jobs before this job was known; 0 without such a signal."""
+    """Return the number of a signal that was sent to the other jobs before this job was known.
+    Return 0 without such a signal."""
     try:
         said = json.loads(stop.read_text())
         return 0 if pid in said["told"] else int(said["signal"])
-    # there is no signal, or the file is being written
+    # without a signal there is no file; and the file may be half-written
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
 def explain_end(code: int, log: Path, begin: int = 0) -> str:
-    """Describe the end of a job in a few words: rlkit's own sentence if its log has one, else the
-    last line.
+    """Describe the end of a job in a few words: rlkit's own error message if the log has one,
+    otherwise the last line of the log.
 
     Args:
-      begin: where the job's log begins in the file, in bytes; earlier attempts have their logs
-        before it.
+      begin: position in the file, in bytes, at which the job's log begins. The logs of earlier
+        attempts are before this position.
     """
     text = log.read_bytes()[begin:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]

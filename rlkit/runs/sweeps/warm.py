@@ -1,12 +1,12 @@
-"""Keep one process with a run's imports done, and fork it for each job.
+"""Keep one server process with all imports of a run done, and fork the server for each job.
 
     sweep ── command line, environment, log ──▶ server ──fork──▶ keeper ──fork──▶ job
       ◀──────── process id of the job, then its exit status ───────┘
 
 A job is `python -m rlkit WORDS` without the five seconds that a new process takes to import torch,
-transformers and Lightning. The server itself computes nothing and has no thread, so its copies
-begin like a new process. The keeper waits for one job. Every process ends with its parent, so none
-is left when the sweep is gone.
+transformers and Lightning. The server itself computes nothing and has no thread, so a forked copy
+begins like a new process. The keeper waits for one job. Every process ends with its parent, so no
+process is left when the sweep is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import IO, Any
 from rlkit.system.parent import end_with, end_with_parent, make_child_environment
 
 START = "from rlkit.runs.sweeps import warm; warm.serve_jobs()"
-LONGEST = 1 << 17  # bytes of a request: a command line and an environment
+LONGEST = 1 << 17  # largest number of bytes of a request: a command line and environment variables
 IMPORTS = (
     "rlkit.runs.python",
     "rlkit.training.module",
@@ -47,7 +47,7 @@ IMPORTS = (
 
 
 class WarmJob:
-    """A job's process, with the methods of subprocess.Popen that a sweep uses."""
+    """Control a job's process, with the methods of subprocess.Popen that a sweep uses."""
 
     def __init__(self, pid: int, answers: socket.socket):
         self.pid = pid
@@ -55,29 +55,33 @@ class WarmJob:
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, negative for a signal. Raises: subprocess.TimeoutExpired."""
+        """Return the exit status; it is negative for a signal. Raises:
+        subprocess.TimeoutExpired."""
         if self.returncode is None:
             self.answers.settimeout(timeout)
             try:
                 said = self.answers.recv(32)
             except TimeoutError:
                 raise subprocess.TimeoutExpired("rlkit", timeout or 0.0) from None
-            self.returncode = int(said) if said else -signal.SIGKILL  # no answer: all were killed
+            # no answer: the server and its jobs were killed
+            self.returncode = int(said) if said else -signal.SIGKILL
             self.answers.close()
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal. Does nothing if the process has ended."""
+        """Send a signal to the process. Do nothing if the process has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
 
 
 class WarmServer:
-    """The sweep's side of the server. Several threads may use it.
+    """Start and use the server from the sweep's process. Several threads may use the same
+    WarmServer.
 
     Args:
-      environment: of the server and of all jobs, added to this process's.
+      environment: environment variables of the server and of all jobs, in addition to this
+        process's.
       imports: further modules for the server to import for its jobs.
     """
 
@@ -91,8 +95,8 @@ class WarmServer:
         """Start the server's process."""
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # Counting the GPUs through the driver's NVML does not make the server use one, so its
-            # copies still can.
+            # The server counts the GPUs through the driver's NVML. Then it does not use a GPU
+            # itself, and its forked copies still can.
             nvml = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs.fileno()), *self.imports],
@@ -104,8 +108,8 @@ class WarmServer:
             )
 
     def start(self, words: list[str], log: IO[bytes], environment: Mapping[str, str]) -> WarmJob:
-        """Start `rlkit WORDS` as a process whose output goes to a file. A missing server is
-        replaced.
+        """Start `rlkit WORDS` as a process whose output goes to a file. If the server has ended,
+        start another server first.
 
         Raises: OSError if no process can be started.
         """
@@ -122,14 +126,14 @@ class WarmServer:
         raise OSError("the process that starts the jobs has ended; is there memory left?")
 
     def replace(self) -> None:
-        """Start another server in place of a missing one."""
+        """Start another server in place of one that has ended."""
         with self.lock:
             if self.process.poll() is not None:
                 self.link.close()
                 self.begin()
 
     def close(self) -> None:
-        """End the server, and running jobs with it."""
+        """End the server and all jobs that still run."""
         self.link.close()
         self.process.wait()
 
@@ -138,7 +142,7 @@ class WarmServer:
 def warm_server(
     environment: Mapping[str, str], imports: Sequence[str] = ()
 ) -> Iterator[WarmServer]:
-    """Yield a server for the jobs of the block."""
+    """Yield a server for the jobs started in the block of a `with` statement."""
     server = WarmServer(environment, imports)
     try:
         yield server
@@ -167,7 +171,7 @@ def serve_jobs() -> None:
             link.close()
             end_with(server)
             keep(json.loads(data), socket.socket(fileno=files[0]), files[1])
-            return  # the job's process, once its command is done
+            return  # reached only in a job's process, once its command is done
         for file in files:
             os.close(file)
 
@@ -191,8 +195,8 @@ def keep(request: Mapping[str, Any], answers: socket.socket, log: int) -> None:
 
 
 def become_job(request: Mapping[str, Any], log: int) -> None:
-    """Run `python -m rlkit WORDS` in this process. It ends with SystemExit, with the command's
-    status."""
+    """Run `python -m rlkit WORDS` in this process. The function ends by raising SystemExit with the
+    command's exit status."""
     os.setpgid(0, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
