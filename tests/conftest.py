@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import random
+import signal
 import tempfile
 from pathlib import Path
 
@@ -38,6 +39,9 @@ settings.load_profile("same")
 os.fsync = lambda handle: (
     None
 )  # no test cuts the power; each run would wait for the disk some forty times
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores Ctrl-C, and so would all processes that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # while files are imported: what they make stays, and looking through it again and again is a third
 # of the time
 gc.disable()

@@ -31,7 +31,7 @@ package.__path__ = [str(Path(rlkit.__file__).parent / "models")]
 sys.modules["rlkit.models"] = package
 from rlkit.models import compiled
 """
-LOADS = CHILD + "print(compiled.library(Path(sys.argv[1]), 'step').step(), flush=True)\n"
+LOADS = CHILD + "print(compiled.load_library(Path(sys.argv[1]), 'step').step(), flush=True)\n"
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ for name in sys.argv[3].split(","):
         shutil.copytree(whole, folder)
         (path,) = [path for path in folder.glob(pattern) if not path.name.endswith(".part")]
         damage(path)
-        print(name, pattern, compiled.library(Path(sys.argv[1]), "step").step(), flush=True)
+        print(name, pattern, compiled.load_library(Path(sys.argv[1]), "step").step(), flush=True)
 """
 )
 
