@@ -236,7 +236,7 @@ def strong_kl(e: Evidence) -> Finding | None:
     return Finding(
         "kl",
         "The KL penalty is too strong.",
-        f"With kl.coef={coef:g} the penalty cancels any gain in reward above about"
+        f"With kl.coef={coef:g} the penalty stops the reward from rising by more than about"
         f" {allowed * spread:.2g}, while the rewards of one prompt have a standard deviation of"
         f" {spread:.2g}.",
         "Train without it, or divide kl.coef by at least 10.",
