@@ -203,7 +203,8 @@ def read_id(run: Path, name: str) -> str | None:
 
 
 def keep_id(run: Path, name: str, known: str) -> None:
-    """Write this run's id at a logger's service to a file, followed by the run's identity."""
+    """Save the id that a logger's service gave to this run. The file `name` in the run folder gets
+    the id (`known`), followed by the run's identity in rlkit (`read_identity`)."""
     write_atomic(run / name, f"{known} run={read_identity(run)}\n".encode())
 
 
