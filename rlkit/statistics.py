@@ -155,15 +155,15 @@ def mean_interval(
 def bounded_interval(
     mean: float, variance: float, factor: float, *, chance: float, bounds: tuple[float, float]
 ) -> tuple[float, float]:
-    """Compute an interval of a mean of values between two bounds: all μ with (mean - μ)² ≤ factor ·
-    V(μ).
+    """Compute an interval of a mean of values between two bounds. The interval has all μ with
+    `(mean - μ)² ≤ factor · V(μ)`.
 
-    Near a bound the variance depends on the mean, so V is a function of μ. With μ as a share of the
-    range and r(μ) = μ(1 - μ) / (mean (1 - mean)):
+    Near a bound the variance V depends on the mean, so V is a function of μ. With μ as a share of
+    the range, and with `r(μ) = μ(1 - μ) / (mean (1 - mean))`:
 
       V(μ) = c · r(μ) + e · max(r(μ), r(μ)²)
 
-    c is the part of the variance due to counting, at most chance · mean (1 - mean), and e is the
+    c is the part of the variance due to counting, at most `chance · mean (1 - mean)`, and e is the
     rest. With e = 0 this is Wilson's interval. r² describes figures whose distance from the bound
     varies by a factor.
 
@@ -171,7 +171,7 @@ def bounded_interval(
       mean, variance: mean and variance of the values, which are within the bounds.
       factor: t² / n for n values, t the quantile of Student's t.
       chance: counting alone gives a value with mean μ, as a share of the range, a variance of at
-        most chance · μ(1 - μ). It is 1 / problems for an accuracy, and 1 for a single reply.
+        most `chance · μ(1 - μ)`. It is 1 / problems for an accuracy, and 1 for a single reply.
     Returns: lower and upper bound, with the mean between them.
     """
     bottom, top = bounds
@@ -207,9 +207,12 @@ def bounded_interval(
 def student_cdf(t: float, freedom: int) -> float:
     """Compute P(T ≤ t) of Student's t exactly, for a whole number of degrees of freedom ≥ 1.
 
-    With θ = atan(t / √ν), P(|T| ≤ t) is, for even ν, sin θ (1 + 1/2 cos²θ + 1·3/(2·4) cos⁴θ + … up
-    to cos^(ν-2)), and for odd ν 2/π (θ + sin θ (cos θ + 2/3 cos³θ + … up to cos^(ν-2))). Source:
-    Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
+    Let ν be `freedom` and θ = atan(t / √ν). The sums below go up to cos^(ν-2).
+
+    even ν: `P(|T| ≤ t) = sin θ (1 + 1/2 cos²θ + 1·3/(2·4) cos⁴θ + …)`
+    odd ν: `P(|T| ≤ t) = 2/π (θ + sin θ (cos θ + 2/3 cos³θ + …))`
+
+    Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
 
     >>> round(student_cdf(2.262157, 9), 6)
     0.975

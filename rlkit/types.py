@@ -905,7 +905,8 @@ class AggregationFn(PerTokenFn[Q], Protocol[Q]):
     Over an update batch the weights sum to 1, unless the function's docstring says otherwise.
     Nothing rescales them.
 
-    The loss is Σ weights × loss per token, so any split into micro-batches gives the same gradient.
+    The loss is `Σ weights × loss per token`, so any split into micro-batches gives the same
+    gradient.
     """
 
 
@@ -1167,8 +1168,9 @@ class KernelEngine(Protocol):
         a kernel, change nothing."""
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
-        """Let "auto" mean this kernel, because the resumed run has used it so far. If the engine
-        cannot use the kernel, return a sentence for the user, otherwise an empty text."""
+        """Let "auto" mean this kernel, because the resumed run has used this kernel so far. If the
+        engine cannot use the kernel, return a sentence for the run's output. Otherwise return an
+        empty text."""
 
 
 @runtime_checkable

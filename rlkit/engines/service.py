@@ -3,13 +3,14 @@ samples all of these completions together.
 
     episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, … ──▶ replies ──▶ episodes
                                           ▲
-             an episode that waited for an outside answer resumes decoding a fixed number of
+             an episode that waited for its environment resumes decoding a fixed number of
              rounds after its last reply
 
 The decoder is plain and synchronous, and knows nothing of episodes. The service is one asyncio
 task. It advances the decoder, hands out the replies, and then gives every episode one turn of the
 event loop to request its next completion. An episode without a new request after this turn counts
-as waiting for an outside answer. Wall-clock time never decides this.
+as waiting for its environment, for example for a tool or a program. Wall-clock time never decides
+this.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Service:
 
     def __init__(self) -> None:
         self.busy_s = 0.0  # seconds spent in the decoder
-        self.late_s = 0.0  # seconds during which decoding waited for an outside answer that was due
+        self.late_s = 0.0  # seconds during which decoding waited for the episodes due in a round
         self.decoder: Decoder | None = None
         self.version = 0
         self.failure: BaseException | None = None  # an error of the decoder; `load` clears it
@@ -84,8 +85,8 @@ class Service:
     def _forget(self) -> None:
         self.waiting: dict[int, Request] = {}  # requests not yet given to the decoder
         self.running: dict[int, Request] = {}
-        # an episode waiting for an outside answer → the round at which the decoder waits for its
-        # next request; inf: the decoder never waits for it
+        # an episode waiting for its environment → the round at which the decoder waits for the
+        # episode's next request; inf: the decoder never waits for this request
         self.due: dict[int, float] = {}
         self.over: set[int] = set()  # episodes in `due` already released by their callers
         self.answered: dict[int, SamplingParams] = {}  # episodes with a reply from this round
@@ -164,9 +165,10 @@ class Service:
     def release(self, key: int) -> None:
         """Mark the episode as over.
 
-        The service forgets the episode at once, with one exception. If the decoder will wait for
-        this episode in a later round, the service forgets the episode in that round. Therefore the
-        time of an outside answer never changes which completions decode together.
+        The service forgets the episode at once, with one exception. If the decoder is to wait for
+        the episode's next request in a fixed round, the service forgets the episode in that round.
+        Therefore the wall-clock time of this call does not change which completions decode
+        together.
         """
         if key in self.due and key not in self.waiting and self.due[key] < math.inf:
             self.over.add(key)
@@ -215,7 +217,7 @@ class Service:
 
     async def _hand_out(self, decoder: Decoder, replies: list[tuple[int, Generation]]) -> None:
         """Give replies to their episodes, and then give every episode one turn of the event loop.
-        An episode without a new request after this turn counts as waiting for an outside answer."""
+        An episode without a new request after this turn counts as waiting for its environment."""
         for key, reply in replies:
             request = self.running.pop(key)
             if not request.reply.done():  # done: the caller has cancelled it

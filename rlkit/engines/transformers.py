@@ -61,14 +61,14 @@ def complete(
     Args:
       policy: the model, with its tokenizer's special ids.
       prompt_ids: the prompts as token ids, each non-empty and shorter than the model's context. A
-        completion is also cut when the context is full.
+        completion is also truncated when the context is full.
       seeds: one 63-bit integer per prompt.
       params: the sampling parameters. Thinking tokens are counted over all thinking blocks of a
         reply together. A tag that is one token of the vocabulary is not counted. If tags are
         written with several tokens, all tokens of a closing tag except its last one are counted.
       use_cache, max_rows: see `Transformers`.
     Returns: one completion per prompt, in the same order. A completion ends with an end-of-sequence
-    id ("stop") or is cut ("length").
+    id ("stop") or is truncated ("length").
     """
     by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
     replies: dict[int, Generation] = {}
@@ -179,7 +179,7 @@ def draw(
       seeds: [B].
       counter: the number of tokens sampled so far for the reply: one number for all rows, or [B].
       temperature: 0 is greedy; a tensor must be > 0.
-      cut: top_p and top_k.
+      cut: the keywords `top_p` and `top_k` of `cut_distribution`.
     Returns: the tokens [B], and the distributions [B, V] from which they were sampled.
     """
     scaled = logits.float()

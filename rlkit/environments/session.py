@@ -195,7 +195,7 @@ async def answer_calls(
 
     Calls run one after another, in their order. If every called tool is marked `tool.independent =
     True`, they run at the same time, unless all of them are also marked `bounded`. Bounded tools
-    never wait for an outside answer, so they run in order.
+    always return quickly, so they run in order.
 
     Args:
       execute: function that runs a call. If it is not async, it runs in a thread, unless it is

@@ -44,14 +44,15 @@ class Start:
         self.waits, self.missing, self.all_here = waits, 0, asyncio.Event()
 
     def place(self) -> Place:
-        """Register an episode at the start. All other episodes then wait until this episode
-        arrives."""
+        """Register an episode. All episodes then wait until this episode is ready for its first
+        reply."""
         self.missing += 1
         return Place(self)
 
 
 class Place:
-    """Represent one episode at the start: report the episode's arrival, and wait for the others."""
+    """Hold the place of one episode in a `Start`. The episode reports here that it is ready for its
+    first reply, and then waits until all other episodes are ready too."""
 
     def __init__(self, start: Start):
         self.start = start
@@ -357,8 +358,8 @@ collect = make_blocking(collect_groups, name="collect")
 
 
 def name_limit(policy: Policy, rollout: Rollout) -> Rollout:
-    """Return the rollout. If the end of the model's context cut the last reply, the rollout's
-    truncation is changed from "length" to "context"."""
+    """Return the rollout. If the last reply ended because the model's context was full, change the
+    rollout's truncation from "length" to "context"."""
     if rollout.truncation != "length":
         return rollout
     last = rollout.steps[-1]

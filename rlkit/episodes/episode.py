@@ -37,9 +37,9 @@ async def play(
     """Play one episode: prompt, reply, the session's answer, reply, … The episode ends when the
     session has no further message, or when a limit is reached.
 
-    After each reply, the checks come in this order. A reply cut by its length limit truncates the
-    episode. Then the session answers, and it may end the episode. If the session has not ended the
-    episode, the step limit may truncate it.
+    After each reply, the checks come in this order. If the reply reached its length limit, the
+    episode is truncated. Then the session answers, and it may end the episode. If the session has
+    not ended the episode, the step limit may truncate it.
 
     Args:
       say: function that returns the policy's reply. All handling of tokens is in this function

@@ -168,10 +168,12 @@ def _group_by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float, float]:
-    """Return the mean total reward of the scored rollouts, and the two ends of its interval over
-    problems. All three numbers are nan if no rollout is scored.
+    """Return the mean total reward of the scored rollouts, and the lower and upper end of its 95 %
+    confidence interval. All three numbers are nan if no rollout is scored.
 
-    If all rewards are 0 or 1, the interval is Wilson's, as for the accuracy.
+    The interval counts problems, not rollouts: a problem's mean reward is one observation
+    (`mean_interval`). If all rewards are 0 or 1, the interval is Wilson's interval, as for the
+    accuracy.
     """
     totals = [[total for r in own if (total := r.total_reward) is not None] for own in problems]
     known = [own for own in totals if own]

@@ -37,9 +37,10 @@ class TaskSampler(NamedTuple):
     """Hold a rule for drawing the next problem. The rule chooses among the n problems of one part
     of the mixture that have not been drawn in this step.
 
-    P(i) = (1 - explore) · w_i / Σ w + explore / n. With `greedy`, the fraction w_i / Σ w is
-    replaced by 1 for the problem with the largest w, and by 0 for all other problems. Among
-    problems with the same largest w, the problem drawn longest ago gets the 1.
+    Problem i is drawn with the probability `P(i) = (1 - explore) · w_i / Σ w + explore / n`. With
+    `greedy`, the fraction `w_i / Σ w` is replaced by 1 for the problem with the largest w, and by 0
+    for all other problems. Among problems with the same largest w, the problem drawn longest ago
+    gets the 1.
 
     weigh     function from the rows of the table [n, 4] to the weights w ≥ 0 [n]; None: the scores
               have no effect, and problems are drawn in the order of the epochs
@@ -107,12 +108,13 @@ def by_pool(
 def variance_sampler(
     *, explore: float = 0.1, prior: float = 0.5, memory: float = 0.8
 ) -> TaskSampler:
-    """Draw problems in proportion to the expected variance of a reply's success. The weight is w =
-    E[p(1-p)] = ab / ((a+b)(a+b+1)) for p ~ Beta(a, b).
+    """Draw problems in proportion to the expected variance of a reply's success. The weight is
+    `w = E[p(1-p)] = ab / ((a+b)(a+b+1))`, for a chance of success `p ~ Beta(a, b)`.
 
-    a = prior + Σ_k memory^k · successes, where k = 0 is the problem's last group. b is the same sum
-    over failures. With a prior of 1/2, an unseen problem has the weight 1/8. After four successes
-    in eight replies the weight is 0.225, and after no success in eight replies it is 0.047.
+    Here `a = prior + Σ_k memory^k · successes`, where k = 0 is the problem's last group. b is the
+    same sum over failures. With a prior of 1/2, an unseen problem has the weight 1/8. After four
+    successes in eight replies the weight is 0.225, and after no success in eight replies it is
+    0.047.
 
     Args: explore: share of draws that ignore the weights, > 0, so every problem is drawn at some
     time. prior: number added to both sums, > 0. memory: weight of a group relative to the problem's

@@ -219,7 +219,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A_i = (R_i - mean_g(R)) / mean_g(R); 0 if mean_g(R) ≤ 0
 
     For rewards 0 and 1, let p be the chance of 1, and n the number of scored rollouts. The expected
-    gradient is the gradient of the first n - 1 terms of log p = -Σ_k (1 - p)^k / k. So the update
+    gradient is the gradient of the first n - 1 terms of `log p = -Σ_k (1 - p)^k / k`. So the update
     maximises the likelihood of a correct answer; the mean reward is only the first term. To reach
     all n terms, a group without a success would need a baseline too, but this estimator makes no
     update from such a group.
@@ -403,8 +403,9 @@ def gae(
     sampled token.
 
     δ_t = r_t + γ V_{t+1} - V_t,  Â_t = δ_t + γ λ Â_{t+1},  return_t = Â_t + V_t
-    With alpha: λ_j = max(0, 1 - 1 / (alpha · l_j)) for rollout j of l_j sampled tokens, so that
-    Σ_i λ_j^i = alpha · l_j; the returns use λ = 1
+
+    With alpha, rollout j of l_j sampled tokens has its own `λ_j = max(0, 1 - 1 / (alpha · l_j))`.
+    Then `Σ_i λ_j^i = alpha · l_j`. The returns use λ = 1.
 
     t + 1 is the next *sampled* token of the rollout, across tools, users and rows. Nothing resets,
     discounts or bootstraps in between. After the last token V and Â are 0. The result is not
@@ -414,7 +415,7 @@ def gae(
       token_rewards: [B, T], 0 for a token without a reward; any value where the mask is False.
       values: [B, T], the value of the state before each sampled token, in units of reward. They are
         constants, and may be anything where the mask is False.
-      truncated: [N] bool, True for a rollout cut off by a limit.
+      truncated: [N] bool, True for a rollout truncated by a limit.
       rollout_ids, step_ids, response_mask: [B], [B, T] and [B, T] bool; as in `reward_to_go`.
       gamma: discount per sampled token, 0 ≤ gamma ≤ 1.
       lam: 0 ≤ lam ≤ 1; 1 gives the return minus the value, 0 the one-step error. OpenRLHF and verl
@@ -536,15 +537,15 @@ def turn_group_mean(
     """Subtract from the return of each turn the mean return of the same turn in its group. This
     gives credit to turns without a critic.
 
-    G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group of G_jk, which
-    is 0 if rollout j has ended before turn k
+    G_ik = Σ_{l ≥ k} γ^(l-k) r_il
+    A_ik = G_ik - mean_j G_jk, over the rollouts j of the group
 
-    r_ik sums the token rewards of turn k. With γ = 0 a turn gets credit for its own reward alone.
-    The mean for a turn is over all rollouts of the group, also the rollouts that have ended before
-    it. So the expected update is (n-1)/n of the policy gradient at each turn, even if the policy
-    decides when to end. A mean over only the m rollouts that reach the turn would shrink the update
-    by (m-1)/m instead, so the update of late turns would shrink more. Rollouts without a trained
-    token take no part in a mean.
+    G_jk is 0 if rollout j has ended before turn k. r_ik sums the token rewards of turn k. With γ =
+    0 a turn gets credit for its own reward alone. The mean for a turn is over all rollouts of the
+    group, also the rollouts that have ended before it. So the expected update is (n-1)/n of the
+    policy gradient at each turn, even if the policy decides when to end. A mean over only the m
+    rollouts that reach the turn would shrink the update by (m-1)/m instead, so the update of late
+    turns would shrink more. Rollouts without a trained token take no part in a mean.
 
     Args:
       rewards: [N], nan for an unscored rollout, which takes no part in a mean.

@@ -1,10 +1,10 @@
 """Weights [B, T]: how much each token counts. They are computed over the whole update batch.
 
-loss = Σ weights × loss per token, over all micro-batches. No mean is taken within a micro-batch, so
-a split into micro-batches never changes the gradient. Weights have torch's default dtype, float32
-in a run, and are 0 where the mask is False. They sum to 1 unless their docstring says otherwise,
-and are all 0 if nothing is trained. "Sequence" means all trained tokens of one rollout, even if it
-fills several rows.
+The loss is `Σ weights × loss per token`, summed over all micro-batches. No mean is taken within a
+micro-batch, so a split into micro-batches never changes the gradient. Weights have torch's default
+dtype, float32 in a run, and are 0 where the mask is False. The weights sum to 1 unless a function's
+docstring says otherwise, and are all 0 if nothing is trained. "Sequence" means all trained tokens
+of one rollout, even if the rollout fills several rows.
 """
 
 from __future__ import annotations

@@ -221,8 +221,10 @@ def geometric_mask(
 ) -> Tensor:
     """Mask the rollouts whose mean log-ratio per token is further from 0 than chance explains.
 
-    m_j = mean over the l_j trained tokens of rollout j of (log π_old_t - log μ_t); w_j = 1 if -low
-    / √l_j ≤ m_j ≤ high / √l_j, else 0; with scaled=false the same without √l_j
+    m_j = mean over the l_j trained tokens of rollout j of (log π_old_t - log μ_t)
+    w_j = 1 if -low / √l_j ≤ m_j ≤ high / √l_j, else 0
+
+    With scaled=false, the bounds of m_j are -low and high, without √l_j.
 
     The mean of l independent log-ratios of standard deviation σ has the standard deviation σ / √l.
     So low and high can be read as multiples of σ, and the share of rollouts masked by chance alone

@@ -30,10 +30,10 @@ BOUND = 20.0  # nats, of a log-ratio
 
 def sampled_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
     """Estimate KL(π‖T) from the sampled token by the score function: each token's advantage is
-    -ℓ_a.
+    `-ℓ_a`.
 
-    value: ratio · ℓ_a; gradient: ratio · sg(ℓ_a) ∇log q_a, whose expectation under π at this state
-    is ∇KL(π‖T)
+    value: `ratio · ℓ_a`
+    gradient: `ratio · sg(ℓ_a) ∇log q_a`. Its expectation under π at this state is ∇KL(π‖T)
 
     Args:
       logq: [m, V] log-probs of the student in nats, carries the gradient.
@@ -132,9 +132,11 @@ def top_k_divergence(
     are the k likeliest tokens of the student or of the teacher. The result is unbiased for every k
     and S.
 
-    value: Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a; gradient: Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio ·
-    sg(ℓ_a) ∇log q_a. S does not depend on the sampled token, so the expectation under π is the
-    whole sum. Without the second term, the loss would drive probability out of S.
+    value: `Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a`
+    gradient: `Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio · sg(ℓ_a) ∇log q_a`
+
+    S does not depend on the sampled token a, so the expectation under π is the whole sum. Without
+    the second term, the loss would drive probability out of S.
 
     Args:
       logq, logp, ids, ratio: as in `sampled_divergence`.
@@ -184,7 +186,7 @@ def chunked_divergence(
     Args:
       student, teacher: a pair each of the last hidden states [M, H] before the tokens, and the
         head. No gradient flows into the teacher. If one head has more rows (padding), the extra
-        rows are cut off before normalisation.
+        rows are left out before normalisation.
       ids: [M] int64, the sampled tokens.
       old: [M] log-probs before the update in nats. None takes the student's current log-probs, so
         the ratio is 1.

@@ -118,9 +118,9 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
 
     keep_t = H_t ≥ the (1 - fraction) quantile of H over all trained tokens of the update batch
 
-    The quantile is interpolated between two neighbours. So the ⌊fraction · (n - 1)⌋ + 1 highest of
-    n tokens are kept, and every token tied with the last of them. The loss is still a mean over all
-    n tokens: a dropped token adds 0 to it and keeps its KL.
+    The quantile is interpolated between two neighbours. So the `⌊fraction · (n - 1)⌋ + 1` highest
+    of n tokens are kept, and every token tied with the last of these. The loss is still a mean over
+    all n tokens: a dropped token adds 0 to the loss and keeps its KL.
 
     Args:
       entropy_old: [B, T] in nats, before the update. Any value, also nan or inf, where the mask is
@@ -160,9 +160,10 @@ def clip_cov(
     """Keep all tokens except a few, drawn at random from the tokens of high covariance. Those
     reduce the policy's entropy most.
 
-    cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)) over the N trained tokens of the step;
-    max(1, ⌊share · N⌋) of the tokens with low < cov_t < high have no policy loss in this step. A
-    hash of log-prob, rollout and column draws them, so the draw is repeatable.
+    cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)), over the N trained tokens of the step
+
+    In this step, `max(1, ⌊share · N⌋)` of the tokens with `low < cov_t < high` have no policy loss.
+    A hash of log-prob, rollout and column chooses these tokens, so the choice is repeatable.
 
     Args:
       advantages: [B, T], without gradient.

@@ -205,9 +205,9 @@ def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0)
 
     truncated_t = e^q - q - 1, q = clamp(log ref_t - log π_t, -threshold, threshold)
 
-    Value: E[truncated] = KL(π‖ref) if no log-ratio passes the threshold, biased otherwise. Gradient
-    in the loss: Σ (π - ref) ∇log π over the tokens within the threshold. If all tokens are within
-    it, this is ∇KL(ref‖π). Tokens beyond the threshold add 0.
+    Value: `E[truncated] = KL(π‖ref)` if no log-ratio passes the threshold, biased otherwise.
+    Gradient in the loss: `Σ (π - ref) ∇log π`, summed over the tokens within the threshold. If all
+    tokens are within the threshold, the gradient is ∇KL(ref‖π). Tokens beyond the threshold add 0.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient.
@@ -238,8 +238,8 @@ def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.
 
     confident_t = e^q - q - 1 if π_t > probability, else 0; q = log ref_t - log π_t
 
-    Value: the part of E[k3] from likely tokens; 0 if no token is likely. Gradient in the loss: Σ (π
-    - ref) ∇log π over the likely tokens. The choice of tokens has no gradient.
+    Value: the part of E[k3] from likely tokens; 0 if no token is likely. Gradient in the loss:
+    `Σ (π - ref) ∇log π`, summed over the likely tokens. The choice of tokens has no gradient.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient.

@@ -63,7 +63,7 @@ def chunked_log_probs(
     temperature
 
     The heads of policy and reference may have different numbers of rows, because either may pad the
-    same vocabulary. Only ids present in both are compared. The other rows are cut off before
+    same vocabulary. Only ids present in both are compared. The other rows are left out before
     normalisation, so padding takes no probability.
 
     The results equal `token_log_probs(lm_head(hidden), ids)` and

@@ -33,8 +33,9 @@ def soft_penalty(
 ) -> tuple[Tensor, Tensor]:
     """Lower the reward of a rollout whose longest reply comes close to the allowed length.
 
-    R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: the penalty is 0
-    up to L - b tokens, and -1 from L tokens on
+    R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), with L = limit and b = buffer · limit
+
+    The penalty is 0 for up to `L - b` tokens, and -1 for L or more tokens.
 
     A reply is the output of one call of the policy. In an episode of several replies only the
     longest reply counts, so ten short turns are not penalised. To penalise the length of a whole
@@ -72,7 +73,7 @@ def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
       rewards: [N], nan for an unscored rollout.
-      truncated: [N] bool, True for a rollout cut off by a limit.
+      truncated: [N] bool, True for a rollout truncated by a limit.
     Returns: `rewards` unchanged, and [N] bool, False for truncated rollouts.
     Source: overlong filtering, DAPO, Yu et al. 2025, section 3.4, arXiv:2503.14476; in TRL
       `mask_truncated_completions`.

@@ -318,8 +318,9 @@ def vespo(
     """Compute a score-function loss with a soft weight for the whole rollout. The weight fades as
     policy and sampler move apart.
 
-    loss_t = -sg[φ(w_j)] A_t log π_t, φ(w) = w^k e^(λ (1 - w)), w_j = exp(Σ over rollout j of (log
-    π_t - log μ_t)) in [1e-8, e^20]
+    loss_t = -sg[φ(w_j)] A_t log π_t
+    φ(w) = w^k e^(λ (1 - w))
+    w_j = exp(Σ over rollout j of (log π_t - log μ_t)), clamped to [1e-8, e^20]
 
     φ(1) = 1, and φ is largest at k/λ. w is the ratio to the sampler μ, so it is already an
     off-policy correction: use algorithm/correction=none.

@@ -91,17 +91,17 @@ def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -
     """Draw one token for each row. The draw is a pure function of (seed, counter) and of the row's
     probabilities.
 
-    The vocabulary is cut into blocks of s = ⌈√V⌉ tokens. With the noise g = gumbel_noise(seeds,
-    counter, ⌊V/s⌋ + 1 + s):
+    The vocabulary is divided into blocks of `s = ⌈√V⌉` tokens. With the noise
+    `g = gumbel_noise(seeds, counter, ⌊V/s⌋ + 1 + s)`:
 
         block = argmax_b (log Σ_{v in b} p_v + g_b),   token = argmax_{v in block} (log p_v +
                                                        g_{⌊V/s⌋ + 1 + v mod s})
 
-    Both are Gumbel-max draws with independent noise, so P(token) = P(block) · p_token / P(block) =
-    p_token exactly. All blocks use the same noise for their tokens, but tokens are drawn from one
-    block only, so each noise number is used once. A row needs about 2√V noise numbers instead of V.
-    At V = 151,936 this moves 1.4 bytes of memory per token of the vocabulary; one noise number per
-    token would move about 270 bytes.
+    Both are Gumbel-max draws with independent noise, so exactly
+    `P(token) = P(block) · p_token / P(block) = p_token`. All blocks use the same noise for their
+    tokens, but tokens are drawn from one block only, so each noise number is used once. A row needs
+    about 2√V noise numbers instead of V. At V = 151,936 this moves 1.4 bytes of memory per token of
+    the vocabulary; one noise number per token would move about 270 bytes.
 
     Args:
       probabilities: [B, V] ≥ 0, each row with a positive sum, which need not be 1.
@@ -131,8 +131,8 @@ def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -
 
 
 def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """Cut a distribution to its most likely tokens and normalise it again: first to the `top_k`
-    most likely, then to the nucleus of `top_p`.
+    """Keep only the most likely tokens of a distribution, and normalise the distribution again.
+    First keep the `top_k` most likely tokens, then the nucleus of `top_p`.
 
     The nucleus is the smallest set of most likely tokens with a total probability of at least
     top_p.
@@ -142,8 +142,8 @@ def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) ->
       top_p: total probability to keep, 0 < top_p ≤ 1; 1 keeps all tokens.
       top_k: number of tokens to keep, ≥ 0; 0 keeps all tokens. Tokens tied for the last place are
         all kept, for both limits.
-    Returns: [..., V] in nats, -inf for tokens cut off; the input itself with top_p = 1 and top_k =
-      0.
+    Returns: [..., V] in nats, -inf for tokens not kept. With top_p = 1 and top_k = 0, the input
+      itself.
     Raises: ValueError for a top_p or top_k out of range.
     Source: nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; top-k, Fan et al. 2018,
       arXiv:1805.04833.

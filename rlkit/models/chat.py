@@ -207,8 +207,8 @@ def continuation(
       messages: the messages to the policy after its reply (tool results, or a user's message).
       last_id: the last sampled id. If this id is the end-of-turn token, the template's own
         end-of-turn token is left out.
-      cut: True if the length limit cut the reply. Such a reply has no end-of-turn token, and none
-        is added.
+      cut: True if the length limit truncated the reply. A truncated reply has no end-of-turn token,
+        and none is added.
     """
     masked, contents = _mask_contents(messages, first=1)
     ids = _encode_rendered(renderer, _read_text_after_reply(renderer, masked), contents, first=1)

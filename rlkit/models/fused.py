@@ -336,7 +336,7 @@ class Gate(torch.autograd.Function):
 
 
 class Adapted(torch.autograd.Function):
-    """Compute x Wᵀ + b + scaling · (x Aᵀ) Bᵀ in the type of x. The factors A [r, H] and B [N, r]
+    """Compute `x Wᵀ + b + scaling · (x Aᵀ) Bᵀ` in the type of x. The factors A [r, H] and B [N, r]
     keep their own type, and so do their gradients."""
 
     @staticmethod

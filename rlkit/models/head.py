@@ -28,10 +28,11 @@ class Head:
     """Map last hidden states [m, H] to logits [m, V], with every operation of the model's own
     forward.
 
-    For Llama, Mistral, Qwen2 and Qwen3, logits = head(h). Other families scale or cap: Granite
-    head(h) / logits_scaling, Cohere head(h) · logit_scale, Falcon-H1 head(h) · lm_head_multiplier,
-    Gemma 2 c · tanh(head(h) / c). These formulas are not copied here. Instead, each of these models
-    runs its own forward, with a stand-in for the trunk that returns the given states.
+    For Llama, Mistral, Qwen2 and Qwen3, the logits are `head(h)`. Other families scale or cap the
+    logits. Granite computes `head(h) / logits_scaling`, Cohere `head(h) · logit_scale`, Falcon-H1
+    `head(h) · lm_head_multiplier`, and Gemma 2 `c · tanh(head(h) / c)`. These formulas are not
+    copied here. Instead, each of these models runs its own forward, with a stand-in for the trunk
+    that returns the given states.
 
     Args:
       causal: a Hugging Face causal LM, without the wrapper of PEFT.

@@ -111,7 +111,7 @@ def load_policy(
       kernel: the code for updates on a CPU. "fused": compiled C (fused.py). "eager": calls of
         torch. "auto": fused if possible, else eager.
       device: the device of the weights.
-    Raises: ConfigError or TemplateError naming the key to change.
+    Raises: ConfigError or TemplateError naming the config key whose value to change.
     """
     if trust_remote_code and not re.fullmatch("[0-9a-f]{40}", revision or ""):
         raise ConfigError(

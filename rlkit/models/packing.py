@@ -116,15 +116,15 @@ class Packed(NamedTuple):
 
 
 def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) -> Packed:
-    """Pack rows as the forest of their prefixes. Each row is cut before its last sampled token,
-    because no further token is predicted from this token.
+    """Pack rows as the forest of their prefixes. Each row is packed only up to the token before its
+    last sampled token, because no further token is predicted from the last sampled token.
 
     Args:
       ids: [B, T], right-padded.
       response_mask: [B, T], True on sampled tokens. The first token of a row must not be sampled.
       kernels: the attention kernels to pack for; None: the kernels for the device of `ids`.
-    Returns: N packed tokens, N ≤ Σ row lengths, and K distinct sampled tokens, K ≤ M =
-    response_mask.sum(). Rows without a sampled token are left out.
+    Returns: N packed tokens and K distinct sampled tokens. N is at most the sum of the row lengths,
+    and K is at most `M = response_mask.sum()`. Rows without a sampled token are left out.
     Raises: ValueError if a row begins with a sampled token, because no state comes before it.
     """
     kernels = kernels or choose_kernels(ids.device)

@@ -45,7 +45,7 @@ def largest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 @keeps("non_negative", "raw")
 def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Compute Σ weight * score / Σ |weight|. The sum of the weights does not change the scale of
+    """Compute `Σ weight * score / Σ |weight|`. The sum of the weights does not change the scale of
     the reward. If no weight is negative, the mean lies between the smallest and the largest score.
 
     Args: those of `weighted_sum`, with at least one component.

@@ -68,8 +68,8 @@ def length(
         between white space. "tokens" counts the sampled tokens of the whole episode, with thinking.
       low, high: bounds of the range in this unit, 0 ≤ low ≤ high. Both bounds count as inside.
       below, above, inside: the three scores.
-    Returns: one of the three scores. A reply cut off by the length limit is scored by its length up
-      to the cut.
+    Returns: one of the three scores. A reply truncated by the length limit is scored by the length
+      of the truncated reply.
     Raises: ConfigError unless 0 ≤ low ≤ high.
 
     >>> from rlkit.types import Step, Task

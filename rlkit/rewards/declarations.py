@@ -57,7 +57,8 @@ def batched(fn: F) -> F:
 
 def no_gold(fn: F) -> F:
     """Mark a reward that cannot be tried on gold answers, because the rows of its task have no gold
-    answers. Instead, the environment, a model or the row's own package judges the reply."""
+    answers. Instead, the reply is judged by the environment, by a model, or by the Python package
+    from which the row was loaded."""
     return _declare(fn, no_gold=True)
 
 
@@ -74,8 +75,14 @@ def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
 
 
 def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
-    """Mark a reward function as `reads_truth` does, but with one function for all rows. `problems`
-    gets all tasks and the keywords, and returns one text per task."""
+    """Mark a reward function as a reader of `task.answer`, like `reads_truth`. The difference is
+    that one call of `problems` checks all tasks.
+
+    Args:
+      problems: function of the list of all tasks, and of the keywords that a config binds to the
+        reward function. It returns one text per task. The text is the reason why the reward
+        function cannot read the task's truth, or "" if there is no reason.
+    """
     return partial(_declare, problems=problems)
 
 

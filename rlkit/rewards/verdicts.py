@@ -14,7 +14,7 @@ def final_answer(rollout: Rollout) -> str | None:
     """Return `rollout.final_content`, or None if the episode ended without a final answer.
 
     An episode has no final answer if it has no reply or was truncated. The same holds if the last
-    reply was cut off by the length limit or still calls tools. An answer given by the environment
+    reply was truncated by the length limit or still calls tools. An answer given by the environment
     itself (`metadata["final_content"]`) counts in these last two cases.
     """
     if not rollout.steps or rollout.status == "truncated":

@@ -58,14 +58,17 @@ def compare_pairs(
     """Compute the mean of second - first over the seeds, with an interval and a p-value by
     Student's t of n - 1 degrees of freedom.
 
-    D̄ ± t · s/√n. With shared noise, Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, where c is the
-    correlation of the two arms over the seeds. Therefore pairing helps if c > 0.
+    D̄ ± t · s/√n, with the mean D̄ and the standard deviation s of the n differences
+
+    With shared noise, `Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n`. Here σ_A and σ_B are the standard
+    deviations of the two arms over the seeds, and c is their correlation. Therefore pairing helps
+    if c > 0.
 
     Args:
       first, second: [n] figures, one per seed, in the same order of seeds.
       level: the confidence level of the interval, in (0, 1).
       resolution: the smallest step of a figure, for example 1 / problems. The spread of the
-        differences is taken to be at least the spread of rounding, resolution / √12, even if all
+        differences is taken to be at least `resolution / √12`, the spread of rounding, even if all
         differences are equal. 0 sets no such floor.
     Returns: the Difference; interval and p-value are nan for fewer than `FEWEST` pairs.
     Raises: ValueError without pairs, or if the lengths differ.

@@ -42,8 +42,8 @@ def average_thirds(curve: Mapping[int, float]) -> Thirds | None:
     """Average a curve by thirds. Return None for fewer than FEWEST values.
 
     The standard error is computed from the differences between successive values, so a trend within
-    a third does not increase the standard error: σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n)
-    with n values per third.
+    a third does not increase the standard error. The error is `√(2 σ² / n)` for n values x per
+    third, with `σ² ≈ Var(x_t - x_{t-1}) / 2`.
     """
     values = [curve[step] for step in sorted(curve)]
     if len(values) < FEWEST:

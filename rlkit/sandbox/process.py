@@ -145,8 +145,8 @@ def run_with(
     instead unless you test features.
 
     Args:
-      landlock_abi: the newest version of Landlock to use, to imitate an older kernel; None uses the
-        kernel's own version.
+      landlock_abi: the highest version of Landlock to use. A low version imitates an older kernel.
+        None uses the kernel's own version.
     Raises: SandboxError if the limits cannot be set or this machine cannot start the child.
     """
     check_settings(sandbox)

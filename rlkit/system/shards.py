@@ -4,9 +4,9 @@ number and the member's length in its header.
     rollouts/steps_000001-000100.jsonl.gz:  [step 1, its bytes | compressed lines] [step 2, its
     bytes | compressed lines] …
 
-A step is found by reading headers only. A file cut off in the middle still has the steps before the
-cut. For other programs it is an ordinary gzip file. Step and length are a subfield of the header's
-extra field (RFC 1952, 2.3.1.1), as in bgzip's files.
+A step is found by reading headers only. If the end of a file is missing, the steps before the
+missing part can still be read. For other programs it is an ordinary gzip file. Step and length are
+a subfield of the header's extra field (RFC 1952, 2.3.1.1), as in bgzip's files.
 """
 
 from __future__ import annotations

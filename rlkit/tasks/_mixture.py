@@ -23,7 +23,7 @@ def mixture(
     """Return a factory that joins several named tasks. Called with `split`, it takes rows of the
     tasks in turn, and writes the task's name into `Task.part`.
 
-    For every k, the first k rows hold k · weight / Σ weights rows of every part, with an error
+    For every k, the first k rows hold `k · weight / Σ weights` rows of every part, with an error
     below one row. The prompt stream keeps the order of the parts (`rlkit.episodes.stream.take`), so
     a step of n prompts has the same shares. In "train", an epoch ends when all rows of every part
     have been used at least once. So if a part is too short for its weight, its rows repeat. In any
@@ -95,8 +95,8 @@ def _set_part(task: Task, name: str) -> Task:
 
 
 def take_turns(weights: Mapping[str, float]) -> Iterator[str]:
-    """Yield names in turn, without end. After any k turns, each name has had k · weight / Σ weights
-    turns, with an error below one turn.
+    """Yield names in turn, without end. After any k turns, each name has had
+    `k · weight / Σ weights` turns, with an error below one turn.
 
     Among the names behind their share, the next name is the first to fall a whole turn behind if no
     name were chosen.

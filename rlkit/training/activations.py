@@ -112,14 +112,15 @@ def _no_backward(_: Any) -> Tensor:
 
 def measure_activations(model: nn.Module, rows: int, width: int) -> int:
     """Measure the bytes that a model's trunk keeps for the backward pass of `rows` packed rows of
-    `width` tokens: a + rows · (b·width + c·width²), see `fit_activations`."""
+    `width` tokens. The result is `a + rows · (b · width + c · width²)`, with the coefficients from
+    `fit_activations`."""
     a, b, c = fit_activations(model)
     return int(a + rows * (b * width + c * width * width))
 
 
 def fit_activations(model: nn.Module) -> tuple[float, float, float]:
-    """Fit the coefficients of a + b·L + c·L², the bytes that a model's trunk keeps for the backward
-    pass of a row of L tokens.
+    """Fit the coefficients a, b and c of `a + b·L + c·L²`. This is the number of bytes that a
+    model's trunk keeps for the backward pass of a row of L tokens.
 
     The trunk reads three rows, of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 counts the weights that
     autocast converts. `c` is 0 unless attention stores its scores.
@@ -180,10 +181,11 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
     """Measure the memory that the run's updates need on a device, and decide whether to recompute
     activations.
 
-    The memory is computed for a micro-batch of trainer.micro_batch_tokens tokens. If all rollouts
-    of an update, at their longest, have fewer tokens, it is computed for this smaller number. On
-    one GPU at most MOST_COUNTED tokens are counted, because the memory probe halves larger
-    micro-batches before the first step. For a scheduled number, the first value is used.
+    The memory is computed for a micro-batch of trainer.micro_batch_tokens tokens. An update may
+    have fewer tokens, even if all of its rollouts have the greatest possible length. The memory is
+    then computed for this smaller number. On one GPU at most MOST_COUNTED tokens are counted,
+    because the memory probe halves larger micro-batches before the first step. For a scheduled
+    number, the first value is used.
     """
     with rng.keep_generators(), autocast(x, device, updates=True):
         width = max(
@@ -226,8 +228,11 @@ def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
 def _count_held_bytes(
     x: Experiment, model: nn.Module, critic: nn.Module | None, device: torch.device
 ) -> tuple[int, int]:
-    """Count the bytes that a run holds on this device. Return two numbers: the bytes of the
-    weights, and the bytes of the gradients with two moments in float32.
+    """Count the bytes that a run holds on this device, and return two numbers.
+
+    The first number counts the weights of the policy, the critic, the references and the teachers.
+    It includes all copies of weights for sampling. The second number counts the gradients and the
+    optimizer's state. The state has two moments in float32 for each trained parameter.
 
     A reference or a teacher loaded from a path counts as one copy of the policy's base.
     """
@@ -268,9 +273,12 @@ def _cache(
     total: int,
     device: torch.device,
 ) -> int:
-    """Return the bytes that the engine's cache holds during an update. On a CPU the cache takes
-    memory for at most max_rows rows at their longest, because untouched pages take no memory.
-    Engines other than `Cached` hold no cache."""
+    """Return the number of bytes that the engine's cache of keys and values takes during an update.
+
+    On a GPU this is the size of the whole cache. On a CPU, a page takes no memory until the engine
+    writes to the page. Therefore a CPU counts at most `engine.max_rows` rows of `width` tokens. The
+    result is 0 for an engine without `keep_cache`, and for every engine other than `Cached`.
+    """
     engine = x.generation.engine
     if not isinstance(engine, Cached) or not engine.keep_cache:
         return 0
@@ -287,9 +295,10 @@ def settle_activations(
     setting. The decision is the same on all ranks. Return a line about the decision, or an empty
     line if the config names a value.
 
-    Call this function before the kernels are chosen and before a critic is made, because both take
-    over the policy's setting. With model.kernel=fused, activations are always kept. If they do not
-    fit, the line says so.
+    Call this function before the kernels are chosen and before a critic is made. The choice of the
+    kernels depends on the policy's setting, and a separate critic gets a copy of the setting. With
+    model.kernel=fused, activations are always kept. If the activations do not fit into memory, the
+    returned line reports this.
     """
     if x.model.gradient_checkpointing != AUTO:
         return ""

@@ -333,8 +333,9 @@ class Experiment(NamedTuple):
 
     @property
     def staleness(self) -> int:
-        """Return the greatest possible age of a group when the policy learns from it: the number of
-        RL steps since the weights that sampled the group."""
+        """Return the greatest possible age of a group in RL steps, at the time when the policy
+        learns from the group. A group has the age 0 if it was sampled with the policy's present
+        weights. Each RL step after the weights of the sampling adds 1 to the age."""
         return max(self.asynchrony.staleness, self.reuse.staleness if self.reuse.active else 0)
 
     @property

@@ -182,8 +182,8 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
 
 
 def read_id(run: Path, name: str) -> str | None:
-    """Return this run's id at a logger's service, as written by `keep_id`. Return None if there is
-    no id.
+    """Return the id given to this run by a logger's service. `keep_id` has written this id to the
+    file `name` in the run folder. Return None if the file has no id of this run.
 
     A file of another run, or a damaged file, is moved to aside/. Therefore this run does not write
     into the other run's page.
@@ -203,7 +203,8 @@ def read_id(run: Path, name: str) -> str | None:
 
 
 def keep_id(run: Path, name: str, known: str) -> None:
-    """Write this run's id at a logger's service to a file, followed by the run's identity."""
+    """Save the id given to this run by a logger's service. The file `name` in the run folder gets
+    the id (`known`), followed by the run's identity in rlkit (`read_identity`)."""
     write_atomic(run / name, f"{known} run={read_identity(run)}\n".encode())
 
 

@@ -88,7 +88,8 @@ def frozen(
 
 
 def is_start(reference: Reference) -> bool:
-    """Return whether a reference is always the policy as it was when the reference began."""
+    """Return whether a reference always has the policy's weights from the start of the run or of a
+    phase."""
     return reference.init is _freeze
 
 
@@ -142,14 +143,15 @@ def ema(*, decay: float) -> Reference:
     """Make a reference that is an exponential moving average of the policy. After every RL step,
     `reference ← decay · reference + (1 - decay) · policy`.
 
-    Under LoRA each factor of the adapter is averaged by itself. Therefore the effective weights W +
-    s·BA of the reference are not the average of the policy's effective weights. With averaging
-    weights w, `B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā)`. The difference is the covariance of the two
-    factors over the steps in the average. The difference was measured on the embedded model (rank
-    2, twenty steps of AdamW), as a share of the norm of the averaged change. With decay 0.9 it was
-    5 % at a learning rate of 0.001 and 13 % at 0.01. With decay 0.99 it was 54 % at a learning rate
-    of 0.01 and gradients of pure noise. The difference vanishes while the policy stands still. The
-    average of the products BA has a higher rank, so no adapter of this rank can hold this average.
+    Under LoRA each factor of the adapter is averaged by itself. Therefore the effective weights
+    `W + s·BA` of the reference are not the average of the policy's effective weights. With
+    averaging weights w, `B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā)`. The difference is the covariance of
+    the two factors over the steps in the average. The difference was measured on the embedded model
+    (rank 2, twenty steps of AdamW), as a share of the norm of the averaged change. With decay 0.9
+    it was 5 % at a learning rate of 0.001 and 13 % at 0.01. With decay 0.99 it was 54 % at a
+    learning rate of 0.01 and gradients of pure noise. The difference vanishes while the policy
+    stands still. The average of the products BA has a higher rank, so no adapter of this rank can
+    hold this average.
 
     Args:
       decay: in [0, 1). With 0, the reference is the policy of one step ago. With 0.99, the average
@@ -189,8 +191,9 @@ def on_kl(
     """Make a reference that is a copy of the policy, renewed when the policy has moved too far away
     from this copy.
 
-    accumulated: renew if Σ of the steps' KL since the last copy > threshold, then set the sum to 0
-    distance:    renew if the last step's KL > threshold
+    accumulated: add up the KL of each step since the last copy. If the sum is above `threshold`,
+                 renew the copy and set the sum to 0
+    distance:    renew the copy if the last step's KL is above `threshold`
 
     A step's KL is the mean per token of `kl`'s estimator, for the policy before each update of the
     step. This KL is the whole distance from the reference, not the distance moved in this step.
@@ -368,8 +371,9 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
 
 
 def _add_second_adapter(policy: Any) -> dict[str, Tensor]:
-    """Add an adapter for the reference to the policy, equal to the active adapter. Return its
-    tensors under the names of the active adapter's tensors."""
+    """Give the policy a second adapter, unless it has one already. The reference uses this second
+    adapter. Copy the active adapter's values into the second adapter. Return the tensors of the
+    second adapter, under the names of the active adapter's tensors."""
     from rlkit.models.load import compute_as_base
 
     if ADAPTER not in policy.peft_config:

@@ -35,8 +35,8 @@ def with_reused(
     Kept groups are chosen at random, with a probability in proportion to their score, `Σ|r - mean|
     · std` of the rewards. Each kept group is used at most once in a step, and replaces a group with
     the same number of rollouts. Its oldest token must have been sampled by weights at most
-    `reuse.staleness` RL steps old. A kept group takes over the number of the replaced group. Its
-    tokens keep their log-probs and versions.
+    `reuse.staleness` RL steps old. A kept group gets the number of the replaced group. The tokens
+    of the kept group keep their log-probs and versions.
 
     Afterwards the `reuse.groups` groups with the highest scores are kept. Among equal scores,
     groups of this step come first.

@@ -86,8 +86,8 @@ def select_first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
 def check_contexts(
     policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
 ) -> tuple[str, str]:
-    """Check that the chat template shows the rows' tools, and that the longest rows leave room for
-    a reply.
+    """Check that the chat template shows the rows' tools. Check also that even the longest prompts
+    leave room for a reply in the model's context.
 
     Returns: two texts. The first text has lines, with line ends, about the tools of these rows and
       the form of the tool prompt. If no row has tools, this text is empty. The second text shows
@@ -261,9 +261,11 @@ class Rounding(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """Return the largest mean |Δ log-prob| without a warning: MARGIN times `own`. Here `own`
-        counts as at least ROUNDOFF. If `own` was measured on fewer than FEW tokens, it counts as at
-        least TYPICAL."""
+        """Return the threshold for the mean |Δ log-prob|. A larger mean gives a warning.
+
+        The threshold is MARGIN times the larger of two numbers: the attribute `own`, and ROUNDOFF.
+        If `own` was measured on fewer than FEW tokens, the second number is TYPICAL instead.
+        """
         return MARGIN * max(self.own, TYPICAL if self.tokens < FEW else ROUNDOFF)
 
     def __str__(self) -> str:

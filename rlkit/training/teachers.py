@@ -69,7 +69,8 @@ def path_teacher(
 
 
 def start_teacher() -> Teacher:
-    """Make a teacher that stays the policy as it was at the start of the run."""
+    """Make a teacher with the policy's weights at the start of the run. Training never changes
+    these weights."""
     return Teacher("start", {"": frozen()})
 
 

@@ -29,9 +29,10 @@ class Pages:
       keys, values: one tensor [Hk, pages, page, D] for each layer. The first pass of the model
         allocates them, in the precision of its own keys and values. `clear` frees them. No row
         holds page 0 (SPARE).
-      table: [slots, columns]. Column c names the page with the slot's positions c · page to (c + 1)
-        · page - 1; it is 0 if the slot has no such page. The host writes `entries`, and `flush`
-        copies the changed rows to the device. On a CPU, `entries` and `table` share their memory.
+      table: [slots, columns]. Column c has the number of the page for the slot's positions from
+        `c · page` to `(c + 1) · page - 1`, or 0 if the slot has no page for these positions. The
+        host writes `entries`, and `flush` copies the changed rows to the device. On a CPU,
+        `entries` and `table` share their memory.
       holders: the number of rows that hold each page. Samples of one prompt share the prompt's full
         pages.
 
@@ -148,8 +149,9 @@ class Pages:
         return found[0], found[1]
 
     def _scratch(self, number: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory for gathered pages. The next call returns the same memory again, because
-        allocating new memory would cost as much as the copy."""
+        """Return memory into which `gather` copies pages. The next call with the same `number`
+        returns the same memory again, if this memory is large enough. To allocate new memory for
+        each call of `gather` would take as long as copying the pages."""
         size = math.prod(shape)
         own = self.scratch.get(number)
         if own is None or len(own) < size or own.dtype != like.dtype:

@@ -197,8 +197,8 @@ class Cached(Service):
         """Prepare the engine to continue a run that decoded with this kernel. If the run's kernel
         was "eager", "auto" now means "eager".
 
-        Returns: a sentence for the user if decoding will differ from the run so far; else an empty
-        string.
+        Returns: a sentence for the run's output if decoding will differ from the run so far.
+          Otherwise an empty string.
         """
         if self.automatic and kernel == "eager":
             self.settle(kernel, "as the run did so far")

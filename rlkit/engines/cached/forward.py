@@ -196,10 +196,10 @@ FORWARDS: dict[str, type[Trunk]] = {
 
 
 def make_forward(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
-    """Make the forward pass for this trunk. Return None if the model's own forward pass must be
-    used.
+    """Make this file's forward pass for a trunk. Return None if this file cannot run the trunk. The
+    engine then calls the model's own forward pass.
 
-    A model of a known family must have Hugging Face's own layers, with or without adapters in their
-    projections.
+    This file can run a trunk of a known family if all its layers are Hugging Face's own classes for
+    this family. The projections may have adapters. A trunk with hooks cannot be run.
     """
     return FORWARDS[trunk.config.model_type](trunk, half) if is_standard(trunk) else None

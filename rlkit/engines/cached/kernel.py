@@ -329,9 +329,10 @@ def join_adapters(group: Group, rank: int, end: str) -> Tensor:
     """Join one factor of each adapter of a group into one matrix, in the layout of `tile_matrix`.
 
     Args:
-      rank: number of rows or columns after padding with zeros.
-      end: "low" joins the down factors as `rank` rows. "high" joins scaling times the up factors as
-        `rank` columns.
+      rank: number of rows (of down factors) or columns (of up factors) after padding with zeros.
+      end: "low" or "high". "low" joins the down factors into a matrix with `rank` rows. "high"
+        multiplies each up factor by the scaling of its adapter, and joins the products into a
+        matrix with `rank` columns.
     """
     down, up = join_factors(lambda make: make(), group.parts, torch.bfloat16)
     factor = down if end == "low" else up

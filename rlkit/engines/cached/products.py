@@ -149,8 +149,14 @@ def join_projections(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projectio
 
 
 def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
-    """Make the function base(x) + (x downᵀ) up of tokens x, for down [ranks, H] and up [ranks,
-    N]."""
+    """Make a function that adds the output of adapters to the output of `base`. For tokens `x`, the
+    function returns `base(x) + (x @ down.T) @ up`.
+
+    Args:
+      base: function from tokens [R, m, H] to [R, m, N].
+      down: [ranks, H], the down factors of all adapters.
+      up: [ranks, N], the scaled up factors of all adapters (`join_factors`).
+    """
 
     def adapted(x: Tensor) -> Tensor:
         y = base(x)

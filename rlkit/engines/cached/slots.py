@@ -3,12 +3,12 @@ numbers on the host, and with no tensors.
 
     submit ──▶ queue ──▶ a slot, and pages for the context ──▶ finish ──▶ held, until the next
                  ▲                     │                                  prompt of the episode
-                 └── cut: no page left ┘
+                 └── no page left ─────┘
 
 A row is a completion that is sampled or waits for its turn. If no page is free, the episodes that
-wait for their environment lose their pages first. Next, the row with the fewest sampled tokens is
-cut: the row loses its slot and pages and goes back to the queue. The choice of the row depends on
-contexts and seeds alone.
+wait for their environment lose their pages first. Next, the row with the fewest sampled tokens
+loses its slot and its pages, and goes back to the queue. The choice of this row depends on contexts
+and seeds alone.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Row:
       need: the most tokens that prompt and completion can have together.
       known: the number of leading tokens with keys and values in the pages.
       pages: the numbers of the row's pages, in the order of the tokens.
-      saved: the tokens sampled before the row was cut, that is, before the row lost its slot and
-        pages. None if the row was not cut.
+      saved: the tokens sampled before the row lost its slot and pages. None if the row has not lost
+        its slot.
       tokens: the tokens with keys and values in the pages. The field is used only between two
         completions of the episode.
       slot: the number of the row's slot; -1 if the row has no slot.
@@ -67,9 +67,9 @@ class Row:
 
     @property
     def order(self) -> tuple[bool, bool, int, tuple[int, ...], int]:
-        """Return the sort key of the queue. Rows that were cut come first. Next come rows with a
-        part of their context in pages, and then the rows with the shortest prompts. Samples of one
-        prompt are neighbours."""
+        """Return the sort key of the queue. Rows that lost their slot come first. Next come rows
+        with a part of their context in pages, and then the rows with the shortest prompts. Samples
+        of one prompt are neighbours."""
         return self.saved is None, not self.known, len(self.prompt), self.prompt, self.key
 
 
@@ -82,8 +82,7 @@ class Slots:
     Attributes:
       clock: the number of decoding steps for which pages were given out.
       start: for each slot, `clock - n` at the time when sampling began in the slot, for the n
-        tokens held by the slot at that time. Therefore `clock - start` is the most tokens that the
-        slot can hold now.
+        tokens in the slot at that time. Therefore the slot now has at most `clock - start` tokens.
       most: for each slot, the most tokens of its context and completion together; 0 if no token is
         sampled in the slot.
       room: for each slot, the number of tokens that fit into its pages; 0 if no token is sampled in
@@ -109,8 +108,9 @@ class Slots:
 
     @property
     def reach(self) -> np.ndarray:
-        """Return the most tokens that each slot can hold when the host next reads the slots' state.
-        The number is 0 if no token is sampled in the slot."""
+        """Return, for each slot, an upper bound on the number of tokens in the slot. The bound is
+        valid until the host next reads the slots' state. The tokens of the context and of the
+        completion are counted. The bound is 0 if no token is sampled in the slot."""
         return np.minimum(self.clock - self.start, self.most)
 
     @property
@@ -223,7 +223,7 @@ class Slots:
         firsts: dict[tuple[int, ...], Row] = {}
         for slot in free:
             # Each row that is being sampled needs a new page now and then. Without a margin of free
-            # pages, a row could enter a slot and be cut again after a few steps.
+            # pages, a row could enter a slot and lose this slot again after a few steps.
             if not self.queue or not self._admit(slot, firsts, active):
                 break
             active += 1
@@ -358,7 +358,7 @@ class Slots:
         short = np.nonzero(reach > self.room[:n])[0]
         for slot in short.tolist():
             row = self.rows[slot]
-            if row is None:  # it was cut to give pages to an earlier row in this loop
+            if row is None:  # this row gave up its pages for an earlier row in this loop
                 continue
             wanted = self.pages.span(int(reach[slot])) - len(row.pages)
             if len(self.pages.left) > PLENTY * n:

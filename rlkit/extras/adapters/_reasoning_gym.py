@@ -49,8 +49,8 @@ def reasoning_gym(
 
     Args:
       dataset: its name in the package, for example countdown or knights_knaves.
-      split: train, validation or test, cut by the hash of the question. Equal questions share a
-        split.
+      split: train, validation or test. The hash of a question decides the question's split, so
+        equal questions are in the same split.
       seed: of the problems, unless `options` has one, and of their order.
       options: for the data set's own config, for example {min_numbers: 3}.
       rows: number of generated problems, > 0.

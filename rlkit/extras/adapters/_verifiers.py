@@ -45,9 +45,9 @@ def verifiers(
         are shares, and "train" leaves them out.
       seed: of the order. It moves no row from one split to another.
       config: for the task set's own config.
-      validation, held_out: these shares, at least 0 and together below 1. The cut goes by the hash
-        of a task's prompt, or of its `key` if the task set defines one (the package's own key
-        changes with a row's position).
+      validation, held_out: these shares, at least 0 and together below 1. A task's split is decided
+        by the hash of the task's prompt, or of its `key` if the task set defines one (the package's
+        own key changes with a row's position).
       limit: rows read at most; a task set without end needs it. None reads all.
       max_samples: number of tasks after the shuffle; None for all.
       environment: its name in every task.
@@ -97,7 +97,7 @@ def _taskset(id: str, config: Mapping[str, Any]) -> Any:
 
 
 def _content(row: Any) -> Any:
-    """The content to cut by."""
+    """The content whose hash decides the task's split."""
     from verifiers.v1 import Task as Base
 
     return (
@@ -175,7 +175,8 @@ def _messages(where: str, data: Any) -> tuple[Message, ...]:
 @no_gold
 @reads_fields("verifiers")
 async def verifiers_reward(rollout: Rollout) -> float:
-    """The weighted sum of the rewards of the row's own task, given the episode as a trace.
+    """Compute the weighted sum of the rewards of the verifiers task from which the row was made.
+    These rewards read the episode as a trace.
 
     Raises: ConfigError for a row of no such task set, or if the package is not installed; every
     error of the task set's rewards.

@@ -65,8 +65,8 @@ def fresh_policy(
     uniform draw, for any prompt. A policy without opinions has never used its prompt. So training
     first makes it give the same reply to all problems, and only later tell the problems apart.
 
-    With opinions, each prompt has its own distribution of replies, p ∝ exp(opinions · z), with a
-    standard normal z for each place and character. z is independent of the right answers.
+    With opinions, each prompt has its own distribution of replies, `p ∝ exp(opinions · z)`. Here z
+    is a standard normal number for each place and character. z is independent of the right answers.
 
     Args:
       replies: the characters for each place of a reply, for example ["0123456789", "+-",
@@ -257,8 +257,8 @@ class Opinions:
         self.known: dict[tuple[str, int, str], list[float]] = {}
 
     def weights(self, prompts: Sequence[str], place: int, characters: str) -> list[float]:
-        """Compute one weight for each character: exp(strength · z), z the sum over prompts /
-        √(their number)."""
+        """Compute one weight `exp(strength · z)` for each character. Here z is the sum of the
+        prompts' own numbers, divided by the square root of the number of prompts."""
         drawn = [self.drawn(text, place, characters) for text in prompts]
         return [
             math.exp(self.strength * sum(own) / math.sqrt(len(own)))

@@ -13,7 +13,7 @@ without a preferred order of rollouts.
 
 The truth is the gradient of the expected reward, less the coefficient times KL(π‖ref) of whole
 episodes if the experiment has a KL. `max_rl` has an objective of its own: the mean over problems
-of -Σ_k (1 - p)^k / k for k = 1 … n - 1, with p the chance of a right answer.
+of `-Σ_k (1 - p)^k / k` for k = 1 … n - 1, where p is the chance of a right answer.
 
 Later updates on the same batch, refills, and streams other than the reward's are left out. A critic
 is perfect: it knows the expected return of every state.

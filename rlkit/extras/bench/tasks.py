@@ -249,8 +249,8 @@ def proxy(
     A fooled verifier passes one random reply in eight for the right reason and one in 73 by the
     trick, and does not tell them apart. The trick is the same for all of these problems, but the
     right letter is not. In evaluations a reply with the trick is wrong. A policy kept close to the
-    start, π ∝ π_start · exp(r/β), has the right reason eight times as often as the trick, however
-    small β.
+    start is `π ∝ π_start · exp(r/β)`. This policy has the right reason eight times as often as the
+    trick, however small β is.
 
     Args:
       fooled: one problem in `fooled` has a verifier open to the trick.
@@ -292,7 +292,7 @@ def lengthy(
 
     To reply with all eight letters is easier to learn than the right letter, and earns less. A
     random reply has 1 + n letters, where n is the sum of three geometric numbers of mean 1. So its
-    expected score is 1 - 7/8 · E[(7/8)ⁿ] - 3 · price, with E[(7/8)ⁿ] = (8/9)³.
+    expected score is `1 - 7/8 · E[(7/8)ⁿ] - 3 · price`, with `E[(7/8)ⁿ] = (8/9)³`.
 
     Args:
       price: price of a letter, in training and in evaluations.

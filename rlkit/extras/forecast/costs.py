@@ -128,10 +128,11 @@ def expect_drawn(rollouts: Sequence[Rollout], limit: int, share: float | None = 
     """Estimate the mean number of sampled tokens per rollout in the run.
 
     Args:
-      rollouts: the rollouts of the check. Their replies may be cut at fewer tokens than in the run.
+      rollouts: the rollouts of the check. Their replies may have a lower limit of tokens than in
+        the run.
       limit: the most tokens of a reply in the run.
       share: length of each reply as a share of the limit. None: a reply that ended by itself keeps
-        its own length, and a shorter reply that was cut counts as SHARE of the limit.
+        its own length. A reply truncated at a lower limit counts as SHARE of the run's limit.
     """
     total = 0.0
     for rollout in rollouts:

@@ -252,9 +252,9 @@ class Forecast(NamedTuple):
 
 
 def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float:
-    """Return the most tokens per second that the memory's bandwidth allows: rows · bandwidth /
-    (weights + rows · context · bytes of a token's keys and values). Nothing but weights, keys and
-    values is read."""
+    """Return the most tokens per second that the memory's bandwidth allows. This limit is
+    `rows · bandwidth / (weights + rows · context · cache)`, with `cache` as the bytes of a token's
+    keys and values. Nothing but weights, keys and values is read."""
     return (
         rows
         * card.bandwidth

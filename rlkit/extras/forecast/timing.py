@@ -362,7 +362,7 @@ def shorten_sampling(sampling: Sampling, tokens: int) -> Sampling:
 
 
 def lengthen_rollouts(rollouts: Sequence[Rollout], tokens: int, vocabulary: int) -> list[Rollout]:
-    """Lengthen the last reply of each cut rollout to at least `tokens` tokens.
+    """Lengthen the last reply of each rollout truncated by length to at least `tokens` tokens.
 
     The reply's own token ids are repeated, plus the number of the sample. So no two samples share
     the new tokens.

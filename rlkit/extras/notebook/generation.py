@@ -170,8 +170,8 @@ def _asked(
 def _sampled(
     policy: Policy, context: Sequence[int], given: Generation, params: SamplingParams
 ) -> types.Generation:
-    """Turn a generator's reply into the core's form. It is cut after its first end token, and the
-    model computes its log-probs."""
+    """Turn a generator's reply into the core's form. Tokens after the first end token are left out,
+    and the model computes the log-probs of the remaining tokens."""
     ids = torch.as_tensor(given.token_ids).tolist()
     ends = [i for i, token in enumerate(ids) if token in policy.eos_token_ids]
     reply = ids[: ends[0] + 1 if ends else int(given.valid_mask.sum())]

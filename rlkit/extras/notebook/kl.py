@@ -146,7 +146,8 @@ def lift_update(kept: Reference) -> UpdateHook:
 
 
 def create_ema_updater(decay: float = 0.999) -> UpdateHook:
-    """Return an update_fn: reference ← decay · reference + (1 - decay) · policy, in float32."""
+    """Return an update_fn for a moving average of the policy. Each update computes
+    `reference ← decay · reference + (1 - decay) · policy` in float32."""
     return lift_update(reference.ema(decay=decay))
 
 

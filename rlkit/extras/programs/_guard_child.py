@@ -143,8 +143,8 @@ def end_all(main: int) -> None:
 
 
 def wait(main: int) -> int:
-    """Wait until the program ends by itself, or the parent gives it up or dies. Return the
-    program's status in the form of `os.waitpid`."""
+    """Wait until the program ends by itself, or until the parent closes the guard's standard input
+    or dies. Return the program's status in the form of `os.waitpid`."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

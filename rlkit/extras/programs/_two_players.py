@@ -34,9 +34,9 @@ def two_players(
     plays against it. In these two cases the other side is not trained on, and the numbers of task
     and sample decide which side the policy has. `rollout.player` is the side of a rollout.
 
-    The game ends if a player's reply is cut by length, or if a player has had `max_turns` replies.
-    The other player's rollout is then truncated by "environment". If the game raises, or if a
-    reward is not a number, both rollouts are truncated by "error".
+    The game ends if a player's reply reaches the length limit, or if a player has had `max_turns`
+    replies. The other player's rollout is then truncated by "environment". If the game raises, or
+    if a reward is not a number, both rollouts are truncated by "error".
 
     Args:
       make: function without arguments that returns a game. A game has `reset(seed=…)` →
@@ -45,7 +45,7 @@ def two_players(
         may be plain or async. If the game has an attribute `player`, 0 or 1, this player is next.
         Otherwise player 0 begins, and the players alternate.
       opponent: path of the other player's model, in the form of `model.path`. With the policy's own
-        path, the opponent is the policy as it was at the start of the run. None: self-play.
+        path, the opponent keeps the policy's weights from the start of the run. None: self-play.
       parse_action, render, max_turns, system_prompt, history: as for `gymnasium`, for each player.
     Raises: ConfigError for a limit out of range. The start of a game raises it if the game cannot
       be made or reset.
@@ -85,7 +85,7 @@ class Game:
         self.observation = ""
         self.rewards = [0.0, 0.0]
         self.here = 0
-        # None while the game runs; then "", or the reason if it was cut short
+        # None while the game runs; then "", or the reason why a limit ended the game
         self.over: str | None = None
         self.error = ""
 

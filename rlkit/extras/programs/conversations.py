@@ -415,8 +415,8 @@ async def play_program(program: Program, conversations: Conversations) -> Rollou
 
     Returns: the unscored rollout. `truncation` is the one of `Ended` (deadline, error), if it is
       set. Otherwise it is "steps" or "context" if this limit refused the last request, and "length"
-      if the last reply was cut. If the program crashes after an unreadable call, the policy is to
-      blame, and the crash does not count as a truncation.
+      if the last reply was truncated. If the program crashes after an unreadable call, the policy
+      is to blame, and the crash does not count as a truncation.
     Raises: every error of the engine.
     """
     ask = Ask(conversations.ask, conversations.count)

@@ -16,8 +16,8 @@ def end_at(
     """Cut a reply after the last token of the first stop text in its content. Stop texts in the
     thinking do not count.
 
-    The decision to stop at a token does not depend on later tokens. So the cut reply has the same
-    distribution and the same log-probs as a reply of an engine that stops at this text.
+    The decision to stop at a token does not depend on later tokens. So the shortened reply has the
+    same distribution and the same log-probs as a reply of an engine that stops at this text.
 
     Args:
       context: token ids before the reply.

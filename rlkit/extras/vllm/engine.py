@@ -141,7 +141,7 @@ class VLLM:
 
         Args: as in `rlkit.types.Engine`. The temperature is 0, or 0.01 … 2, and there is no
           thinking budget. Log-probs are taken after temperature, top-k and top-p. A completion is
-          also cut at the context limits of the model and of vLLM.
+          also truncated at the context limits of the model and of vLLM.
         Raises: ConfigError for settings that vLLM cannot sample. EngineError before the first load,
         and if no server answers.
         """

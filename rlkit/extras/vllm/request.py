@@ -67,7 +67,7 @@ def request(
 def make_generation(
     policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]
 ) -> Generation:
-    """Make a completion from vLLM's answer. It ends with an end-of-sequence id ("stop") or was cut
-    ("length")."""
+    """Make a completion from vLLM's answer. The completion ends with an end-of-sequence id
+    ("stop"), or it was truncated ("length")."""
     ended = bool(token_ids) and token_ids[-1] in policy.eos_token_ids
     return Generation(tuple(token_ids), tuple(logprobs), "stop" if ended else "length")

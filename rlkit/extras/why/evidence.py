@@ -106,8 +106,9 @@ class Evidence(NamedTuple):
 
     @property
     def progress(self) -> Progress:
-        """The change of the reward over the run. The error comes from the differences between
-        steps: σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n steps a third."""
+        """The change of the reward over the run. The error comes from the differences between the
+        rewards x of successive steps: `σ² ≈ Var(x_t - x_{t-1}) / 2` and `error = √(2 σ² / n)`, with
+        n steps in each third of the run."""
         values = self.values("reward/mean")
         if len(values) < 3:
             return Progress(self.mean("reward/mean"), self.mean("reward/mean"), math.inf)
@@ -175,8 +176,8 @@ def share_of_copies(groups: Sequence[Sequence[Rollout]]) -> float:
 
 
 def spread_within(groups: Sequence[Sequence[Rollout]]) -> float:
-    """Compute the standard deviation of the rewards within groups: √ of the mean of s² over the
-    groups; nan without a group of at least two scored rollouts."""
+    """Compute the standard deviation of the rewards within groups. It is the square root of the
+    mean variance of a group, or nan without a group of at least two scored rollouts."""
     squares = []
     for own in groups:
         scored = [r.total_reward for r in own if r.total_reward is not None]

@@ -47,8 +47,8 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
 
 
 def drop_symptoms(findings: Sequence[Finding]) -> list[Finding]:
-    """Drop findings that an earlier finding explains. For example, a cut reply earns nothing, so
-    its problem only looks too hard."""
+    """Drop findings that an earlier finding explains. For example, a truncated reply earns nothing,
+    so the problem of this reply only looks too hard."""
     causes = {finding.cause for finding in findings}
     hidden = {own for cause in causes for own in EXPLAINS.get(cause, ())}
     return [finding for finding in findings if finding.cause not in hidden]

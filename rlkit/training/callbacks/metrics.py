@@ -30,8 +30,9 @@ FINAL = (  # the metrics whose last values compare runs
 
 
 class Ownership(L.Callback):
-    """Check owner.json at the start and at the end of each step. The functions that write rows and
-    checkpoints check this file again."""
+    """Check in owner.json that no other process has taken the run folder. This callback checks the
+    file at the start and at the end of each step. The file is checked again before a row is added
+    to metrics.jsonl, and before a checkpoint gets its final name."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -47,8 +48,8 @@ class Ownership(L.Callback):
 
 
 class ChoicesNoted(L.Callback):
-    """Write the run's choices of kernels and of checkpointing of activations to run.json. Before
-    this, a resumed run has taken over the choices of its checkpoint."""
+    """Write to run.json which kernels the run has chosen, and whether activations are recomputed.
+    In a resumed run, these choices come from the checkpoint."""
 
     def __init__(self, run: Path):
         self.run = run

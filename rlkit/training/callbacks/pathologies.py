@@ -1,4 +1,4 @@
-"""Describe known pathologies of a run in plain words, and name the config key to change.
+"""Describe known pathologies of a run in plain words, and name the config keys whose values help.
 
 Each check reads a step's row. It returns a sentence if the row shows the pathology, and None
 otherwise.
@@ -66,7 +66,7 @@ def all_rewards_equal(row: Row) -> str | None:
     )
 
 
-REMEDIES = {  # the most frequent reason for truncation → the key to change
+REMEDIES = {  # the most frequent reason for truncation → the change of the config that helps
     "length": "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
     " generation.max_thinking_tokens)",
     "context": (

@@ -58,7 +58,7 @@ def count_streak(condition: Condition, before: float, metrics: Mapping[str, floa
     """Return the number of consecutive steps on which a condition has held, up to and including the
     present step. A metric of nan does not fulfil the condition.
 
-    A step without the metric leaves the number as it was. Therefore `eval/accuracy > 0.9 for 2`
+    A step without the metric does not change the number. Therefore `eval/accuracy > 0.9 for 2`
     asks for two consecutive evaluations.
 
     Args:

@@ -185,11 +185,11 @@ def phase_steps(until: Any, steps: int) -> int | None:
 
 
 def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
-    """Return the length, in RL steps, of a schedule without `steps`. This is the length of the run.
-    If the phase itself defines the schedule (`own`), it is the length of the present phase.
+    """Return the length, in RL steps, of a schedule whose config does not set `steps`.
 
-    If the end of the phase is not known beforehand, the phase is assumed to last until the end of
-    the run.
+    If the present phase itself defines the schedule (`own`), the schedule is as long as this phase.
+    Otherwise the schedule is as long as the run. If the end of the phase is not known beforehand,
+    the phase is assumed to last until the end of the run.
     """
     steps = experiment.trainer.steps
     if not own:

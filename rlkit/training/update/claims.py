@@ -8,7 +8,7 @@ claimed version, of the previous version and of the next version.
 
     noise     mean over a row's tokens of min(|engine - claimed|, |engine - other|)
     telling   tokens with |other - claimed| > 16 noise
-    digits    after each row: digits ← max(0, digits) + log10(4) · there - log10(7/4) · here
+    digits    after each row: `digits ← max(0, digits) + log10(4) · there - log10(7/4) · here`
 
 engine, claimed and other are log-probs of the same tokens. A telling token has clearly different
 log-probs under the two versions. `there` is the number of telling tokens with an engine log-prob
@@ -92,8 +92,8 @@ def keeps_versions(model: nn.Module) -> bool:
 
 
 def unchecked_line(engine: Any, model: nn.Module, *, shards: bool) -> str:
-    """Return a line for the user if only the engine's newest version can be checked, and otherwise
-    an empty string."""
+    """Return a line for the run's output if the check of this file covers only the newest version
+    of the weights in the engine. Return an empty string otherwise."""
     if not has_copies(engine) or (keeps_versions(model) and not shards):
         return ""
     return (

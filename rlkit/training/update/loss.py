@@ -34,8 +34,9 @@ def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
 def surrogate(
     batch: Minibatch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the policy's loss on some rows of an update's batch: Σ weights · (scale · policy loss
-    + coef · KL - entropy_coef · entropy).
+    """Compute the policy's loss on some rows of an update's batch.
+
+    loss = Σ weights · (scale · policy loss + coef · KL - entropy_coef · entropy)
 
     The loss is a sum over rows, never a mean. Therefore the losses of micro-batches add up to the
     loss of their minibatch.
@@ -101,8 +102,11 @@ def surrogate(
 def value_surrogate(
     batch: Minibatch, scores: TokenLogprobs, critic: Critic
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the critic's loss on some rows of an update's batch: coef · Σ weights · value loss.
-    Return the loss and its terms, detached."""
+    """Compute the critic's loss on some rows of an update's batch: `coef · Σ weights · value loss`.
+
+    Returns: the loss, with its gradient, and a mapping of detached tensors for the metrics. The
+      mapping has the value loss and the value of each token, and the loss function's own metrics.
+    """
     mask = batch.response_mask
     given = batch.quantities | {
         "values": F.fill_masked(

@@ -1,5 +1,6 @@
 """Choose the size of a run's micro-batches. If memory runs out, the micro-batches are halved and
-the work is repeated, or an error names the config key to lower."""
+the work is repeated. If smaller micro-batches do not help, an error is raised. Its message names a
+change of the config that saves memory."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ T = TypeVar("T")
 
 
 class OutOfMemory(RLKitError, MemoryError):
-    """Raised if memory runs out and smaller micro-batches do not help. The message names the key to
-    lower."""
+    """Raised if memory runs out and smaller micro-batches do not help. The message names a change
+    of the config that saves memory, for example a config key whose value to lower."""
 
 
 class MicroBatches:

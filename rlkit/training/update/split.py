@@ -27,8 +27,8 @@ PER_ROLLOUT = (
 
 
 def select(batch: Rows, rows: Tensor) -> Rows:
-    """Return some rows of a batch, cut to the length of the longest selected row. Fields with one
-    entry per rollout [N], and values that are not tensors, stay unchanged."""
+    """Return some rows of a batch, without the columns after the longest selected row. Fields with
+    one entry per rollout [N], and values that are not tensors, stay unchanged."""
     width = int(batch.attention_mask[rows].sum(1).max())
     per_row: dict[str, Any] = {
         name: value[rows][:, :width] if value.dim() == 2 else value[rows]

@@ -2,7 +2,9 @@
 It adds `coef · Σ weights · loss per token` to the loss of an update. Each stream has its own pass,
 over its own tokens.
 
-loss = reward + Σ_c coef_c Σ_t w_ct l_ct. The weights w_c sum to 1 over the tokens of stream c, and
+    loss = reward loss + Σ_c coef_c Σ_t w_ct l_ct
+
+l_ct is the loss of stream c at token t. The weights w_ct sum to 1 over the tokens of stream c, and
 are fixed before the batch is split. Therefore a stream does not change the gradients of other
 streams. A stream computes nothing if it has no tokens, or if its coefficient is 0.
 """
@@ -74,9 +76,14 @@ def list_stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | 
 
 
 def _select_imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch | None:
-    """Return a batch with the tokens that a stream imitates. These tokens are the answers of tools,
-    or the conversations in the data rows of the minibatch's prompts. Return None if the stream
-    applies to none of these prompts."""
+    """Return the batch of an imitation stream. The stream trains the policy to predict some tokens
+    of this batch, marked by the response mask.
+
+    With the mask "observations", the batch is the minibatch, and the marked tokens are the results
+    of tools. Otherwise the batch has the conversations in the data rows of the minibatch's prompts,
+    and the marked tokens are the replies. Return None if the stream applies to none of these
+    prompts.
+    """
     if stream.mask == "observations":
         assert minibatch.observed_mask is not None
         batch = replace(minibatch, response_mask=minibatch.observed_mask)
