@@ -24,6 +24,7 @@ GREW = 30
 ROUNDING = 0.001
 GIVEN = 0.3  # share of prompts with their own truth, beyond the share with another row's
 REPEATED = 0.3  # share of the rows with the same problem
+PLACED = 0.8  # share of these prompts with the truth at the same place
 ROWS = 8  # fewest rows to judge them
 
 
@@ -135,17 +136,19 @@ def stale_engine(e: Evidence) -> Finding | None:
 
 
 def given_truths(e: Evidence) -> Finding | None:
-    """Find prompts that contain their own truth, more often than they contain another row's
-    truth."""
+    """Find prompts that contain their own truth, more often than they contain another row's truth,
+    and at the same place. Truths among several options stand at different places."""
     tasks = [task for task in e.tasks if task.answer.strip() and task.messages]
     if len(tasks) < ROWS:
         return None
     own = fmean(holds(task, task.answer) for task in tasks)
     others = random.Random(0).sample(tasks, len(tasks))
     chance = fmean(holds(a, b.answer) for a, b in zip(tasks, others, strict=True))
-    if not own - chance > GIVEN:
+    held = [task for task in tasks if holds(task, task.answer)]
+    places = Counter(place for task in held for place in list_places(task))
+    if not own - chance > GIVEN or max(places.values()) < PLACED * len(held):
         return None
-    shown = next(task for task in tasks if holds(task, task.answer))
+    shown = held[0]
     return Finding(
         "leak",
         "The prompts give the truth away.",
@@ -157,8 +160,26 @@ def given_truths(e: Evidence) -> Finding | None:
 
 def holds(task: Task, answer: str) -> bool:
     """Return whether the prompt contains an answer as a word."""
+    return len(split_at(task, answer)) > 1
+
+
+def split_at(task: Task, answer: str) -> list[str]:
+    """Split the prompt at each place where an answer stands as a word."""
     text = "\n".join(str(m.get("content") or "") for m in task.messages)
-    return re.search(rf"(?<!\w){re.escape(answer.strip())}(?!\w)", text) is not None
+    return re.split(rf"(?<!\w){re.escape(answer.strip())}(?!\w)", text)
+
+
+def list_places(task: Task) -> set[tuple[str, str | int]]:
+    """List the places of the truth in the prompt: the word before it, and its distance in words
+    from the start and from the end of the prompt."""
+    parts = split_at(task, task.answer)
+    places: set[tuple[str, str | int]] = set()
+    for i in range(1, len(parts)):
+        before = task.answer.join(parts[:i]).split()
+        after = task.answer.join(parts[i:]).split()
+        places |= {("after", (before or [""])[-1]), ("from start", len(before))}
+        places.add(("from end", len(after)))
+    return places
 
 
 def repeated_rows(e: Evidence) -> Finding | None:

@@ -285,6 +285,25 @@ def test_prompts_that_hold_their_answer_more_often_than_another_rows():
     assert causes(evidence(rollouts=choice)) == []
 
 
+@each(
+    "prompt, found",
+    [
+        ("{other} or {answer}?", ["leak"]),
+        ("{more}What? It is {answer}, {more}", ["leak"]),
+        ("Which is larger, {pair}?", []),
+    ],
+)
+def test_truths_at_the_same_place_are_a_leak_and_those_among_options_are_not(prompt, found):
+    played = []
+    for i, task in enumerate(tasks_of(12)):
+        answer, other = str(100 + i), str(50 + i)
+        pair = f"{answer} or {other}" if i % 2 else f"{other} or {answer}"
+        text = prompt.format(answer=answer, other=other, pair=pair, more="so " * i)
+        rows = task._replace(messages=({"role": "user", "content": text},), answer=answer)
+        played.append(said(rows, "", 0.0))
+    assert causes(evidence(rollouts=played)) == found
+
+
 def test_rows_that_are_one_problem():
     rows = [task._replace(id=f"copy/{i}") for i, task in enumerate(tasks_of(1) * 6)] + tasks_of(6)
     assert causes(evidence(rollouts=[said(task, "", 0.0) for task in rows])) == ["repeated"]
