@@ -310,6 +310,11 @@ def find_suited_rate(e: Evidence) -> float:
     return e.number(f"model.suggests.{'lora_lr' if adapters else 'lr'}")
 
 
+def measure_distance(e: Evidence) -> float:
+    """Return the policy's last KL from its start, in nats a token; nan if it was not measured."""
+    return (e.values("kl/start") or e.values("kl/ref_k3") or [math.nan])[-1]
+
+
 def steps_far(e: Evidence) -> bool:
     """Return whether steps move the policy too far. Either most steps do, or a few steps cost half
     of the reward.
@@ -326,7 +331,8 @@ def high_rate(e: Evidence) -> Finding | None:
     rate = e.number("optimizer.lr")
     suited = find_suited_rate(e)
     moved = e.mean("kl/step")
-    if e.progress.rose or not (steps_far(e) or rate >= TIMES * suited):
+    still = measure_distance(e) < STILL
+    if e.progress.rose or still or not (steps_far(e) or rate >= TIMES * suited):
         return None
     known = f", where {suited:g} suits this model" if suited == suited else ""
     far = "breaks the policy"
@@ -346,7 +352,7 @@ def low_rate(e: Evidence) -> Finding | None:
     """Report if the policy has not moved although there was something to learn."""
     rate = e.number("optimizer.lr")
     suited = find_suited_rate(e)
-    moved = (e.values("kl/start") or e.values("kl/ref_k3") or [math.nan])[-1]
+    moved = measure_distance(e)
     still = moved < STILL and e.mean("optim/updates") > 0 and e.mean("group/frac_zero_std") < HARD
     if e.progress.rose or not (still or rate <= suited / TIMES):
         return None

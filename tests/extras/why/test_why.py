@@ -222,6 +222,13 @@ def test_equal_rewards_of_small_groups_are_explained_by_a_rate_that_destroys():
     assert causes(evidence({"batch.group_size": 4}, row)) == ["rate_high"]
 
 
+def test_a_policy_that_has_not_moved_has_no_high_rate():
+    """In a run without a signal the rate does nothing, however high it is."""
+    row = {"kl/start": 1e-12, "kl/step": 1e-12, "group/frac_zero_std": 1.0}
+    assert "rate_high" not in causes(evidence({"optimizer.lr": 3e-2}, row))
+    assert "rate_high" in causes(evidence({"optimizer.lr": 3e-2}, row | {"kl/start": 0.1}))
+
+
 def test_cut_episodes_are_counted_once_and_by_their_commonest_reason():
     row = {"len/truncated_frac": 0.6, "stop_reason/length": 0.1, "stop_reason/steps": 0.5}
     [found] = list_findings(evidence({"environment.max_turns": 50}, row))
