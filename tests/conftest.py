@@ -61,15 +61,28 @@ LONG = {  # the tests that CI leaves to .ci/long
     if not line.startswith("#")
 }
 COLLECTED: set[str] = set()  # their names, with and without the case
+CASES = 6  # of a slow law that CI tries; .ci/long tries the others
+# laws whose cases are cheap, and are what rlkit exists for
+ALL_CASES = ("tests/laws/test_catalogue.py", "tests/functional/test_functional_laws.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
+    laws: dict[str, list[pytest.Item]] = {}
     for item in items:
-        names = {item.nodeid, item.nodeid.partition("[")[0]}
+        law = item.nodeid.partition("[")[0]
+        names = {item.nodeid, law}
         COLLECTED.update(names)
         if names & LONG:
             item.add_marker(pytest.mark.long)
+        elif item.get_closest_marker("slow") and not law.startswith(ALL_CASES):
+            laws.setdefault(law, []).append(item)
+    for cases in laws.values():
+        last = len(cases) - 1
+        spread = {round(last * i / (CASES - 1)) for i in range(CASES)}
+        for i, item in enumerate(cases):
+            if len(cases) > CASES and i not in spread:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture
