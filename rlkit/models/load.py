@@ -136,8 +136,7 @@ def load_policy(
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
         tokenizer.template_file = chat_template
-    # make the renderer before loading the weights, so a tokenizer without a template is refused
-    # early
+    # before the weights are loaded, so a tokenizer without a template is refused early
     renderer = make_renderer(
         tokenizer, enable_thinking=enable_thinking, interruption=interruption, tools=tools
     )

@@ -35,6 +35,7 @@ def report(checked):
     return checked[0]
 
 
+@pytest.mark.slow
 def test_one_step_of_policy_and_critic_was_taken(report):
     assert (
         report.metrics["optim/updates"] == report.metrics["optim/critic_updates"] == 1
@@ -70,6 +71,7 @@ def test_shared_storage_counts_once():
     assert check.count_bytes([a, {"view": a[:2]}, (torch.zeros(3),)]) == 52
 
 
+@pytest.mark.slow
 def test_rewards_that_are_all_equal_are_spread_for_the_update(capsys, tmp_path, monkeypatch):
     """One right answer a group teaches nothing; then a broken update would pass unseen."""
     monkeypatch.chdir(tmp_path)

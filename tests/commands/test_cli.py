@@ -244,6 +244,7 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_a_function_is_named_where_a_part_holds_some(tmp_path, monkeypatch, capsys):
     """A reward and tools of the command line: bare functions, which a later key may still set. The
     overrides of the run compose again."""

@@ -77,6 +77,7 @@ def test_the_folder_gives_the_same_logits(run, merge, tmp_path, capsys, tiny):
     assert str(tmp_path) not in card and str(folder) not in card, "a place of this machine"
 
 
+@pytest.mark.slow
 def test_refusals(run, tmp_path, capsys):
     folder, _ = run
     (tmp_path / "out").mkdir()

@@ -77,6 +77,7 @@ def test_metrics(answer, text):
     assert "kl/ref_k3" in one["names"] and one["unit"] in text("metrics", "kl/ref_k3")
 
 
+@pytest.mark.slow
 def test_show(answer, text):
     """With the translation of a file, which is printed while the words are read."""
     found = answer("show", "algorithm=dapo", "optimizer.lr=0.5")
@@ -141,6 +142,7 @@ def test_compare_and_plan(answer, text, lines):
     assert need["given_seeds"] is need["seen"] is None
 
 
+@pytest.mark.slow
 def test_check(answer):
     found = answer("check", "task.max_samples=40", "kl=none", "reference=none")
     assert len(found["rewards"]) == 8 and found["rewards"][0].keys() == {"task"}

@@ -130,6 +130,7 @@ def test_keys_of_a_phase_say_so():
     assert "schedule.phases.refine.algorithm.policy_loss.clip_low" not in changed
 
 
+@pytest.mark.slow
 @each(
     "key, origin",
     [
@@ -162,6 +163,7 @@ SCREENS = [
 ]
 
 
+@pytest.mark.slow
 @each("overrides", [pytest.param(words) for words in SCREENS])
 def test_what_differs_is_on_the_screen(overrides):
     explained = explain(overrides)
@@ -180,6 +182,7 @@ def test_what_differs_is_on_the_screen(overrides):
             assert any(line.endswith(value.origin) for line in marked), value
 
 
+@pytest.mark.slow
 def test_the_tools_are_always_on_the_screen():
     """By the key that leaves each of them out."""
 

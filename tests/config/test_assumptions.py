@@ -200,6 +200,7 @@ def test_a_phase_is_checked_by_its_own_reward():
         experiment(compose([*words, "reward=length"]))
 
 
+@pytest.mark.slow
 def test_rows_that_name_their_reward_are_checked_when_they_are_there():
     """The config leaves open what by_task scores with; the rows of guess_number name a reward that
     is not 0 or 1."""

@@ -404,6 +404,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides, words", cases(REFUSALS.values(), 8, unpack=True), ids=REFUSALS)
 def test_refusal_names_the_place_and_the_remedy(overrides, words):
     with pytest.raises(ConfigError) as refusal:
@@ -545,6 +546,7 @@ def test_overrides_reach_into_a_phase(two_phases):
     assert second.kl.name == "k3" and second.kl.coef.update.keywords["target"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override, meant",
     cases(
@@ -768,6 +770,7 @@ def test_an_algorithm_alone_has_the_kl_of_its_paper(algorithm):
     assert describe_kl(x) == f"{name} × {coef:g} in the {placement.partition(',')[0]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", cases(["gspo", "rloo", "ppo", "grpo"], 2))
 def test_a_kl_of_the_user_replaces_that_of_the_algorithm(algorithm):
     """All of it, the place before the baseline too; and one number alone, a coefficient, gives a KL

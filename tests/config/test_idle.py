@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from parametrise import each
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.doubts import list_warnings
@@ -10,6 +12,7 @@ from rlkit.config.problems.rows import load_tasks
 ALONE = "every episode ends with its first reply"
 
 
+@pytest.mark.slow
 @each(
     ("words", "said"),
     [

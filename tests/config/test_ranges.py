@@ -16,6 +16,7 @@ def mine(rewards, *, width=0.5):
 """
 
 
+@pytest.mark.slow
 def test_a_part_from_outside_has_its_ranges_too(tmp_path, monkeypatch):
     (tmp_path / "ranged_part.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -120,6 +120,7 @@ def test_nothing_that_is_printed_holds_the_key(capsys):
         compose(["algorithm.shelf=everyday"])
 
 
+@pytest.mark.slow
 def test_the_key_is_no_part_of_a_runs_identity(tmp_path):
     """Also in options of the user's own, which may have it."""
     written = {

@@ -124,6 +124,7 @@ def test_rows_of_a_file_have_tools_where_the_model_asks_for_them():
     assert at(composed(*rows, "model=smollm2_135m"), "task.environment") == "single_turn"
 
 
+@pytest.mark.slow
 def test_turns_are_those_of_the_task_and_a_mixture_takes_its_longest_part():
     assert (
         at(

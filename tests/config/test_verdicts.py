@@ -422,6 +422,7 @@ def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkey
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", list_commands())
 def test_every_command_takes_trust(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

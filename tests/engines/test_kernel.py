@@ -84,6 +84,7 @@ def sampled(complete, policy, asked, prompts, **params):
     return found
 
 
+@pytest.mark.slow
 @each(
     ("family", "temperature"),
     [*((family, 1.0) for family in FORWARDS), ("llama", 0.0), ("qwen3", 0.6), ("qwen3", 1.7)],
@@ -106,6 +107,7 @@ def test_a_compiled_step_draws_what_calls_of_torch_draw(tiny, complete, family, 
         )
 
 
+@pytest.mark.slow
 @each("family", ["llama", "qwen2"])
 def test_a_compiled_step_has_the_adapters_in_it(tiny, complete, family):
     """They change between two calls, as by an update."""
@@ -133,6 +135,7 @@ def test_a_compiled_step_has_the_adapters_in_it(tiny, complete, family):
         assert same == (by == 0.0)
 
 
+@pytest.mark.slow
 @each(("family", "adapters"), [("llama", False), ("qwen2", True), ("qwen3", True)])
 def test_a_compiled_step_in_bfloat16_is_as_near_the_exact_numbers(tiny, complete, family, adapters):
     """As calls of torch are, a tenth for chance: of every log-prob that was drawn, by the same
@@ -271,6 +274,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(tiny, complete):
             kernel.choose_kernel("fused", forward, head)
 
 
+@pytest.mark.slow
 def test_a_cut_distribution_and_a_thinking_budget_are_drawn_by_torch(tiny, complete):
     """Between steps of one engine that are compiled."""
     prompts, engines = contexts(5, 6), [Cached(kernel=asked) for asked in ("fused", "eager")]
@@ -282,6 +286,7 @@ def test_a_cut_distribution_and_a_thinking_budget_are_drawn_by_torch(tiny, compl
         assert [g.token_ids for g in fused] == [g.token_ids for g in eager]
 
 
+@pytest.mark.slow
 def test_nothing_needs_a_compiler(tiny, monkeypatch, tmp_path):
     """Without one `auto` decodes by calls of torch, and says why."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

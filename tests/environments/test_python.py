@@ -53,6 +53,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @each("name", CALLS)
 def test_what_the_policy_reads(name):
     code, text, ok = CALLS[name]

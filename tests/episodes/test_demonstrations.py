@@ -191,6 +191,7 @@ def test_a_warm_up_teaches_the_reply_and_can_be_taken_on(tmp_path, monkeypatch, 
     assert said.final_content == "#### 7"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides, words",
     [(["batch.group_size=4"], "set it to 1"), (["task=arithmetic"], "task=conversations")],

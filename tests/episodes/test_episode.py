@@ -135,6 +135,7 @@ def test_a_run_repeats_itself_whenever_answers_come(policy, tasks, plain, weathe
     assert all(bits(found) == bits(runs[0]) for found in runs) and tokens(runs[0]) == tokens(plain)
 
 
+@pytest.mark.slow
 def test_a_barrier_gives_the_bits_of_answers_at_once(policy, tasks, plain, weather):
     assert bits(play(policy, tasks, Cached(), weather(1).pause, admission="barrier")) == bits(plain)
 

@@ -1843,6 +1843,7 @@ def _check(name: str, batch: dict[str, list]) -> None:
     _assert_close(f"gradient of {name}", leaf.grad, slope, case.close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", cases(MODULES, 5))
 @settings(
     max_examples=40,

@@ -61,6 +61,7 @@ def test_an_advantage(exercise):
     assert row["adv/min"] == 0 < row["adv/max"]
 
 
+@pytest.mark.slow
 def test_a_tool(exercise):
     """Each episode counts from the beginning; from 3, as the option has it, nobody counts one."""
     script, [row] = exercise("tool")

@@ -578,6 +578,7 @@ def test_a_resume_goes_on_and_says_which_file_is_not_its_own(
     assert "aside" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, damage, sentence", [(*key, text) for key, text in REFUSED.items()])
 def test_a_resume_is_refused_where_it_would_mix_two_runs(pair, mine, name, damage, sentence):
     damage(mine / name, pair[1] / name)

@@ -141,6 +141,7 @@ MISUSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MISUSES)
 def test_a_wrong_call_is_answered_by_a_sentence(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

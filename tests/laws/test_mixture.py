@@ -80,6 +80,7 @@ def test_each_part_plays_in_its_own_environment(run):
     assert rows[1]["part/arithmetic/tools/calls"] > 0
 
 
+@pytest.mark.slow
 def test_means_of_the_parts_add_up_to_the_whole(run):
     _, _, rows = run
     parts = ("arithmetic", "guess_number")

@@ -107,6 +107,7 @@ def refusal(overrides: list[str]) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", cases(BASES, 1), ids=" ".join)
 def test_no_mutated_config_is_taken(base):
     """A sample of the faults that `mutants` makes of every field, with a seed of its own for each

@@ -19,6 +19,7 @@ from rlkit.config.problems.schedules import build_first_steps
 CHEAP = ("tool_tracking",)  # the others take a minute together
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(presets(), CHEAP))
 def test_a_preset_takes_a_step(name, tmp_path):
     path = tmp_path / "talk.jsonl"

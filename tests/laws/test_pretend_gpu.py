@@ -270,6 +270,7 @@ def test_graphs_live_on_under_autocast_and_see_new_weights(gpu, complete):
     assert engine.decoder is not decoder and outside[0].logprobs != replies[1][:2]
 
 
+@pytest.mark.slow
 def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatch):
     """The first step finds it, before a capture could break; decoding goes on without graphs, with
     one warning."""

@@ -47,6 +47,7 @@ def template(policy):
     policy.renderer.tokenizer.chat_template = before
 
 
+@pytest.mark.slow
 def test_it_renders_the_same(policy, tiny):
     """Prompts, tools, what follows a reply, and a given reply; with thinking and without."""
     dialogue = [

@@ -75,6 +75,7 @@ def test_the_committed_measurement_is_of_a_bad_but_not_hopeless_start():
     assert 0.2 <= measured["sampled"]["pass@1"]["value"] <= 0.6
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_that_were_measured(tiny, experiment):
     """The first 100 held-out problems, greedy, against the committed accuracy on 1,000: four
     standard errors apart at most."""

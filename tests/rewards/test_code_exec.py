@@ -76,6 +76,7 @@ def rollout(content: str, task: Task = TASK, **changes) -> Rollout:
     return Rollout(task, (step._replace(**changes),))
 
 
+@pytest.mark.slow
 def test_every_end_has_its_name_and_only_all_tests_score():
     rollouts = [rollout(text) for text, _, _ in REPLIES.values()]
     found = judgements(rollouts, sandbox=FAST)
@@ -277,6 +278,7 @@ def gold(shared, rows: slice) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_reference_solutions_of_mbpp_pass(shared):
     """All tests of 25 rows, the shown one included."""
     found = gold(shared, slice(0, 25))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -155,6 +156,7 @@ def test_the_program_of_a_reply_is_found(name):
     assert extract_code(content(reply), {"f"}) == program
 
 
+@pytest.mark.slow
 def test_every_reply_of_the_table_scores_1_in_the_sandbox():
     assert len(REPLIES) >= 40
     task = Task("t/0", (), reward="code_exec", metadata={"tests": TESTS})
@@ -247,6 +249,7 @@ def documents(draw) -> str:
     return "\n".join(out)
 
 
+@pytest.mark.slow
 @given(documents())
 def test_well_formed_blocks_are_those_of_commonmark(text):
     tokens = [token for token in MarkdownIt("commonmark").parse(text) if token.type == "fence"]
@@ -292,6 +295,7 @@ def test_any_text_is_read_and_nothing_is_invented(text):
     assert extract_code(text, {"f"}) or not text
 
 
+@pytest.mark.slow
 @each(
     "piece",
     [

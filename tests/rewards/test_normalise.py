@@ -22,6 +22,7 @@ def rollout(reward, *steps) -> Rollout:
 numbers = st.floats(-1e3, 1e3)
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.one_of(st.none(), numbers), max_size=6), max_size=6))
 def test_moments_of_parts_are_those_of_the_whole(parts):
     """Against the textbook over all rewards at once; episodes without a score count nowhere."""

@@ -372,6 +372,7 @@ units = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @examples(signs, currencies, values, units, st.integers(-3, 3).filter(bool), fast=25, slow=200)
 def test_generated_truths_score_1_in_every_form_and_0_against_another(
     sign, currency, value, unit, distance
@@ -606,6 +607,7 @@ def test_a_reply_of_60_kb_is_read_in_less_than_100_ms(frame):
     assert slow == {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K rows of ../shared/data are not here")
 def test_every_gold_solution_of_gsm8k_is_right_and_an_empty_reply_wrong():
     rows = [

@@ -150,6 +150,7 @@ def test_what_a_number_of_seeds_can_see_is_the_plan_read_backwards():
     assert c.find_detectable_effect(0.1, 9) == math.inf and c.find_detectable_effect(0.0, 12) == 0.0
 
 
+@pytest.mark.slow
 def test_a_plan_by_a_small_pilot_keeps_its_power():
     """By the spread of three seeds itself, 0.65 to 0.76 of such plans find what they promise to
     find four times in five."""

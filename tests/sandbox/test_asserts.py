@@ -64,6 +64,7 @@ def test_any_literal_is_split_off(value):
         assert check.calls == ("f(1, 'x')",) and passes(check, Result(value))
 
 
+@pytest.mark.slow
 @examples(VALUES, fast=30, slow=150)
 def test_values_come_back_as_they_were(value):
     back = decode_value(encode(value, 1 << 20))
@@ -376,6 +377,7 @@ def agree(test: str, value: object) -> None:
 EXPRESSIONS = [test for test in SPLITS if "'message'" not in test]
 
 
+@pytest.mark.slow
 @each("test", EXPRESSIONS)
 def test_a_verdict_never_raises_and_is_that_of_python(test):
     for value in SPECIAL:
@@ -387,6 +389,7 @@ def test_a_verdict_never_raises_on_any_value(test, value):
     agree(test, value)
 
 
+@pytest.mark.slow
 @examples(VALUES, VALUES, fast=60, slow=200)
 def test_equality_never_raises(value, expected):
     assert are_equal(value, expected) in (True, False) and are_equal(value, expected) == are_equal(

@@ -161,6 +161,7 @@ def test_a_checkpoint_cut_anywhere_is_damaged(copy):
     assert find_damage(path)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_damaged_checkpoint_is_loaded_and_the_one_before_it_is_used(
     copy, monkeypatch, capsys
 ):

@@ -139,6 +139,7 @@ def test_the_command_line_has_openmp_wait_without_spinning():
         assert done.stdout.splitlines()[-1] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep what was freed"
 )

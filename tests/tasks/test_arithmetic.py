@@ -68,6 +68,7 @@ def independent(text: str) -> Fraction:
 # ----------------------------------------------------------------------------------------- held out
 
 
+@pytest.mark.slow
 def test_no_held_out_expression_is_trained_on_under_any_seed(problems):
     """The border runs through the expressions, not through the problems: another seed, name or
     wording cannot cross it."""

@@ -32,6 +32,7 @@ WEIGHTS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, database=None)
 @given(WEIGHTS)
 def test_every_number_of_turns_has_its_shares_to_within_one(weights):

@@ -157,6 +157,7 @@ def test_a_lag_samples_with_the_weights_of_then(kind, same):
     assert same(learner.state_dict(), ahead.state_dict())
 
 
+@pytest.mark.slow
 def test_every_token_knows_its_version_and_nothing_is_dropped(same):
     """The prompts and their order are those of the synchronous run; with 4 steps and a staleness of
     2 nothing is left in flight."""

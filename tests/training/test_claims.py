@@ -196,6 +196,7 @@ def learned(choose, *words):
     return Learned(choose, *words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", cases([(), ("model.lora.rank=4", "optimizer.lr=1e-2")], 1))
 def test_one_wrong_version_is_found_in_the_first_step_that_has_two(words):
     """Engines that accept every push and ignore it, or are one version late: the warning of
@@ -224,6 +225,7 @@ def test_versions_are_compared_under_a_lag():
     assert Learned(late, *words, steps=4).accused()[-1]
 
 
+@pytest.mark.slow
 def test_the_run_says_where_it_cannot_tell():
     """Weights that do not move."""
     rows = learned(ignores, "optimizer.lr=1e-12").rows

@@ -173,7 +173,7 @@ def test_a_plain_loop_gives_the_weights_of_a_run(loop, overrides, seen, tmp_path
 def test_the_loop_of_the_docstring_gives_the_weights_of_a_run():
     """Copied as it stands, with the settings that it composes."""
     text = textwrap.dedent(Learner.__doc__.partition("\n")[2])
-    loop = text.partition("import rlkit\n")[2].partition("\nThis gives")[0]
+    loop = text.partition("import rlkit\n")[2].partition("\nThis loop gives")[0]
     assert len(loop.strip().splitlines()) <= 25
     scope = {}
     exec(textwrap.dedent("    import rlkit\n" + loop), scope)
@@ -183,6 +183,7 @@ def test_the_loop_of_the_docstring_gives_the_weights_of_a_run():
     assert scope["learner"].metrics["optim/updates"] > 0 and same(dict(ours), dict(theirs))
 
 
+@pytest.mark.slow
 def test_the_host_computes(tmp_path):
     """Forward, backward, sums and steps go through the functions that the learner is given."""
     x = experiment(compose([*COMMON, "trainer.steps=1"]))
@@ -241,6 +242,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "epochs", "minibatches", "limit"), cases(CASES, CASES[3:4], unpack=True)
 )

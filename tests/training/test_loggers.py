@@ -322,6 +322,7 @@ def test_tensorboard_has_scalars_in_groups_histograms_and_texts(events):
     assert "samples/0/text_summary" in tags["tensors"]
 
 
+@pytest.mark.slow
 def test_tensorboard_compares_runs_by_settings_and_final_figures(events):
     """Without both the HPARAMS tab stays empty."""
     from tensorboard.plugins.hparams.metadata import (

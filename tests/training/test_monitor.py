@@ -79,6 +79,7 @@ class Counting:
         return {**self.inner.metrics(), "asked": self.asked}
 
 
+@pytest.mark.slow
 def test_an_engine_that_wraps_another_logs_figures_of_its_own():
     """A step's row has the engine's own figures, and those of perf/ under their names alone."""
     x = rlkit.experiment(

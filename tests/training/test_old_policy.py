@@ -155,6 +155,7 @@ def test_a_critic_is_scored_before_the_update_and_the_ratio_still_is_the_sampler
     )
 
 
+@pytest.mark.slow
 def test_auto_is_none_where_the_loss_has_the_samplers_ratio():
     """Else the difference would be corrected twice."""
     cases = {

@@ -200,6 +200,7 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
 DROPPED = [("none", 0), ("lag", 2), ("overlap", 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, staleness", cases(DROPPED, [("lag", 2)], unpack=True))
 def test_a_step_that_is_dropped_is_sampled_again_alike(
     name, staleness, in_a_thread, tmp_path, same
@@ -315,6 +316,7 @@ def test_python_objects_are_refused():
         pass
 
 
+@pytest.mark.slow
 def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
     """As itself, with the sentence that it has in one process; and a full memory and another model
     are said."""

@@ -303,6 +303,7 @@ def factors(policy, name):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lr, decay, noise, least, most",
     cases(

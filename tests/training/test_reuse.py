@@ -97,6 +97,7 @@ def test_kept_groups_survive_a_checkpoint_without_the_rows_of_their_tasks():
         unpack_kept(saved, TASKS[1:])
 
 
+@pytest.mark.slow
 def test_what_has_nothing_to_use_again_is_refused():
     for words, said in (
         (["task/reuse=replay", "algorithm=opd", "teacher=start"], "lost to the streams"),

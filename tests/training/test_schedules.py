@@ -182,6 +182,7 @@ def test_adaptive_entropy_by_hand():
 # -------------------------------------------------------------------------------- numbers of a step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path, read",
     [
@@ -626,6 +627,7 @@ def test_the_numbers_of_a_preset_move_over_the_whole_run_whatever_its_length(nam
     check_curves([f"experiment={name}", *OWN.get(name, [])], steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", cases(LENGTHS, 1))
 def test_the_ends_and_the_middle_of_the_shipped_curves(steps):
     """One step after the last the end would be reached; half way along the line stands the mean of

@@ -258,6 +258,7 @@ PRODUCT = [
 FAST = [row for row in PRODUCT if row[:2] == ("clipped", "k3")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "term", "split"), cases(cover(PRODUCT, 20, also=FAST), FAST, unpack=True)
 )
@@ -285,6 +286,7 @@ def penalised(
     return -ratio * advantages + 0.01 * (logprobs - logprobs_sampler).square()
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_user_is_skipped_only_if_it_declares_so(monkeypatch):
     """With the declaration a term of its own is lost; that is what a declaration means, and no
     default."""
@@ -450,6 +452,7 @@ def test_weights_that_somebody_else_moved_are_not_the_reference():
     assert learner.step(EQUAL)["optim/updates"] == 2
 
 
+@pytest.mark.slow
 def test_a_phase_with_a_reference_of_its_own_starts_at_it():
     words = [
         *SMALL,

@@ -158,6 +158,7 @@ def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, fo
         assert (one[both] - one["reward"] - one[teacher]).norm() < 1e-6 * one[both].norm()
 
 
+@pytest.mark.slow
 def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny):
     """The loss is the divergence of two plain forward passes; an off-by-one would compare other
     tokens."""

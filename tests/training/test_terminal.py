@@ -139,6 +139,7 @@ def test_a_tool_that_runs_code_gets_its_sandbox_before_the_model_is_loaded(monke
         check_tools([Task("a", ({"role": "user", "content": "?"},), "1")], environment)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
     """The header's words; no control character, no advert; a warning that is none of the
     frameworks' habits comes through."""

@@ -43,6 +43,7 @@ def without_clock(row: dict) -> dict:
     return {k: v for k, v in row.items() if not k.startswith("perf/")}
 
 
+@pytest.mark.slow
 def test_run_folder_is_complete(whole):
     names = {p.name for p in whole.iterdir()}
     assert {
@@ -94,6 +95,7 @@ def test_first_minibatch_is_on_policy(whole):
         assert row["mismatch/logp_abs_max"] < 1e-3
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path, same, timeless):
     """Stopped after two of four steps and continued in the same folder: weights, metrics and
     rollouts are identical."""
@@ -308,6 +310,7 @@ def test_real_questions_go_through_and_the_log_says_that_rewards_are_equal(
     assert "all rewards" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split",
     [

@@ -50,6 +50,7 @@ def learner_of(policy, *words: str) -> Learner:
 # ------------------------------------------------------------------------------------- target_kl
 
 
+@pytest.mark.slow
 def test_target_kl_bounds_the_mean_over_the_tokens_of_all_micro_batches(tiny):
     """Of two updates of the whole batch the second is measured: the first starts at the old policy.
     kl/old is the mean of both, so the second one's is twice as much."""
@@ -138,6 +139,7 @@ def test_a_phase_that_resets_the_optimizer_forgets_the_critics_moments_too(tiny)
 # ------------------------------------------------------------------------------------------- a step
 
 
+@pytest.mark.slow
 def test_a_step_counts_what_it_trained_on_and_where_it_stands(tiny):
     """The moments are of the rewards trained on, each step draws by a seed of its own, and a
     reference is moved with the number of steps done, this one included."""
@@ -173,6 +175,7 @@ def with_rewritten_row(rollout: Rollout) -> Rollout:
     return rollout.add(step)
 
 
+@pytest.mark.slow
 def test_a_context_teacher_leaves_rows_with_a_rewritten_context_alone(tiny):
     """They have no first prompt to show the hint in. So the gradient is that of the first rows."""
     stream = {"teacher": Stream(1.0, "sampled", loss=kl_student_teacher)}

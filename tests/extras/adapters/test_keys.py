@@ -151,6 +151,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", cases(WAYS, 2))
 def test_no_value_of_the_environment_travels_to_a_folders_address(
     way, server, place, monkeypatch, capsys
@@ -164,6 +165,7 @@ def test_no_value_of_the_environment_travels_to_a_folders_address(
     assert heard == []
 
 
+@pytest.mark.slow
 def test_a_users_own_key_does_not_follow_a_folders_address(server, place, monkeypatch, capsys):
     address, heard = server
     monkeypatch.setenv("MY_KEY", KEY)

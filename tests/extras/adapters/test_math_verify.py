@@ -99,6 +99,7 @@ def test_verdicts(package):
     assert verdict("\ud800 \n \u2028 1/2") == 1.0  # one line stays one line
 
 
+@pytest.mark.slow
 def test_what_takes_for_ever_costs_its_own_call_and_no_other(package):
     """One missed deadline killed the one child that all calls shared, in the middle of the
     batch."""

@@ -147,6 +147,7 @@ def test_arms_that_would_share_a_folder_are_refused(tmp_path, capsys, names):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_told_and_tried_again(tmp_path, capsys):
     start = Jobs()
     start.failing = {"a"}

@@ -61,6 +61,7 @@ def test_multisets_are_all_groups():
     assert found == pytest.approx(by_order, abs=1e-12)
 
 
+@pytest.mark.slow
 @each(
     ("overrides", "size", "scale"),
     [
@@ -77,6 +78,7 @@ def test_the_expected_update_is_the_gradient(overrides, size, scale):
     is_along(bench.prove(given(*overrides), size, 0), scale)
 
 
+@pytest.mark.slow
 def test_a_perfect_critic_makes_ppo_exact():
     """Whatever λ is, and with a KL in the reward that the critic foresees."""
     x = given(
@@ -103,6 +105,7 @@ def test_the_deviation_of_a_group_weighs_problems_from_four_on():
     assert bench.prove(x, 3, 0).angle < EXACT < 0.1 < bench.prove(x, 4, 0).angle
 
 
+@pytest.mark.slow
 def test_a_part_of_ones_own_has_its_line(tmp_path, monkeypatch, capsys):
     """A constant baseline is unbiased; all else is rloo's."""
     (tmp_path / "my_baseline.py").write_text("def half(rewards):\n    return rewards - 0.5\n")
@@ -114,6 +117,7 @@ def test_a_part_of_ones_own_has_its_line(tmp_path, monkeypatch, capsys):
     assert "'my_baseline' has no 'none'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_has_no_update_says_so():
     """All four of a group of two: every subset is the group itself."""
     assert cell(bench.prove(given("algorithm=pass_at_k", "kl=none"), 2, 0)) == "no update"
@@ -130,6 +134,7 @@ def page_again():
     return proofs.PAGE.read_text(), proofs.remade
 
 
+@pytest.mark.slow
 def test_a_line_of_the_page_is_what_the_command_says():
     text, remade = page_again()
     [line] = [

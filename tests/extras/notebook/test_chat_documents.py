@@ -91,6 +91,7 @@ SHORTER |= {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shorter", [SHORTER, pytest.param({}, marks=pytest.mark.slow)], ids=["short", "as they are"]
 )

@@ -232,6 +232,7 @@ def test_its_switch_and_its_updaters_act_in_training(model, tokenizer):
     assert state.metrics["kl"] > 1e-4 and torch.equal(ref.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:compute_advantages")
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
 def test_its_own_loop_runs_on_our_functions(algorithm, model, tokenizer, tmp_path):

@@ -131,6 +131,7 @@ def test_what_makes_no_sense_is_refused(settings, said):
 # -------------------------------------------------------------------------------- what it is told
 
 
+@pytest.mark.slow
 def test_a_program_is_told_the_fields_that_are_named(tiny, tmp_path):
     task = Task("t", ASKED, answer="secret", metadata={"level": 3, "tests": ["secret"], "b": 1})
     told = run(tiny, tmp_path, "print(json.dumps(task))", task=task, answer="stdout")
@@ -167,6 +168,7 @@ def test_a_field_that_the_reward_compares_with_is_refused(fn):
 LIST = "print(sorted((where, name) for where, _, names in os.walk('.') for name in names))"
 
 
+@pytest.mark.slow
 def test_files_of_a_task_are_in_the_folder_of_its_episode(tiny, tmp_path):
     source = tmp_path / "shipped"
     (source / "deep").mkdir(parents=True)
@@ -288,6 +290,7 @@ def collect_one(tiny, play):
     return rollout
 
 
+@pytest.mark.slow
 def test_refusals_are_kept_where_the_time_is_up(tiny):
     def play(task, client):
         status_of(client, {"messages": list(task.messages), "n": 2})

@@ -139,6 +139,7 @@ def test_a_program_of_a_virtual_environment_starts_confined(tiny, tmp_path):
     assert len(rollout.steps) == 1 and not rollout.error
 
 
+@pytest.mark.slow
 @confines
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
 def test_a_program_of_npm_starts_confined(tiny, tmp_path):
@@ -162,6 +163,7 @@ def test_a_program_of_npm_starts_confined(tiny, tmp_path):
 # ----------------------------------------------------------------------------------- what is said
 
 
+@pytest.mark.slow
 @confines
 @pytest.mark.parametrize(
     "code", ["open({outside!r})", "sys.path.insert(0, {folder!r}); import own"]
@@ -190,6 +192,7 @@ def test_a_machine_that_cannot_confine_says_so_in_one_line(monkeypatch, capsys):
         program(command=["true"], confined=True)
 
 
+@pytest.mark.slow
 @confines
 def test_a_program_is_confined_by_default(tiny, tmp_path):
     (tmp_path / "code").mkdir()

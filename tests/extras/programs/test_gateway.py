@@ -837,6 +837,7 @@ sys.exit(f"{through} {said}")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_landlock_version() < LANDLOCK, reason="needs Linux 6.12")
 @each("confined", ["auto", False])
 def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path, confined):

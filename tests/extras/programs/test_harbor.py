@@ -202,6 +202,7 @@ def test_the_solution_of_each_example_earns_1_and_nothing_earns_less(name, tmp_p
     assert isinstance(idle, float) and idle < 0.5
 
 
+@pytest.mark.slow
 @confining
 def test_the_files_travel_and_the_tests_give_the_reward(tiny, tmp_path):
     code = "word = open('given.txt').read()\nopen('answer.txt', 'w').write(word)"
@@ -238,6 +239,7 @@ os.environ['BASH_ENV'] = os.path.abspath('.bashrc')
 }
 
 
+@pytest.mark.slow
 @confining
 @pytest.mark.parametrize("attempt", cases(ATTEMPTS, ["read the tests", "another shell"]))
 def test_no_program_reads_the_tests_or_raises_its_reward(attempt, tiny, tmp_path):
@@ -258,6 +260,7 @@ echo $reward > /logs/verifier/reward.txt
 """
 
 
+@pytest.mark.slow
 @confining
 def test_the_tests_import_their_own_modules_and_none_of_the_program(tiny, tmp_path):
     code = """
@@ -273,6 +276,7 @@ for name in ("json", "helper", "sitecustomize", "usercustomize", "re"):
     assert reward_of(rollout) == 0.0, rollout.error
 
 
+@pytest.mark.slow
 @confining
 def test_the_tests_start_from_scratch(tiny, tmp_path, monkeypatch):
     """No variable of the run or of rlkit, empty folders for their logs, no network."""
@@ -326,6 +330,7 @@ def test_tests_without_a_number_fail_the_episode_and_say_why(kind, tmp_path):
     assert isinstance(said, str) and words in said
 
 
+@pytest.mark.slow
 @confining
 def test_the_limits_of_a_task_hold_beside_those_of_the_run(tiny, tmp_path):
     code = """

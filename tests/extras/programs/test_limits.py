@@ -112,6 +112,7 @@ def test_connections_are_bounded_and_idle_ones_give_way(tiny, monkeypatch, caplo
     assert closed[:80] == [True] * 80, "the oldest give way"
 
 
+@pytest.mark.slow
 def test_no_traceback_of_the_server_reaches_the_terminal(tiny, caplog):
     """Neither of connections beyond the files that the process may open, nor of what they send."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -216,6 +216,7 @@ def test_a_verifier_gives_the_reward(confined, tiny, tmp_path):
     assert reward_of(rollout) == 1.0 and not rollout.error
 
 
+@pytest.mark.slow
 def test_a_program_whose_time_is_up_is_verified(tiny, tmp_path):
     code = "import time\nopen('answer.txt', 'w').write('the right answer')\ntime.sleep(600)"
     rollout = judged(tiny, tmp_path, code, time_limit=5.0)

@@ -25,6 +25,7 @@ def test_the_help_and_the_end_of_a_run_name_it(make_run):
     assert "rlkit report " in format_closing_lines(ended, make_run("a"))
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_page_of_its_runs_or_a_sentence(make_run, capsys):
     run = make_run("lr=1,seed=0")
     page = run.parent / "report.html"

@@ -48,6 +48,7 @@ def blocks(text):
     return {name: json.loads(gzip.decompress(base64.b64decode(data))) for name, data in found}
 
 
+@pytest.mark.slow
 def test_the_policy_names_the_one_script_and_the_one_style_sheet(page):
     text = page.read_text()
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)[1]
@@ -113,6 +114,7 @@ def test_without_matplotlib_there_is_the_page_and_a_word_on_the_files(
     )
 
 
+@pytest.mark.slow
 def test_sections_follow_from_what_the_runs_have(page, make_run, tmp_path):
     headings = re.findall(r"<h2>(.*?)</h2>", page.read_text())
     assert (
@@ -144,6 +146,7 @@ def test_a_folder_of_rollouts_is_conversations_alone(tmp_path, make_run):
     assert re.findall(r"<h2>(.*?)</h2>", text) == ["Solve rates", "Turns", "Runs", "Conversations"]
 
 
+@pytest.mark.slow
 def test_what_the_policies_read_first_stands_once_and_is_no_markup(make_run, tmp_path):
     prompt = "=== row 1\n<tools>" + HOSTILE.replace("\ud800", "")
     runs = [make_run("a"), make_run("b", seed=1)]
@@ -162,6 +165,7 @@ def test_a_run_that_has_just_begun_is_reported_too(tmp_path):
     assert "Runs" in write_report([tmp_path / "run"]).read_text()
 
 
+@pytest.mark.slow
 def test_the_command_takes_folders_with_an_equals_sign_and_refuses_what_it_does_not_know(
     make_run, capsys
 ):
@@ -181,6 +185,7 @@ def test_the_command_takes_folders_with_an_equals_sign_and_refuses_what_it_does_
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first, last", cases([(0, 1), *((n, n + 2) for n in range(1, 7, 2))], [(0, 1)], unpack=True)
 )

@@ -284,6 +284,7 @@ def test_a_server_that_dies_is_passed_over_and_without_another_the_run_ends_with
         served.read(ids, mask, k=2, columns=768)
 
 
+@pytest.mark.slow
 def test_servers_of_one_part_that_die_in_the_middle_of_a_run_end_it_with_their_key(
     played, teacher, tiny
 ):

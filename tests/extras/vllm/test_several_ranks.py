@@ -100,6 +100,7 @@ def sample_two_versions(lora, addresses) -> list:
     return [step.versions for rollout in said for step in rollout.steps]
 
 
+@pytest.mark.slow
 def test_both_ranks_sample_from_the_adapter_that_rank_0_has_pushed_once(forked, tmp_path):
     (server,), said = two_ranks(forked, tmp_path, partial(sample_two_versions, 2))
     names = [body["lora_name"] for body in told(server, "/v1/load_lora_adapter")]
@@ -110,6 +111,7 @@ def test_both_ranks_sample_from_the_adapter_that_rank_0_has_pushed_once(forked, 
     assert said[0] == said[1] == [[[0, 0]]] * 4 + [[[0, 1]]] * 4
 
 
+@pytest.mark.slow
 def test_whole_weights_are_pushed_once_to_each_server(forked, tmp_path):
     servers, said = two_ranks(forked, tmp_path, partial(sample_two_versions, 0), servers=2)
     assert [s.count("/collective_rpc") for s in servers] == [2, 2]
@@ -117,6 +119,7 @@ def test_whole_weights_are_pushed_once_to_each_server(forked, tmp_path):
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_on_rank_0_ends_both_with_its_error(forked, tmp_path):
     def refuse(servers):
         servers[0].missing = {"/v1/load_lora_adapter"}
@@ -138,6 +141,7 @@ def lose_one(addresses) -> list:
     return [server.adapter for server in engine.backend.servers]
 
 
+@pytest.mark.slow
 def test_a_server_that_another_rank_has_lost_is_given_the_weights_again(forked, tmp_path):
     """It may have been started again, and then serves the weights of its start."""
     servers, said = two_ranks(forked, tmp_path, lose_one, servers=2)
@@ -163,6 +167,7 @@ def start_one(addresses) -> list:
     return [started, [server.url for server in engine.backend.servers]]
 
 
+@pytest.mark.slow
 def test_one_server_is_started_for_all_ranks(forked, tmp_path):
     (server,), said = two_ranks(forked, tmp_path, start_one)
     assert said == [[[server.url], [server.url]], [[], [server.url]]]
@@ -177,12 +182,14 @@ def sample_alone(addresses) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_sampling_on_one_rank_alone_is_refused(forked, tmp_path):
     """Else it would take another exchange of the ranks for its own."""
     _, said = two_ranks(forked, tmp_path, sample_alone)
     assert "with several ranks call collect on all of them" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["http://localhost:8000", "http://127.0.0.1:8000"])
 def test_an_address_that_each_machine_has_is_refused_on_several(address):
     words = ["generation=vllm", f"generation.engine.addresses=[{address}]"]

@@ -78,6 +78,7 @@ def test_a_line_is_suspected_if_most_of_its_seeds_are(write_run):
     assert len(said) == 2
 
 
+@pytest.mark.slow
 def test_two_lines_are_named_and_more_are_counted(write_run, capsys):
     folders = [write_run(f"kl{coef}", settings={"kl.coef": coef}) for coef in (10, 20, 30)]
     assert main(["compare", *map(str, folders)]) == 0

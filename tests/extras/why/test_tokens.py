@@ -61,6 +61,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_recorded_log_probs_are_found_again(run):
     """From the start and from a checkpoint, after updates that moved the policy."""
     tokens = draw_tokens(run, 3, 12)
@@ -70,6 +71,7 @@ def test_recorded_log_probs_are_found_again(run):
     assert len(found) == 12 and max(found) < EXACT
 
 
+@pytest.mark.slow
 def test_the_advantage_is_that_of_the_step(run):
     """GRPO's: reward less the group's mean, over its deviation, and no rollout but the group's."""
     x = compose_run(run, str(run), Arguments([]), ()).x
@@ -94,6 +96,7 @@ def rewards_of(played, group):
     return {rollout.reward for rollout in played if rollout.group == group}
 
 
+@pytest.mark.slow
 def test_the_command_tells_all_and_writes_nothing(run, capsys):
     before = sorted(path for path in run.rglob("*"))
     assert main(["why", str(run), "step=3", "rollout=1", "token=4"]) == 0

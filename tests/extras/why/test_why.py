@@ -512,11 +512,13 @@ def test_a_row_that_a_kill_cut_is_passed_over(tmp_path):
     assert not read_forks(tmp_path, Place(0, None), 4)
 
 
+@pytest.mark.slow
 def test_forks_begin_at_the_start_of_a_run_that_never_rose(run):
     e = read_evidence(run)
     assert choose_place(run, e, None).step == 0 and choose_place(run, e, 2).step == 2
 
 
+@pytest.mark.slow
 def test_the_command_beside_a_conversation_of_the_report_explains_its_token(run, capsys):
     """Of a choice of five conversations each keeps its place in its whole step."""
     report = pytest.importorskip("rlkit.extras.report.conversations")
