@@ -25,7 +25,7 @@ CUTS = {
         "micro_batches",
         "rank_micro_batches",
     ),
-    *("of", "retried", "updating", "halve", "quantities", "counted", "on", "move_to_device"),
+    *("of", "retried", "updating", "halve", "quantities", "pick_counted", "on", "move_to_device"),
 }
 HERE = Path(__file__).resolve().parents[2]
 

@@ -179,7 +179,7 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
         # what has arrived is saved, and still there for the next step
         assert process.state(flight)["flight"]
         _, flight, _ = take_step(process, flight, learner)
-        process.arrived = lambda ahead: ahead
+        process.take_answers = lambda ahead: ahead
         state = learner.state_dict() | {"flight": process.state(flight)}
         torch.save(state, tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
