@@ -26,10 +26,10 @@ import bench
 COMMANDS: dict[str, tuple[list[str], int, float]] = {  # name → words, exit status, goal in seconds
     "help": (["--help"], 0, 1.0),
     "refused": (["train", "optimizer.lrr=1e-4"], 2, 5.0),
-    "format_first_line": (["train"], 0, 1.3),  # times the import
+    "first_line": (["train"], 0, 1.3),  # times the import
     "first_step": (["train"], 0, 15.0),
 }
-LINES = {"format_first_line": "rlkit: ", "first_step": "step "}  # what the awaited line begins with
+LINES = {"first_line": "rlkit: ", "first_step": "step "}  # what the awaited line begins with
 IMPORT = "import torch, transformers, peft"
 
 
@@ -112,7 +112,7 @@ def main() -> None:
             imports.append(spent)
     imported = statistics.median(imports)
     goals = {
-        name: goal * (imported if name == "format_first_line" else 1)
+        name: goal * (imported if name == "first_line" else 1)
         for name, (_, _, goal) in COMMANDS.items()
     }
     rows = [
