@@ -150,8 +150,9 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
       rewards: [N], nan for an unscored rollout, which counts in neither B nor M.
       group_ids: [N] any integers.
     Returns: [N], in units of reward; sums to 0 over a group; 0 if no group has different rewards.
-    Source: GPG, Chu et al. 2025, arXiv:2504.02546, F_norm = 1. verl divides by the number of
-      rewards other than 0 instead of B - M.
+    Source: GPG, Chu et al. 2025, arXiv:2504.02546, F_norm = 1. The paper can also sample further
+      prompts until (B - M) / B reaches a threshold (0.6 in its best run). Here B is the given
+      batch. verl divides by the number of rewards other than 0 instead of B - M.
 
     >>> gpg(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     tensor([ 1., -1.,  0.,  0.])
@@ -183,7 +184,8 @@ def gdpo(
       eps: ≥ 0, in units of a component. Standard deviations are those of a sample (n - 1).
     Returns: [N], dimensionless; 0 if a weighted component is nan, or if all values are equal.
     Raises: ValueError naming `eps`, or `weights` if a name in it is not a component.
-    Source: GDPO, Liu et al. 2026, arXiv:2601.05242; eps as in TRL.
+    Source: GDPO, Liu et al. 2026, arXiv:2601.05242; eps as in TRL. TRL counts a component that is
+      nan as 0, so the rollout keeps an advantage from its other components.
 
     >>> gdpo(
     ...     {"right": torch.tensor([1.0, 0.0]), "short": torch.tensor([9.0, 8.0])},
@@ -228,7 +230,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
       rewards: [N], ≥ 0 in the paper (0 or 1), nan for an unscored rollout.
       group_ids: [N] any integers.
     Returns: [N], dimensionless; sums to 0 over a group. All are 0 in a group with equal rewards, or
-      with only one rollout. This is as in prime-rl; SkyRL and TRL add 1e-6 to the mean.
+      with only one rollout. This is as in prime-rl; SkyRL adds 1e-6 to the mean.
     Source: MaxRL, Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning",
       arXiv:2602.02710, algorithm 1; appendix D derives the order n - 1.
 
@@ -557,7 +559,8 @@ def turn_group_mean(
       of a turn are equal, or in a group of one.
     Raises: ValueError naming gamma.
     Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821. In that paper all
-      rollouts have the same number of turns, and the advantages are standardised.
+      rollouts have the same number of turns. Turn rewards and outcome rewards are standardised
+      separately in the group, and the two advantages are then added.
 
     >>> given = (
     ...     torch.tensor([0, 0]),

@@ -242,8 +242,9 @@ def geometric_mask(
     Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 where the mask is False,
       and for a rollout whose log-probs agree.
     Raises: ValueError naming low or high.
-    Source: the geometric mask of Liu et al. 2025, "When Speed Kills Stability"; the same as the
-      mean of k1 in verl's rejection sampling. Fixed bands: verl 0.999 … 1.001, NeMo 0.999 … 1.002,
+    Source: the geometric mask of Liu et al. 2025, "When Speed Kills Stability"; the mean of k1 in
+      verl's rejection sampling. verl's k1 has the opposite sign, so its upper bound is `low` here
+      and its lower bound is `high`. Fixed bands: verl 0.999 … 1.001, NeMo 0.999 … 1.002,
       slime 0.9999 … 1.0001, SkyRL 0.99 … 1.01. The scaling is the standard deviation of a mean;
       0.05 is verl's band at 2,500 tokens and SkyRL's at 25.
 
@@ -334,7 +335,7 @@ def binary_kl_mask(
     - a) log((1 - a) / (1 - b))
 
     Args:
-      logprobs_old: [B, T] in nats, computed computed by the trainer.
+      logprobs_old: [B, T] in nats, computed by the trainer.
       logprobs_sampler: [B, T] in nats, computed by the sampling engine (μ). Both log-probs are
         clamped to [-100, 0], and 1 - probability to at least 1e-12.
       response_mask: [B, T] bool.

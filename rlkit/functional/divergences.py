@@ -41,8 +41,9 @@ def sampled_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
       ids: [m] int64, the sampled tokens.
       ratio: [m], without gradient.
     Returns: [m] in nats, of either sign; ℓ_a is clamped to ±20.
-    Source: on-policy distillation, Lu et al. 2025 (Thinking Machines), and Gu et al. 2023,
-      arXiv:2306.08543.
+    Source: on-policy distillation, Lu et al. 2025 (Thinking Machines), and Gu et al. 2023
+      (MiniLLM), arXiv:2306.08543. MiniLLM also credits a token with the log-ratios of the later
+      tokens and samples from a mixture with the teacher; here a token has its own log-ratio alone.
 
     >>> q, p = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     >>> sampled_divergence(q, p, torch.tensor([0]), torch.ones(1))
@@ -77,7 +78,8 @@ def kl_teacher_student(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
 
     Args: logq, logp as in `sampled_divergence`; ids and ratio are not used.
     Returns: [m] in nats, ≥ 0. A token excluded by the teacher (p = 0) adds 0.
-    Source: Hinton et al. 2015, arXiv:1503.02531, on the student's own states.
+    Source: Hinton et al. 2015, arXiv:1503.02531, on the student's own states. Hinton et al.
+      multiply the loss by the squared temperature; here nothing is multiplied.
 
     >>> q = torch.tensor([[0.5, 0.5]]).log()
     >>> kl_teacher_student(q, torch.tensor([[0.25, 0.75]]).log(), torch.tensor([0]), torch.ones(1))

@@ -130,8 +130,10 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
     Returns: [B, T] bool, False where `response_mask` is False; at least one True if any token is
       trained.
     Raises: ValueError naming the fraction.
-    Source: Wang et al. 2025, "Beyond the 80/20 rule", section 5, arXiv:2506.01939; the quantile as
-      in TRL; tokens equal to it are kept.
+    Source: Wang et al. 2025, "Beyond the 80/20 rule", section 5, arXiv:2506.01939; the quantile and
+      the denominator as in TRL; tokens equal to the quantile are kept. The paper divides by the
+      number of kept tokens only (eq. 6), so its loss is about 1 / fraction times as large. The
+      paper and TRL take the entropy of the policy in training and the quantile of each micro-batch.
 
     >>> top_entropy(torch.tensor([[0.1, 2.0, 0.3, 9.0]]), torch.tensor([[True, True, True, False]]))
     tensor([[False,  True, False, False]])
@@ -176,6 +178,7 @@ def clip_cov(
     Raises: ValueError naming `share` or `low`.
     Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. The authors' code takes the covariance
       within each micro-batch at its current log-probs, and draws only from the unclipped tokens.
+      Their scripts widen the clip of the ratio to 0 … 2. Here the policy loss keeps its own clip.
 
     >>> logprobs = torch.tensor([[-5.0, -1.0, -6.0]])
     >>> clip_cov(

@@ -137,7 +137,8 @@ def k3_straight_through(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
       logprobs: [B, T] in nats, carries the gradient.
       logprobs_ref: [B, T] in nats, a constant.
     Returns: [B, T] in nats, 0 … e^20; the gradient is 0 where the log-ratio is beyond ±20.
-    Source: `k3+` in verl; the gradient of k2, Tang and Munos 2025, arXiv:2506.09477.
+    Source: `k3+` in verl; the gradient of k2, Tang and Munos 2025, arXiv:2506.09477. verl also
+      bounds the value by 10, and does not clamp the log-ratio of the gradient.
 
     >>> k3_straight_through(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
     tensor([[0.1065]])

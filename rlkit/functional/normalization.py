@@ -137,8 +137,8 @@ def normalize_advantages(
       eps: ≥ 0, in units of `advantages`.
     Returns: [B, T], dimensionless. Advantages are unchanged if all Â_j are equal.
     Raises: ValueError naming eps.
-    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; TRL instead keeps a running mean of
-      squares over the rollouts.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. TRL's recipe for ScaleRL instead divides
+      by the deviation of the batch's rewards, as `normalize_batch` does.
 
     >>> advantages, mask = torch.tensor([[2.0], [-2.0]]), torch.ones(2, 1).bool()
     >>> normalize_advantages(advantages, torch.ones(2), torch.tensor([0, 1]), mask, eps=0.0)
@@ -179,8 +179,8 @@ def whiten(
     Returns: [B, T], dimensionless; sums to 0 over the trained tokens of scored rollouts and is 0
       everywhere else. All are 0 if the advantages are equal, or with fewer than two tokens.
     Raises: ValueError naming eps.
-    Source: Andrychowicz et al. 2021, section 3.3, arXiv:2006.05990; REINFORCE++, Hu 2025,
-      arXiv:2501.03262.
+    Source: Andrychowicz et al. 2021, section 3.3, arXiv:2006.05990, who standardise each minibatch
+      instead of the batch; REINFORCE++, Hu 2025, arXiv:2501.03262.
 
     >>> mask = torch.tensor([[True, False], [True, True]])
     >>> whiten(

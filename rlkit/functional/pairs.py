@@ -97,7 +97,7 @@ def pairwise_loss(
     Raises: ValueError naming beta.
     Source: Rafailov et al. 2023 (DPO), section 4, arXiv:2305.18290, without a reference. The mean
       over tokens, also without a reference, is SimPO, Meng et al. 2024, section 2.2,
-      arXiv:2405.14734.
+      arXiv:2405.14734. SimPO also subtracts a margin γ inside σ; here there is no margin.
 
     >>> mask, pairs = torch.ones(2, 1).bool(), torch.tensor([[0, 1]])
     >>> pairwise_loss(torch.tensor([[-1.0], [-1.0]]), mask, torch.tensor([0, 1]), pairs)
@@ -147,7 +147,8 @@ def pairwise(
       over the rollouts of a group unless length_normalise. It is 0 for a rollout in no pair.
     Raises: ValueError naming beta.
     Source: the gradient of the loss of DPO, Rafailov et al. 2023, section 4, arXiv:2305.18290,
-      without a reference.
+      without a reference. All pairs of the batch count the same. With `all_pairs`, a prompt with
+      more pairs therefore counts more; InstructGPT gives each prompt the same weight.
 
     >>> given = (torch.zeros(2, 1), torch.ones(2, 1).bool(), torch.tensor([0, 1]))
     >>> pairwise(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), *given, beta=1.0)

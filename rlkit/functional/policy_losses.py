@@ -285,12 +285,16 @@ def kl_cov(
       advantages, logprobs_old: [B, T], without gradient.
       covariance_rank: [B, T], from the function of the same name.
       share: share of the step's N trained tokens with a penalty, in [0, 1]. These are ⌈share · N⌉
-        tokens, plus any tokens tied with the last of them. verl uses 2e-4.
-      coef: weight of the penalty, ≥ 0, in units of advantage per nat. verl uses 1.
+        tokens, plus any tokens tied with the last of them. verl uses 2e-4. The authors' scripts use
+        2e-3 for a model of 7B and 2e-4 for 32B.
+      coef: weight of the penalty, ≥ 0, in units of advantage per nat. The authors' scripts use 1,
+        verl's config has 0.1.
     Returns: [B, T] loss in units of advantage; the penalty has no gradient at r_t = 1.
     Raises: ValueError naming `share` or `coef`.
     Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617. The authors' code takes exactly max(1, ⌊share
-      · N⌋) tokens of each micro-batch, ignoring ties, and ranks them by its current log-probs.
+      · N⌋) tokens of each micro-batch, ignoring ties, and ranks them by its current log-probs. The
+      paper writes the penalty as KL(π_old‖π) (eq. 14); the authors' code takes the absolute
+      log-ratio, as here.
 
     >>> ratio, old, rank = torch.tensor([[2.0, 2.0]]), torch.zeros(1, 2), torch.tensor([[0.0, 0.5]])
     >>> kl_cov(ratio, torch.ones(1, 2), ratio.log(), old, rank, share=0.5)
@@ -335,7 +339,10 @@ def vespo(
       k_negative, lam_negative: k and λ of tokens with A_t < 0, each > 0.
     Returns: [B, T]; only its gradient means anything.
     Raises: ValueError naming the argument, its value and the allowed range.
-    Source: VESPO, arXiv:2602.10693; the defaults and bounds are TRL's.
+    Source: VESPO, arXiv:2602.10693; the defaults and bounds of w are those of the authors' code and
+      of TRL. Both of them also clamp each token's log-ratio to ±20 before the sum. Both take the
+      ratio to the sampler only if their truncated correction is on, and then with its truncated
+      weights. Here w always takes the whole ratio.
 
     >>> mask, rollout = torch.ones(1, 1).bool(), torch.tensor([0])
     >>> vespo(

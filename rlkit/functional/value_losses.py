@@ -22,7 +22,8 @@ def squared_error(values: Tensor, returns: Tensor) -> Tensor:
       values: [B, T] in units of reward, carries the gradient.
       returns: [B, T] in units of reward, a constant; no gradient flows into it.
     Returns: [B, T] ≥ 0, in squared units of reward.
-    Source: Schulman et al. 2017, section 5, arXiv:1707.06347.
+    Source: Schulman et al. 2017, section 5, arXiv:1707.06347, without the factor ½. The factor is
+      as in OpenAI baselines, ppo2.
 
     >>> squared_error(torch.tensor([[1.0]]), torch.tensor([[3.0]]))
     tensor([[2.]])
