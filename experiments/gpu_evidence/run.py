@@ -201,7 +201,7 @@ def run_part(part: str, given: Any, ends: float) -> None:
 
 
 def start(part: str, given: Any, seconds: float, again: bool) -> int | None:
-    """Run a part in its own process. Return its exit status, or None after a timeout of `seconds`."""
+    """Run a part in its own process. Return its exit status, None after a timeout of `seconds`."""
     words = [sys.executable, str(HERE / "run.py"), "--inside", part, "--out", str(given.out)]
     words += ["--rehearse"] * given.rehearse + ["--only", part] * again
     words += ["--seconds", str(int(seconds) + 30)]
