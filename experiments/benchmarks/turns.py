@@ -8,7 +8,7 @@ with the embedded model. A context is therefore about 150 tokens long at turn 5,
 50. The episodes keep pace with each other, since no reply ends before its limit.
 
 turns.csv has, for each engine, the seconds and the tokens through the model at both turns. The last
-column is the same ratio for a single decode step of a loop written by hand. The tokens are counted
+column is the same ratio for one decode step of the model's own forward. The tokens are counted
 by a hook, and a model with hooks decodes by calls of torch.
 
 `--once` only prints the processor seconds of one round of `cached`, for a comparison with another
