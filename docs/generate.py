@@ -185,9 +185,7 @@ run's config or identity, and an option of your own may leave it out.
 
 
 def index(groups: list[Path]) -> str:
-    """Return the page with the list of groups and options, and the keys of the entry config
-    itself.
-    """
+    """Return the page with all groups and their options, and with the keys of the entry config."""
     lines = [
         MARK,
         "",
@@ -301,7 +299,7 @@ def link_protocol(hint: str) -> str:
 
 
 def positional(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a parameter is passed when the part is called, instead of being set in a
+    """Return whether a parameter is passed in the call of a part, instead of being set in a
     config.
     """
     p = inspect.signature(function).parameters.get(name)
@@ -481,9 +479,7 @@ removes `non_negative`. The sum of several components is not `binary`. `reward.n
 
 
 def declarations_page() -> list[str]:
-    """Return the lines about the words that parts may declare, and the shipped parts'
-    declarations.
-    """
+    """Return the lines about declarations: the known words, and the shipped parts' declarations."""
     lines = [*DECLARING.splitlines(), ""]
     lists = {
         "Of rewards": rlkit.types.GUARANTEES,

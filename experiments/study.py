@@ -60,7 +60,7 @@ def trained(
     """Run `rlkit train` in an empty folder, on one thread.
 
     Args:
-      modules: a folder whose Python files the run can import.
+      modules: a folder of Python files for the run to import.
       kept: the run's folder, in place of an empty one; a run already in it continues.
     Returns: its summary, its rows of metrics, and the seconds of the process and of its processors.
     Raises:
@@ -161,8 +161,7 @@ def interval(values: Sequence[float], resolution: float = 0.0) -> tuple[float, f
 
 
 def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[float, float]:
-    """Return a variant's mean difference from the baseline, and half the width of its 95 %
-    interval.
+    """Return a variant's mean difference from the baseline, and half its 95 % interval's width.
 
     Only seeds of both variants count.
     """

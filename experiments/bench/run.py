@@ -165,8 +165,9 @@ def table(pairs: Sequence[Compared]) -> str:
 
 
 def page(rows: Sequence[bench.Row]) -> str:
-    """Return both tables: the first ten seeds make a claim, and the next ten confirm or refute
-    it.
+    """Return the page with both tables.
+
+    The first ten seeds make a claim, and the next ten confirm or refute it.
     """
     tables = {
         "The first ten seeds of each pair": compared(rows, 0),

@@ -96,9 +96,7 @@ def settings(folder: Path) -> dict[str, list[str]]:
 
 
 def check(overrides: list[str]) -> dict[str, float]:
-    """Return the forecast of `rlkit check`, and this process's processor seconds up to the
-    forecast.
-    """
+    """Return the forecast of `rlkit check`, and the processor seconds of making it."""
     from rlkit.commands import check
     from rlkit.commands.arguments import Arguments
     from rlkit.extras.forecast.commands.forecast import list_costs, measure_here

@@ -8,10 +8,10 @@ the clipped surrogate. The naive side computes logits [B, T, V] → log_softmax 
 surrogate. The trunk is tiny (one layer of width 64), so that nearly all memory belongs to the head.
 Rows have 512 tokens, and a quarter of each is its prompt.
 
-Every figure comes from its own process. It is the peak of resident memory above model and
-gradients, or on a GPU the peak of torch's allocator. Both forms give the same gradient; memory.csv
-has the relative difference of the two norms. rlkit's form also computes the entropy of every token
-in the same pass, and the naive form does not.
+Every figure comes from its own process. It is the peak of memory above model and gradients:
+resident memory on a CPU, the memory of torch's allocator on a GPU. Both forms give the same
+gradient; memory.csv has the relative difference of the two norms. rlkit's form also computes the
+entropy of every token in the same pass, and the naive form does not.
 """
 
 from __future__ import annotations

@@ -103,8 +103,9 @@ def side(what: str, folder: str, overrides: list[str], steps: int) -> None:
 
 
 def ceiling(overrides: list[str], steps: int) -> tuple[float, float]:
-    """Return the median seconds of a step's sampling and update, running at once in two
-    processes.
+    """Return the median seconds of a step's sampling and of its update.
+
+    Two processes do the two kinds of work at the same time.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [bench.PYTHON, str(Path(__file__)), "--steps", str(steps)]

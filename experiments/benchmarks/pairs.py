@@ -73,8 +73,9 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def compared(words: list[str], older: Path, pairs: int, couple: int) -> tuple[float, float]:
-    """Compare one couple of processes: the median ratio of their rounds, and this checkout's
-    seconds.
+    """Compare one couple of processes.
+
+    Returns: the median ratio of their rounds, and the median seconds of this checkout.
     """
     mine, theirs = started(words, HERE.parents[1]), started(words, older)
     taken(mine), taken(theirs)  # the first round warms up

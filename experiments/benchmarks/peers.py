@@ -79,9 +79,7 @@ def longest_prompt(given: dict[str, Any]) -> int:
 
 
 def greedy_accuracy(model: Any) -> float:
-    """Return the model's present greedy accuracy on held-out problems, by the same code on both
-    sides.
-    """
+    """Return the model's present greedy accuracy on held-out problems; both sides use this code."""
     from served import completions
 
     from rlkit.models import decode, encode_prompt, make_policy, pretrained_tokenizer

@@ -187,8 +187,9 @@ def draw_seconds(vocab: int, clock: Callable[[], float]) -> float:
 
 
 def update_seconds(policy: Any, tokens: int, clock: Callable[[], float]) -> float:
-    """Return the seconds of forward and backward on rows of 64 tokens; half of a row is its
-    prompt.
+    """Return the seconds of forward and backward on rows of 64 tokens.
+
+    Half of every row is its prompt.
     """
     import torch
 
@@ -324,9 +325,7 @@ def main() -> None:
 
 
 def row_of(given: dict[str, Any], runs: dict[str, list[Any]], rounds: int) -> dict[str, Any]:
-    """Return the row of one size: medians over the rounds of the forecast and of the measured
-    step.
-    """
+    """Return the row of one size, with medians over the rounds of both sides."""
 
     def median(side: str, of: Any) -> float:
         return statistics.median(of(run) for run in runs[side])

@@ -8,9 +8,9 @@ median over the steps of all rounds, without the first step of each round.
 
 The exponent k of cost ~ size^k is fitted by least squares of the logarithms. It is given with its
 95 % interval, for the whole step, generation and update. For comparison there is the exponent of
-the tokens in the update: a cost that is linear in tokens has the same exponent. A lower exponent
-shows a cost that does not grow with size, a higher one a cost that grows faster, such as attention
-over length and turns.
+the tokens in the update: a cost that is linear in tokens has the same exponent. With a lower
+exponent, part of the cost does not grow with size. With a higher one, part grows faster, like
+attention with length and turns.
 
 scaling.csv has a row for each point, and then for each axis a row with the exponents and an empty
 `size`.

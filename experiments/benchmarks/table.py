@@ -154,8 +154,9 @@ def figure(
 def line(
     name: str, peer: str, ours: float, theirs: float, ratio: float, goal: Any
 ) -> dict[str, Any]:
-    """Return one figure as a line of the table. More is better only for decoding, which is a
-    rate.
+    """Return one figure as a line of the table.
+
+    More is better for decoding, which is a rate; less is better for all other figures.
     """
     reached = (
         "" if goal == "" else (ratio >= goal if name.startswith("decoding") else ratio <= goal)

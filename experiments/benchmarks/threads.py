@@ -109,10 +109,10 @@ def child(folder: str, overrides: list[str]) -> None:
 
 
 def sizes(rounds: int, shapes: dict[int, tuple[int, int]]) -> list[dict]:
-    """Return the median seconds of a decode step and of an update, with one and two threads in
-    turn.
+    """Return the median seconds of a decode step and of an update, for one and for two threads.
 
-    A decode step has 64 rows; an update has 16 rows of 128 tokens.
+    A decode step has 64 rows; an update has 16 rows of 128 tokens. The numbers of threads
+    alternate.
     """
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config

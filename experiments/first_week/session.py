@@ -326,8 +326,9 @@ def own_parts(t: Terminal, clone: Path) -> None:
 
 
 def mistakes(t: Terminal) -> None:
-    """Make the mistakes of a first week. Each answer names the place in one sentence, no
-    traceback.
+    """Make the mistakes of a first week.
+
+    Each answer must name the place in one sentence, without a traceback.
     """
     t.chapter("Day 3: mistakes")
     fn = "reward.terms.task.fn._target_"

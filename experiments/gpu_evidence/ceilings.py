@@ -121,7 +121,7 @@ def report_graphs(report: Report, call: str, watch: Watch, engine: Cached) -> No
 
 
 def count_after_calls(setting: Setting, report: Report) -> None:
-    """Check that a cache that is made again does not stop the captures.
+    """Check that CUDA graphs are still captured after the engine has made a new cache.
 
     The start-up check samples 32 tokens and the first rollout samples more, so the engine makes a
     new cache. The third call repeats the second and should capture nothing.

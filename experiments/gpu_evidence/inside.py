@@ -21,14 +21,16 @@ import torch
 
 
 class Look(NamedTuple):
-    """One call of the decoder: some tokens for each row, after which the host reads which rows
-    ended.
+    """One call of the decoder: it samples some tokens for each row, and the host then reads the
+    rows.
+
+    The host learns in this way which rows have ended.
     """
 
     begun: float  # seconds of the host's clock
     launched: float  # start of the first graph replay in the call; equals `begun` without a replay
     ended: float
-    rounds: int  # tokens that each row sampled, unless it ended earlier
+    rounds: int  # tokens sampled by each row, unless it ended earlier
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Watch:
     def host_ms(self, first: int = 0) -> float:
         """Return the mean milliseconds from the end of a look to the first launch of the next look.
 
-        The card is idle in that time. `first` is the index of the first look that counts. The
+        Meanwhile the card is idle. `first` is the index of the first look that counts. The
         result is nan with fewer than two looks.
         """
         gaps = [b.launched - a.ended for a, b in itertools.pairwise(self.looks[first:])]

@@ -286,11 +286,10 @@ def packed_rows(tokens: int, setting: Setting, **options: Any) -> tuple[Any, int
 def time_update(
     setting: Setting, shape: str, tokens: int, checkpointing: bool, report: Report
 ) -> None:
-    """Report the seconds of one forward and backward pass with adapters, of its parts, and of
-    AdamW.
+    """Report the seconds of one forward and backward pass with adapters, and of AdamW.
 
-    The parts are differences of measured times. `linear` is the trunk without attention:
-    projections, norms and gates.
+    The seconds of the pass are also split into parts, by differences of measured times. `linear` is
+    the trunk without attention: projections, norms and gates.
 
     One layer's attention is timed alone and multiplied by the number of layers. A forward and a
     backward pass cost as much as three forward passes. Checkpointing adds a fourth, and the
@@ -444,8 +443,9 @@ def measure_gaps(setting: Setting, model: str, report: Report) -> None:
 
 
 def gap_policy(setting: Setting, model: str, dtype: str) -> Policy:
-    """Return a policy with adapters on a base of this dtype, as in the presets for pretrained
-    models.
+    """Return a policy with adapters on a base of this dtype.
+
+    The presets for pretrained models train the same kind of policy.
     """
     lora = LoRA(rank=RANK)
     if model == "embedded":

@@ -350,8 +350,9 @@ def row_of_step(run: Path, /) -> Any:
 
 
 def train_with_trl(setting: Setting, seed: int, report: Report) -> str | None:
-    """Train TRL's GRPOTrainer with rlkit's problems, reward, sizes and learning rate, on all
-    weights.
+    """Train all weights with TRL's GRPOTrainer on rlkit's problems, with rlkit's reward and sizes.
+
+    The learning rate is the same too.
     """
     missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
     if missing:

@@ -5,8 +5,9 @@
     {"part": "b", "piece": "0.6B base, 512", "status": "done"}
 
 A part is a list of pieces. A piece is over when it is done, skipped or failed. A part is over when
-it has a row with the status `over`. Nothing that is over runs again. An interrupted piece starts
-again from its beginning; if two rows have the same table and key, the later row counts.
+it has a row with the status `over`. A piece or part that is over never runs again. An interrupted
+piece starts again from its beginning; if two rows have the same table and key, the later row
+counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure in an hour on a GPU every figure that needs one, in parts that can be resumed.
+"""Measure every figure that needs a GPU, in about an hour and in resumable parts.
 
     python experiments/gpu_evidence/run.py --out FOLDER --wheels WHEELS
     python experiments/gpu_evidence/run.py --out FOLDER --rehearse     # tiny, on a CPU, in 90 s
@@ -15,8 +15,8 @@ FOLDER/rows.jsonl as soon as it is measured; FOLDER/evidence.md is a page made o
     f  Qwen3-0.6B on GSM8K: two arms, three seeds, TRL beside it; skipped without weights
 
 The machine needs torch, transformers, lightning, peft and pytest. `bash wheels.sh WHEELS` fetches
-the other packages on a machine with a package index.
-Exit status 0: all parts are complete; 1: a part is unfinished or has failed pieces.
+the other packages on a machine with a package index. Exit status 0: all parts are complete; 1: a
+part is unfinished or has failed pieces.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NEEDED = {
 class Part(NamedTuple):
     """A part of the evidence: the function that lists its pieces, and the time limit of a process.
 
-    limit: most seconds that one command spends on the part
+    limit: most seconds of a command on the part
     """
 
     module: str

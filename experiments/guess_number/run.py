@@ -86,9 +86,7 @@ def write(name: str, rows: list[dict]) -> None:
 
 
 def plot(results: list[dict], curves: list[dict]) -> None:
-    """Draw the mean reward of each step's training games, and of the evaluations before and
-    after.
-    """
+    """Draw the mean reward of the games: of each training step, and before and after training."""
     import matplotlib
 
     matplotlib.use("Agg")

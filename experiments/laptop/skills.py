@@ -193,8 +193,9 @@ def words(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]
 
 
 def words_with_tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """Return the problems of `words` with the calculator; `metadata["messages"]` is as in
-    `tool`.
+    """Return the problems of `words` with the calculator.
+
+    `metadata["messages"]` has the conversation that solves a task, as in `tool`.
     """
     return [
         task._replace(

@@ -28,8 +28,9 @@ AGENT = str(Path(__file__).with_name("waiting_agent.py").resolve())
 
 
 def environment(delay: float, crashes: float) -> Environment:
-    """Return an environment of programs that ask twice, and wait at most `delay` seconds before
-    each.
+    """Return an environment of programs that ask twice.
+
+    delay: longest wait before each request, in seconds
     """
     tool = json.dumps(tool_schema(calculator))
     return program(

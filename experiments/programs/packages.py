@@ -58,7 +58,7 @@ TOLERANCE = 1e-4  # largest accepted gap of a log-prob: other batch shapes round
 
 
 def call(name: str, arguments: str) -> str:
-    """Return a reply that calls a tool."""
+    """Return a reply with a call of a tool."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -129,7 +129,7 @@ PACKAGES = {
 
 
 def make_task(a: int, b: int) -> Task:
-    """Return a task that asks for a sum."""
+    """Return a task with a question for a sum."""
     question = f"What is {a} + {b}? Answer with the number."
     return Task(f"{a}+{b}", ({"role": "user", "content": question},), answer=str(a + b))
 

@@ -57,8 +57,9 @@ def throughput(jobs: Sequence[Job], features: Sequence[str]) -> float:
 
 
 def answered(task: Task) -> Rollout:
-    """Return the reference solution as a reply, with all tests as hidden tests, also the shown
-    one.
+    """Return the reference solution as a reply, to be judged by all tests.
+
+    The test shown in the prompt is one of them.
     """
     tests = (task.metadata["shown"], *task.metadata["tests"])
     step = Step(

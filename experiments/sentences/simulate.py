@@ -58,8 +58,9 @@ class Count(NamedTuple):
 
 @functools.cache
 def problems(accuracy: float) -> np.ndarray:
-    """Return the log-odds of the problems, [PROBLEMS]; their mean accuracy over seeds is
-    `accuracy`.
+    """Return the log-odds of the problems, [PROBLEMS].
+
+    The mean accuracy on them over many seeds is `accuracy`.
     """
     rng = np.random.default_rng(7)
     odds = HARD * rng.normal(size=PROBLEMS)

@@ -48,8 +48,9 @@ def resources(run: Path, /) -> Any:
 
 
 def held() -> dict[str, float]:
-    """Return this process's resident memory in MiB, open file handles and child processes
-    (Linux).
+    """Return this process's resident memory in MiB, open file handles and child processes.
+
+    It works on Linux only.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     children = [

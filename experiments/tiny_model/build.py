@@ -223,7 +223,7 @@ def warm_up(
     lr: float,
     log,
 ) -> None:
-    """Train on demonstrations that never repeat.
+    """Train on demonstrations, each of them only once.
 
     stream: ids and loss masks, at least steps × batch of them
     """
@@ -323,8 +323,9 @@ def main() -> None:
 
 
 def measure(path: Path, n: int = 1000) -> dict:
-    """Return held-out accuracy of the saved model: greedy, sampled, and greedy by kind of
-    problem.
+    """Return the held-out accuracy of the saved model.
+
+    It is measured greedy, sampled, and greedy by kind of problem.
     """
     environment = tool_use(tools={"calculator": calculator})
     reward = Reward("numeric", {"numeric": Term(1.0, numeric)}, weighted_sum)
