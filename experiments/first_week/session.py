@@ -274,7 +274,7 @@ def first_run(t: Terminal) -> None:
 
 
 def own_parts(t: Terminal, clone: Path) -> None:
-    """Build the pages' own parts: task, reward, tool, environment, advantage and metrics."""
+    """Use the parts shown on the pages: task, reward, tool, environment, advantage, metrics."""
     t.chapter("Day 2: my own task, reward, tool, environment, advantage, metrics")
     t.page(clone / "docs" / "first_task.md")
     t.page(clone / "docs" / "own_parts.md")

@@ -21,10 +21,9 @@ import torch
 
 
 class Look(NamedTuple):
-    """One call of the decoder: it samples some tokens for each row, and the host then reads the
-    rows.
+    """One look: a call of the decoder that samples some tokens for each row.
 
-    The host learns in this way which rows have ended.
+    After the call the host reads which rows have ended.
     """
 
     begun: float  # seconds of the host's clock

@@ -3,7 +3,7 @@
     python experiments/programs/delays.py [--episodes 64] [--delay 2.0] [--crashes 0.1]
 
 The script plays 64 episodes of one RL step three times, with fixed weights. Each program is a
-process, waiting_agent.py. It waits before each request, for a time drawn from its task's id, and
+process, waiting_agent.py. It waits before each request, for a random time seeded by its task's id;
 some programs crash. The surviving episodes are compared with the same episodes without delays:
 their token ids and log-probs. In the end the script counts left-over processes and sockets.
 """

@@ -37,7 +37,7 @@ HARD = 1.0  # standard deviation of the problems' log-odds
 
 
 class Setting(NamedTuple):
-    """The setting to draw figures from: seeds, true accuracy, kind of score."""
+    """A setting of the simulation: number of seeds, true accuracy, kind of score."""
 
     seeds: int
     accuracy: float
@@ -102,7 +102,7 @@ def spread_of_differences(setting: Setting) -> float:
 
 
 class Line(NamedTuple):
-    """The part of a group of runs that a verdict reads."""
+    """The part of a group of runs read by a verdict."""
 
     label: str
 

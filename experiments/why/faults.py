@@ -80,5 +80,5 @@ def lengthen(task: Task) -> Task:
 
 
 def kinds_of(task: Task) -> set[str]:
-    """Return the names of a problem's operations, and of its distractor if it has one."""
+    """Return the kinds of a problem's operations, and "distractor" if the problem has one."""
     return set(task.metadata["kinds"])
