@@ -1,8 +1,7 @@
-"""Writes docs/config/GROUP.md, extension_points.md, metrics.md and the table of programs.md from
-the code and the comments of conf/: python docs/generate.py
+"""Write the generated pages from the code and the comments of conf/: python docs/generate.py
 
-Do not edit those by hand. tests/laws/test_docs.py fails if they differ from the output of
-this script.
+The pages are docs/config/GROUP.md, extension_points.md, metrics.md and the table of programs.md. Do
+not edit them by hand. tests/laws/test_docs.py fails if they differ from this script's output.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MARK = "<!-- written by `python docs/generate.py`; do not edit -->"
 
 
 def pages() -> dict[Path, str]:
-    """Every generated page: path → text."""
+    """Return every generated page: path → text."""
     groups = sorted(f for f in conf_dir().iterdir() if f.is_dir() and f.name != "hydra")
     out = {DOCS / "config" / f"{group.name}.md": group_page(group) for group in groups}
     out[DOCS / "config" / "README.md"] = index(groups)
@@ -42,7 +41,7 @@ def pages() -> dict[Path, str]:
 
 
 class Key(NamedTuple):
-    """A line of an option's file that sets a value."""
+    """One value set in an option's file."""
 
     path: str
     value: str
@@ -50,8 +49,10 @@ class Key(NamedTuple):
 
 
 def read_option(file: Path) -> tuple[str, list[str], list[Key]]:
-    """An option's first comment, its choices of other options, and its keys, each with the comment
-    above it."""
+    """Return an option's first comment, the options it chooses, and its keys.
+
+    A key has the comment above it.
+    """
     title: list[str] = []
     comment: list[str] = []
     choices: list[str] = []
@@ -85,8 +86,10 @@ def read_option(file: Path) -> tuple[str, list[str], list[Key]]:
 
 
 def takes(keys: list[Key], key: Key) -> str:
-    """The type of a key according to the signature; an empty string if no function of this file
-    names the key."""
+    """Return the type of a key according to the signature of the part's function.
+
+    The result is an empty string if no function of this file names the key.
+    """
     parent, _, name = key.path.rpartition(".")
     target = next(
         (k.value for k in keys if k.path == (f"{parent}._target_" if parent else "_target_")), None
@@ -106,8 +109,10 @@ def takes(keys: list[Key], key: Key) -> str:
 
 
 def group_page(group: Path) -> str:
-    """The page of a group. For each option it lists the functions called and the keys with default
-    and meaning."""
+    """Return the page of a group.
+
+    For each option it lists the functions called, and the keys with default and meaning.
+    """
     files = sorted(
         group.rglob("*.yaml"),
         key=lambda f: (len(f.parts), f.parent, read_shelf(f) != "everyday", f.name),
@@ -136,11 +141,13 @@ def group_page(group: Path) -> str:
 
 
 def inherited(file: Path, choices: list[str]) -> list[Key]:
-    """The keys of the options that an option builds on. Their comments give the meaning of keys
-    without one."""
+    """Return the keys of the options on which an option builds.
+
+    Their comments give the meaning of keys without a comment.
+    """
     named = [
         choice for choice in choices if ":" not in choice
-    ]  # an option in a folder of its group names others from the group on
+    ]  # in a subfolder of a group, an option names others relative to the group
     parents = [
         next(p for folder in file.parents if (p := folder / f"{choice}.yaml").is_file())
         for choice in named
@@ -153,19 +160,19 @@ def inherited(file: Path, choices: list[str]) -> list[Key]:
 
 
 def meaning(keys: list[Key], key: Key) -> str:
-    """The comment on a key in another file."""
+    """Return the comment on a key in another file, "" without one."""
     return next((k.comment for k in keys if k.path == key.path and k.comment), "")
 
 
 def chosen(group: Path, file: Path) -> str:
-    """How an option is chosen on the command line."""
-    if group.name == "experiment":  # whose folders hold presets, and are no groups
+    """Return the words that choose an option on the command line."""
+    if group.name == "experiment":  # its folders hold presets and are no groups
         return f"experiment={file.relative_to(group).with_suffix('').as_posix()}"
     return f"{file.parent.relative_to(group.parent).as_posix()}={file.stem}"
 
 
 def cell(text: str) -> str:
-    """Text escaped for a cell of a table."""
+    """Escape a text for a cell of a table."""
     return text.replace("|", "\\|")
 
 
@@ -178,7 +185,7 @@ run's config or identity, and an option of your own may leave it out.
 
 
 def index(groups: list[Path]) -> str:
-    """The list of groups with their options, and the keys of the entry config itself."""
+    """Return the page with all groups and their options, and with the keys of the entry config."""
     lines = [
         MARK,
         "",
@@ -225,13 +232,13 @@ PLACES = {
     "rlkit.models.chat.Renderer": "model → renderer",
 }
 
-# Parts that a config names by the function that loads them → their path.
+# Parts named in a config by the function that loads them → their path.
 LOADED = {
     "rlkit.training.experiment.TaskSource": "task",
     "rlkit.training.experiment.ModelSpec": "model",
 }
 
-# Types whose keys are chosen by the user.
+# Types with keys chosen by the user.
 NAMED = {
     "Mapping[str, Any]": (
         "name → a part: a Lightning callback, a function of the step, a Controller"
@@ -250,7 +257,7 @@ class Point(NamedTuple):
 
 
 def protocols() -> dict[str, type]:
-    """Name → Protocol for all Protocols of rlkit/types.py."""
+    """Return all Protocols of rlkit/types.py: name → Protocol."""
     return {
         n: v
         for n, v in vars(rlkit.types).items()
@@ -260,8 +267,10 @@ def protocols() -> dict[str, type]:
 
 @functools.cache
 def points() -> tuple[Point, ...]:
-    """Every field of the configs' named tuples and every parameter of a shipped part that accepts a
-    function."""
+    """Return every place that accepts a function.
+
+    A place is a field of the configs' named tuples, or a parameter of a shipped part.
+    """
     out: dict[str, Point] = {}
     for name, place in LOADED.items():
         loader = resolve(name)
@@ -284,13 +293,15 @@ def points() -> tuple[Point, ...]:
 
 
 def link_protocol(hint: str) -> str:
-    """A link to the section of the Protocol that an annotation names."""
+    """Return a link to the section of the Protocol in an annotation, "" without one."""
     named = next((name for name in protocols() if re.search(rf"\b{name}\b", hint)), "")
     return f"[{named}](#{named.lower()})" if named else ""
 
 
 def positional(function: Callable[..., Any], name: str) -> bool:
-    """Whether a parameter is passed when the part is called, instead of being set in a config."""
+    """Return whether a parameter is passed in the call of a part, instead of being set in a
+    config.
+    """
     p = inspect.signature(function).parameters.get(name)
     return p is None or (
         p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty and not inspect.isclass(function)
@@ -298,7 +309,7 @@ def positional(function: Callable[..., Any], name: str) -> bool:
 
 
 def written_hints(owner: Any) -> dict[str, str]:
-    """Annotations as written in the source."""
+    """Return the annotations of a class or function as written in the source."""
     own = owner.__annotations__ if inspect.isclass(owner) else getattr(owner, "__annotations__", {})
     words = {
         name: hint if isinstance(hint, str) else getattr(hint, "__forward_arg__", str(hint))
@@ -308,13 +319,13 @@ def written_hints(owner: Any) -> dict[str, str]:
 
 
 def takes_function(hint: str) -> bool:
-    """Whether an annotation names a callable."""
+    """Return whether an annotation names a callable."""
     called = ("Callable", "Tool", "Controller", "Environment", "Reference", *protocols())
     return any(re.search(rf"\b{name}\b", hint) for name in called)
 
 
 def field_comments(owner: Any) -> dict[str, str]:
-    """Field → the comment on the same line of the source, or on the lines before it."""
+    """Return field → the comment on the same line of the source, or on the lines before it."""
     found: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(owner).splitlines():
@@ -328,7 +339,7 @@ def field_comments(owner: Any) -> dict[str, str]:
 
 @functools.cache
 def targets() -> tuple[tuple[str, str], ...]:
-    """(place, function) of every part that conf/ names, except in experiments."""
+    """Return (place, function) of every part named in conf/, except in experiments."""
     found: list[tuple[str, str]] = []
     for file in sorted(conf_dir().rglob("*.yaml")):
         group = file.parent.relative_to(conf_dir()).as_posix()
@@ -347,7 +358,7 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def extension_points() -> str:
-    """The page of all places, all Protocols and all quantities."""
+    """Return the page of all places, all Protocols and all quantities."""
     found = points()
     lines = [MARK, "", "# Extension points", ""]
     lines += [
@@ -468,7 +479,7 @@ removes `non_negative`. The sum of several components is not `binary`. `reward.n
 
 
 def declarations_page() -> list[str]:
-    """The words that parts may declare, and the declarations of the shipped parts."""
+    """Return the lines about declarations: the known words, and the shipped parts' declarations."""
     lines = [*DECLARING.splitlines(), ""]
     lists = {
         "Of rewards": rlkit.types.GUARANTEES,
@@ -498,7 +509,7 @@ def declarations_page() -> list[str]:
 
 
 def signatures(protocol: type) -> list[str]:
-    """The signature of a Protocol: that of the function, or of each method of an object."""
+    """Return the signature of a Protocol's function, or of each method of its objects."""
     methods = {
         n: f
         for n, f in inspect.getmembers(protocol, inspect.isfunction)
@@ -523,7 +534,7 @@ def signatures(protocol: type) -> list[str]:
 
 
 def shipped(protocol: str) -> list[str]:
-    """The functions in conf/ at the places that take this Protocol."""
+    """Return the functions in conf/ at the places for this Protocol."""
     places = [p.place for p in points() if re.search(rf"\b{protocol}\b", p.signature)]
     names = [
         target
@@ -544,7 +555,7 @@ these, under their names.
 
 
 def metrics_page() -> str:
-    """The glossary, a table a section."""
+    """Return the glossary page with a table for each section."""
     lines = [MARK, "", "# Metrics", *READING.splitlines(), ""]
     for section in glossary.read_sections():
         lines += [
@@ -568,7 +579,7 @@ def metrics_page() -> str:
 
 
 def programs_page() -> str:
-    """docs/programs.md, with the table of the settings of requests between its marks."""
+    """Return docs/programs.md with a new table of request settings between its marks."""
     from rlkit.extras.programs.settings import write_table
 
     head, begin, rest = (DOCS / "programs.md").read_text().partition(MARK)

@@ -1,5 +1,4 @@
-"""The run of loop.py in a few lines: the options of the command line, with a part of your own
-wherever you want one.
+"""The run of loop.py in a few lines: options as on the command line, and your own parts.
 
 python examples/train.py
 """
@@ -16,7 +15,7 @@ x = rlkit.experiment(
 )
 run = rlkit.train(
     x
-)  # folder="outputs/mine" keeps it: then `rlkit report outputs/mine` draws its curves
+)  # folder="outputs/mine" keeps the run: `rlkit report outputs/mine` then draws its curves
 after = run.summary["after"]["accuracy"]
 print(run)
 print(run.rollouts[0])

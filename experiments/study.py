@@ -1,5 +1,4 @@
-"""Answers a question by runs: the variants of a study on several seeds, a CSV row a run, intervals,
-a table, a plot.
+"""Run the variants of a study on several seeds, and write a CSV, a table and a plot.
 
     python experiments/study.py experiments/kl [--seeds 0 1 2] [--only none 'k3, 0.2'] [--jobs 2]
                                                [--keep runs]
@@ -15,11 +14,11 @@ A study is a folder with a study.yaml:
     warm_up     overrides of one run before the others; WARM_UP in theirs is its model
 
 Every run is `rlkit train` on one torch thread in an empty folder. Runs with a row in results.csv
-are not repeated. All variants have the same seeds, so differences are taken within a seed. The
+are not repeated. All variants have the same seeds, and differences are taken within a seed. The
 warm-up has a row of its own, and its run stays in the study's folder.
 
-With --keep FOLDER the runs stay in FOLDER/VARIANT/SEED, for `rlkit compare` and `rlkit report`, and
-an interrupted run goes on; its seconds then count from there.
+With --keep FOLDER the runs stay in FOLDER/VARIANT/SEED, for `rlkit compare` and `rlkit report`. An
+interrupted run then continues, but its measured seconds count only from the continuation.
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ Row = dict[str, str]
 def trained(
     overrides: Sequence[str], *, modules: Path | None = None, kept: Path | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
-    """`rlkit train` in an empty folder, on one thread: its summary, its rows, and the seconds of
-    the process and of its processors.
+    """Run `rlkit train` in an empty folder, on one thread.
 
     Args:
-      modules: a folder whose Python files the run can import.
-      kept: the folder instead of an empty one; the run in it goes on, if there is one.
+      modules: a folder of Python files for the run to import.
+      kept: the run's folder, in place of an empty one; a run already in it continues.
+    Returns: its summary, its rows of metrics, and the seconds of the process and of its processors.
     Raises:
-      RuntimeError: the command failed; with the last lines that it wrote.
+      RuntimeError: the command failed; the message has the last lines of its output.
     """
     found = [str(modules)] if modules else []
     found += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
@@ -83,7 +82,7 @@ def trained(
                 stderr=out,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(found)},
             )
-            _, status, usage = os.wait4(process.pid, 0)  # the processor time of this run alone
+            _, status, usage = os.wait4(process.pid, 0)  # processor time of this run alone
         wall = time.perf_counter() - begun
         if status:
             raise RuntimeError(
@@ -105,7 +104,7 @@ def trained(
 def one_run(
     name: str, overrides: Sequence[str], seed: int, folder: Path, **places: Path | None
 ) -> Row:
-    """One run's row; `places` as in `trained`."""
+    """Train one run and return its row; `places` are the keywords of `trained`."""
     words = [text.replace("FOLDER", str(folder.resolve())) for text in overrides]
     if any("WARM_UP" in text for text in words):
         [model] = (folder.resolve() / "warm_up").glob("outputs/*/*/model")
@@ -114,7 +113,7 @@ def one_run(
     steps = [row for row in rows if "reward/mean" in row]
     curve = {
         row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row
-    }  # of validation problems, first and last step too
+    }  # on validation problems, at the first and the last step too
     found = {
         "variant": name,
         "seed": seed,
@@ -141,28 +140,31 @@ def one_run(
 
 
 def mean_height(curve: Mapping[int, float]) -> float:
-    """Mean validation accuracy over the run's steps: the area under the curve (trapezia), divided
-    by its width."""
+    """Return the mean validation accuracy over the run's steps.
+
+    It is the area under the curve (trapezia), divided by the curve's width.
+    """
     points = sorted(curve.items())
     area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points))
     return area / (points[-1][0] - points[0][0])
 
 
 def interval(values: Sequence[float], resolution: float = 0.0) -> tuple[float, float]:
-    """Mean, and half the width of the 95 % interval that Student's t gives it; NaN for fewer than
-    three values.
+    """Return the mean, and half the width of Student's 95 % interval; NaN below three values.
 
     Args:
-      resolution: the smallest step of a figure: equal differences of a coarse score are not
-        certain.
+      resolution: the smallest step of a coarse score. With it, equal differences still leave an
+        interval wider than 0.
     """
     found = comparing.compare_pairs([0.0] * len(values), values, resolution=resolution)
     return found.mean, found.high - found.mean
 
 
 def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[float, float]:
-    """Mean difference of a variant from the baseline over the seeds that both have, and half the
-    width of its 95 % interval."""
+    """Return a variant's mean difference from the baseline, and half its 95 % interval's width.
+
+    Only seeds of both variants count.
+    """
     values = {
         key: {row["seed"]: float(row[column]) for row in rows if row["variant"] == key}
         for key in (name, baseline)
@@ -170,13 +172,15 @@ def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[
     shared = sorted(values[name].keys() & values[baseline].keys())
     step = comparing.find_smallest_step(
         [value for own in values.values() for value in own.values()], 2e-4
-    )  # of four digits
+    )  # figures have four digits
     return interval([values[name][seed] - values[baseline][seed] for seed in shared], step)
 
 
 def table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """A line a variant: means and ranges over its seeds, and the difference from the first
-    variant."""
+    """Return the table with a line for each variant.
+
+    A line has means and ranges over the seeds, and the difference from the first variant.
+    """
     lines = [
         (
             "| variant | final test accuracy: mean (lowest – highest) | difference, 95 % "
@@ -216,8 +220,11 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> None:
-    """Left: validation accuracy over the run, the mean of the seeds. Right: test accuracy at the
-    end, a dot and its interval a seed."""
+    """Draw the accuracy over the run on the left and the final accuracy on the right.
+
+    The left panel has the mean validation accuracy of the seeds. The right panel has a dot and an
+    interval for each seed's test accuracy.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -274,12 +281,12 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
 
 
 def read(path: Path) -> list[Row]:
-    """The rows so far."""
+    """Return the rows of a CSV, [] without a file."""
     return list(csv.DictReader(path.open())) if path.exists() else []
 
 
 def write(path: Path, rows: list[Row], names: Sequence[str]) -> None:
-    """All rows, in the order of the variants."""
+    """Write all rows, in the order of the variants."""
     order = {name: place for place, name in enumerate(names)}
     rows.sort(key=lambda row: (order.get(row["variant"], len(order)), int(row["seed"])))
     with path.open("w", newline="") as file:
@@ -289,7 +296,7 @@ def write(path: Path, rows: list[Row], names: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Runs what is missing, prints the table, draws the plot."""
+    """Run the missing variants and seeds, print the table, and draw the plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, help="of the study")
     parser.add_argument("--seeds", type=int, nargs="+", help="the study's where none is given")

@@ -1,10 +1,10 @@
-"""Writes the pages of the committed rows again, without a run: after a change of what a page says
-or how it counts.
+"""Write the bench's pages again from the committed rows, without any run.
 
     python experiments/bench/pages.py
 
-Reads results.csv of the matrix, of every study and of the pairs; writes README.md, comparisons.csv,
-scores.png, pairs.md and pairs.png.
+Use it after a change of a page's text or of the way it counts. The script reads results.csv of the
+matrix, of every study and of the pairs, and writes README.md, comparisons.csv, scores.png, pairs.md
+and pairs.png.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ HERE = Path(__file__).parent
 
 
 def write_again(folder: Path) -> None:
-    """The page, the comparisons and the plot of one folder. What failed stands in its page alone,
-    and stays there."""
+    """Write the page, the comparisons and the plot of one folder.
+
+    Failed runs are listed only on the old page, and their list is copied to the new one.
+    """
     rows = list(csv.DictReader((folder / "results.csv").open()))
     old = (folder / "README.md").read_text()
     failed = re.search(r"Failed:\n\n(.*?)\n\n", old, re.DOTALL)

@@ -1,10 +1,9 @@
-"""Draws the rows of a matrix: a panel a task, a line an arm, a dot a seed, a diamond the mean with
-its 95 % interval.
+"""Draw the rows of a matrix: a panel for each task and a line for each arm.
 
     python experiments/bench/plot.py [FOLDER …]
 
-Without folders, the matrix and all studies of this page. Reads results.csv of each folder and
-writes scores.png beside it.
+A dot is a seed, and a diamond is the mean with its 95 % interval. Without folders, the script draws
+the matrix and all studies. It reads results.csv of each folder and writes scores.png beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def plot(folder: Path) -> None:
-    """scores.png of one folder."""
+    """Write scores.png of one folder."""
     import matplotlib
 
     matplotlib.use("Agg")

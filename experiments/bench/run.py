@@ -1,19 +1,20 @@
-"""Does every task of the bench tell apart the pair that it was built for? On ten seeds, and again
-on the next ten.
+"""Does every task of the bench tell its two arms apart, and again on ten other seeds?
 
     python experiments/bench/run.py [--tasks chain proxy] [--jobs 2] [--folder outputs/pairs]
     python experiments/bench/run.py --seeds 100 101 102 --also model.opinions=1 \\
         model.init_std=0.18 --to outputs/pilot
 
-The second form is a pilot: `--also` goes to every run, and the rows and the page are written
-elsewhere.
+The second form is a pilot: the overrides of `--also` go to every run, and the rows and the page are
+written to the folder of `--to`.
 
-pairs.yaml names, for each task, its arms and its pairs, of which the second is expected to be
-better, and the seed from which on a pair counts, 0 where none stands there. Without --seeds, both
-arms of a pair run on the twenty seeds from there on. Runs that are finished are not repeated. A row
-a run in results.csv, and two tables in pairs.md, of the first ten seeds of every pair and of its
-next ten: the differences of the scores (1 - regret) within seeds, and the false-discovery rate over
-all pairs of the table. pairs.png shows the differences, a dot a seed.
+pairs.yaml names the arms of each task and the pairs of arms to compare. The second arm of a pair is
+expected to be better. A third entry is the pair's first seed, 0 without it. Without --seeds, both
+arms of a pair run on twenty seeds from its first seed on. Finished runs are not repeated.
+
+results.csv has a row for each run. pairs.md has two tables, for the first ten seeds of every pair
+and for the next ten. They give the differences of the scores (1 - regret) within seeds, and the
+false-discovery rate over all pairs of the table. pairs.png shows the differences, a dot for each
+seed.
 """
 
 from __future__ import annotations
@@ -42,15 +43,17 @@ HERE = Path(__file__).parent
 
 
 def named() -> dict[str, Any]:
-    """What pairs.yaml says, by task."""
+    """Return the contents of pairs.yaml, by task."""
     return yaml.safe_load((HERE / "pairs.yaml").read_text())
 
 
 def rows_of(
     task: str, folder: Path, seeds: Sequence[int], jobs: int, also: Sequence[str]
 ) -> list[bench.Row]:
-    """The rows of the arms of one task's pairs, run where they are missing; without seeds, those on
-    which each pair counts."""
+    """Return the rows of the arms in one task's pairs, and run missing ones first.
+
+    Without `seeds`, each pair runs on its own twenty seeds.
+    """
     own = named()[task]
     cells = [
         cell
@@ -72,35 +75,37 @@ def rows_of(
 
 
 def merged(path: Path, new: Sequence[bench.Row]) -> list[bench.Row]:
-    """The rows of the file, those of the same task, arm and seed replaced."""
+    """Return the rows of the file; new rows replace rows with the same task, arm and seed."""
     old = list(csv.DictReader(path.open())) if path.exists() else []
     by_name = {(row["task"], row["arm"], str(row["seed"])): row for row in [*old, *new]}
     return [by_name[key] for key in sorted(by_name, key=lambda key: (key[0], key[1], int(key[2])))]
 
 
 class Compared(NamedTuple):
-    """A pair on ten seeds."""
+    """A pair of arms on ten seeds."""
 
     task: str
     other: str
     better: str
     seeds: list[int]
-    scores: list[tuple[float, float]]  # of both arms, a seed each
+    scores: list[tuple[float, float]]  # (score of `other`, score of `better`) for each seed
 
     def sides(self) -> tuple[list[float], list[float], float]:
-        """The scores of either arm, and the smallest step of a score."""
+        """Return the scores of either arm, and the smallest step of a score."""
         first, second = map(list, zip(*self.scores, strict=True))
         return first, second, find_smallest_step([*first, *second], bench.ROUNDED)
 
     def difference(self) -> Difference:
-        """The second arm's score - the first's, alone."""
+        """Return the difference of the arms, second minus first, judged without the other pairs."""
         first, second, step = self.sides()
         return compare_pairs(first, second, resolution=step)
 
 
 def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
-    """Every pair on its first ten seeds, counted from the one from which on it counts (ten = 0), or
-    on its next ten (1)."""
+    """Return every pair on ten of its seeds.
+
+    ten: 0 for the pair's first ten seeds, 1 for its next ten
+    """
     of = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
     out = []
     for task, own in named().items():
@@ -125,8 +130,10 @@ def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
 
 
 def table(pairs: Sequence[Compared]) -> str:
-    """A line a pair: both scores, their difference within seeds, and whether it is a claim over all
-    lines of the table."""
+    """Return the table with a line for each pair: both scores and their difference within seeds.
+
+    The last column says whether the difference is a claim, judged over all lines of the table.
+    """
     out = []
     for pair, (d, q, sees) in zip(
         pairs, compare_together([pair.sides() for pair in pairs]), strict=True
@@ -158,7 +165,10 @@ def table(pairs: Sequence[Compared]) -> str:
 
 
 def page(rows: Sequence[bench.Row]) -> str:
-    """The first ten seeds of the pairs make a claim, the next ten confirm it or do not."""
+    """Return the page with both tables.
+
+    The first ten seeds make a claim, and the next ten confirm or refute it.
+    """
     tables = {
         "The first ten seeds of each pair": compared(rows, 0),
         "The next ten": compared(rows, 1),
@@ -169,8 +179,10 @@ def page(rows: Sequence[bench.Row]) -> str:
 
 
 def plot(rows: Sequence[bench.Row], path: Path) -> None:
-    """The difference of each pair: a dot a seed, the mean with its 95 % interval, a line for every
-    ten seeds."""
+    """Draw the difference of each pair, with one line for each ten seeds.
+
+    A dot is a seed; the diamond is the mean with its 95 % interval.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

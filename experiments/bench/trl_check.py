@@ -1,13 +1,13 @@
-"""Does TRL's GRPO end where rlkit's does? Same start, problems and settings, two tasks, ten seeds.
+"""Does TRL's GRPO reach the same scores as rlkit's? Two tasks, ten seeds, the same settings.
 
     bash experiments/benchmarks/peers_env.sh FOLDER
     python experiments/bench/trl_check.py --python FOLDER/bin/python [--tasks scales needle]
 
 rlkit's rows are those of GRPO on scales in matrix/results.csv, and of GRPO without a KL on needle
-in results.csv. TRL draws other noise and splits a step's replies into its two updates by reply, not
-by group, so runs of a seed share their start and problems and nothing else. Its score is exact: the
-chance of the right replies, from the trained model's probabilities. A row a run in trl.csv, and a
-table with the differences within seeds.
+in results.csv. TRL samples with other random numbers, and splits a step's replies into its two
+updates by reply, not by group. Runs of a seed therefore share their start and their problems, and
+nothing else. TRL's score is exact: the probability of the right replies under the trained model.
+trl.csv has a row for each run, and the printed table has the differences within seeds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS = HERE / "trl.csv"
 
 
 class Own(NamedTuple):
-    """rlkit's rows of a task, and how its arm differs from the preset with algorithm=grpo."""
+    """rlkit's rows of a task, and the overrides of its arm beside algorithm=grpo."""
 
     rows: Path
     arm: str
@@ -48,7 +48,7 @@ OWN = {
 
 
 def trained(task: str, seed: int) -> dict[str, Any]:
-    """One run of TRL: the mean chance of a right reply after it, and the regret."""
+    """Train one run of TRL. Return its mean probability of a right reply, and the regret."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -134,7 +134,7 @@ def trained(task: str, seed: int) -> dict[str, Any]:
 
 
 def chance_of(policy: Any, task: Any) -> float:
-    """That a reply drawn at temperature 1 is right."""
+    """Return the probability that a reply sampled at temperature 1 is right."""
     import torch
 
     from rlkit.models.chat import encode_prompt
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(OWN), choices=list(OWN))
     parser.add_argument(
         "--one", nargs=2, help=argparse.SUPPRESS
-    )  # a task and a seed, in the environment with TRL
+    )  # a task and a seed, for the process with TRL
     given = parser.parse_args()
     if given.one:
         print(json.dumps(trained(given.one[0], int(given.one[1]))))
@@ -194,7 +194,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Scores of both sides, and the difference within seeds."""
+    """Return the table of both sides' scores and of the differences within seeds."""
     from rlkit.extras.bench.matrix import markdown
     from rlkit.runs.comparing import compare_pairs
 

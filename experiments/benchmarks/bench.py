@@ -1,8 +1,8 @@
 """The common parts of the benchmarks: command line, child processes, memory, exponents, the CSV.
 
-A measured run is the command `rlkit train` itself, in a process of its own, with parts of this file
-by `_target_`: a model without an end token (`endless`), a clock (`clock`), conversations of a fixed
-number of turns (`talk`), a reward without a tool (`solved`).
+A measured run is the command `rlkit train` itself, in its own process. Its config names parts of
+this file by `_target_`: a model without an end token (`endless`), a clock (`clock`), conversations
+of a fixed number of turns (`talk`), and a reward that needs no tool (`solved`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PYTHON = sys.executable
-NEVER = (1,)  # the id of a byte that the embedded model does not write
-MARK = "result: "  # before what a child process says to its parent
+NEVER = (1,)  # the id of a byte that the embedded model never writes
+MARK = "result: "  # begins the line with a child process's answer to its parent
 STUDENT = (
     12.706,
     4.303,
@@ -49,7 +49,7 @@ STUDENT = (
 def parser(
     doc: str | None, *, rounds: int, threads: int = 2, device: bool = True
 ) -> argparse.ArgumentParser:
-    """The options that every benchmark has; the first line of `doc` is the help."""
+    """Return a parser with the options of every benchmark; the first line of `doc` is the help."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     made.add_argument(
         "--rounds", type=int, default=rounds, help="alternating rounds; medians are reported"
@@ -72,8 +72,11 @@ def parser(
 
 
 def once(work: Callable[[], Any]) -> None:
-    """Prints the processor seconds of one round, after another that warms up, and of one more for
-    each line of standard input: for pairs with another checkout (`--once`, pairs.py)."""
+    """Print the processor seconds of one round of `work`, after one round to warm up.
+
+    Each line of standard input starts one more round. With `--once`, pairs.py compares two
+    checkouts in this way.
+    """
     work()
     while True:
         begun = time.process_time()
@@ -84,7 +87,7 @@ def once(work: Callable[[], Any]) -> None:
 
 
 def provenance(threads: int, device: str = "cpu") -> dict[str, Any]:
-    """Where and when: the last columns of every CSV."""
+    """Return the last columns of every CSV: the machine, the versions and the date."""
     import torch
 
     found: dict[str, Any] = {
@@ -100,7 +103,7 @@ def provenance(threads: int, device: str = "cpu") -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Processor and cores."""
+    """Return the processor's name and the number of cores."""
     names = (
         re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
         if Path("/proc/cpuinfo").exists()
@@ -110,7 +113,7 @@ def machine() -> str:
 
 
 def installed(package: str) -> str:
-    """Its version, or nothing."""
+    """Return the version of a package, "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -118,8 +121,10 @@ def installed(package: str) -> str:
 
 
 def write(out: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """name.csv, and the rows on the screen without what is the same in all of them. Rows of other
-    devices stay in the file."""
+    """Write name.csv, and print the columns in which the rows differ.
+
+    Rows measured on other devices stay in the file.
+    """
     out.mkdir(parents=True, exist_ok=True)
     shown, rows = (
         rows,
@@ -139,7 +144,7 @@ def write(out: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def elsewhere(file: Path, devices: set[Any]) -> list[dict[str, str]]:
-    """The rows of a CSV that were measured on another device than these."""
+    """Return the rows of a CSV that were measured on none of these devices."""
     if not file.exists() or devices == {None}:
         return []
     with file.open(newline="") as opened:
@@ -150,8 +155,11 @@ def elsewhere(file: Path, devices: set[Any]) -> list[dict[str, str]]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Of a child: this checkout and this folder importable, one number of threads, no network, no
-    progress bars."""
+    """Return the environment variables of a child process.
+
+    This checkout and this folder are importable, the number of threads is fixed, and there are no
+    network and no progress bars.
+    """
     path = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
@@ -164,8 +172,10 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def child(command: Sequence[str], *, threads: int, cwd: Path | None = None) -> Any:
-    """Run a process and return its `answer`. Raises RuntimeError with the end of its output if it
-    gives none."""
+    """Run a process and return its `answer`.
+
+    Raises RuntimeError with the end of its output if it gives no answer.
+    """
     done = subprocess.run(
         list(command),
         env=environment(threads),
@@ -183,23 +193,25 @@ def child(command: Sequence[str], *, threads: int, cwd: Path | None = None) -> A
 
 
 def answer(result: Any) -> None:
-    """A child's last line."""
+    """Print a child's answer to its parent as the last line."""
     print(f"\n{MARK}{json.dumps(result)}", flush=True)
 
 
 def memory(field: str) -> float:
-    """MiB of this process, as Linux counts them: VmRSS is now, VmHWM the most since the start or
-    `forget_peak`."""
+    """Return this process's memory in MiB, as Linux counts it.
+
+    VmRSS is the memory in use now. VmHWM is the peak since the start or since `forget_peak`.
+    """
     found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None, f"/proc/self/status has no {field}"
     return int(found.group(1)) / 1024
 
 
 def forget_peak() -> float:
-    """The peak counts from here on, where the kernel lets a process say so; MiB in use now."""
+    """Restart the count of peak memory, if the kernel allows it. Return the MiB in use now."""
     with contextlib.suppress(
         OSError
-    ):  # else VmHWM holds the peak of the imports too, which lie below that of any update
+    ):  # then the peak includes the imports, which need less than any update
         Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
@@ -208,8 +220,10 @@ def forget_peak() -> float:
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, float, float]:
-    """k of cost ~ size^k by least squares of the logarithms, and its 95 % interval (Student's t).
-    For three to ten points."""
+    """Return k of cost ~ size^k, and the ends of its 95 % interval (Student's t).
+
+    k is the least-squares slope of the logarithms. There may be three to ten points.
+    """
     x, y = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
     mean = statistics.fmean(x)
     spread = sum((a - mean) ** 2 for a in x)
@@ -225,8 +239,10 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, flo
 
 
 def shape(name: str, device: str) -> Any:
-    """Random weights in a known model's shape: enough for speed. bfloat16 on a GPU, float32
-    elsewhere."""
+    """Return random weights in a known model's shape, enough to measure speed.
+
+    They are bfloat16 on a GPU, float32 elsewhere.
+    """
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -242,7 +258,7 @@ def shape(name: str, device: str) -> Any:
             "max_position_embeddings": 40_960,
             "tie_word_embeddings": True,
         },
-        "wide_vocabulary": {  # a trunk so small that the head is all there is
+        "wide_vocabulary": {  # a tiny trunk, so that nearly all work is in the head
             "vocab_size": 151_936,
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -262,14 +278,17 @@ def shape(name: str, device: str) -> Any:
         )
 
 
-# Millions of parameters → hidden size and layers of random weights beside the embedded tokenizer;
-# None: the embedded model itself.
+# Millions of parameters → hidden size and layers of a model with random weights and the embedded
+# tokenizer. None is the embedded model itself.
 SIZES: dict[str, tuple[int, int] | None] = {"0.9": None, "4.5": (256, 5), "26": (512, 8)}
 
 
 def model_folder(size: str, folder: Path) -> str:
-    """A model of this size with random weights, beside the embedded tokenizer; its path.
-    "0.6b-shape": as `shape` gives it. "smollm2_135m": as `rlkit get` has fetched it."""
+    """Write a model of this size to a folder and return its path.
+
+    The model has random weights and the embedded tokenizer. "0.6b-shape" has the weights of
+    `shape`; "smollm2_135m" is the model fetched by `rlkit get`.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -306,8 +325,10 @@ def model_folder(size: str, folder: Path) -> str:
 
 
 def card() -> Any:
-    """The GPU of this machine in the table of rlkit.extras.forecast; None where it is not listed,
-    or there is none."""
+    """Return this machine's GPU from the table of rlkit.extras.forecast.
+
+    The result is None without a GPU, or for an unlisted one.
+    """
     import torch
 
     from rlkit.extras.forecast import CARDS
@@ -316,29 +337,34 @@ def card() -> Any:
     return next((card for key, card in CARDS.items() if key in name), None)
 
 
-# ----------------------------------------------------------------------- parts put in by `_target_`
+# ------------------------------------------------------------- parts named by a config's `_target_`
 
 
 def endless(**given: Any) -> Any:
-    """`load_policy`, and no reply ends before its limit."""
+    """Return `load_policy`'s policy without an end token: no reply ends before its limit."""
     from rlkit.models import load_policy
 
     return load_policy(**given)._replace(eos_token_ids=NEVER)
 
 
 def spread_text(text: str, answer: str) -> float:
-    """1 or 0, by the characters of the text: random weights solve nothing, and groups that agree
-    teach nothing."""
+    """Return 1 for a right answer, else 0 or 1 by the characters of the text.
+
+    Random weights solve nothing, and a group of equal rewards has no advantages. This rule lets
+    rewards differ.
+    """
     return 1.0 if text.strip() == answer else float(bool(text) and sum(map(ord, text)) % 2)
 
 
 def spread(rollout: Any, /) -> float:
-    """1 for every second sample of a prompt, so that no group agrees and every step has its
-    updates."""
+    """Return 1 for every second sample of a prompt, else 0.
+
+    No group then has equal rewards, and every step has its updates.
+    """
     return float(rollout.sample % 2)
 
 
-# A run of random weights: endless replies, one a rollout, and different rewards.
+# A run with random weights: endless replies, one per rollout, and different rewards.
 SPREAD = [
     "model._target_=bench.endless",
     "environment=single_turn",
@@ -348,8 +374,10 @@ SPREAD = [
 
 
 def solved_text(text: str, answer: str) -> float:
-    """1 if the reply's expression for the calculator has the value of the answer, else 0: one
-    reply, no tool needed."""
+    """Return 1 if the reply's expression for the calculator has the value of the answer, else 0.
+
+    One reply is enough, and no tool is needed.
+    """
     from rlkit.environments import calculator
 
     found = re.findall(r'"expression": "([^"]*)"', text)
@@ -360,14 +388,16 @@ def solved_text(text: str, answer: str) -> float:
 
 
 def solved(rollout: Any, /) -> float:
-    """`solved_text` of the last reply; an answer alone counts too, so that the gold answers score
-    1."""
+    """Return `solved_text` of the last reply.
+
+    A plain answer counts too, so that the gold answers score 1.
+    """
     text = rollout.steps[-1].content if rollout.steps else ""
     return float(text.strip() == rollout.task.answer) or solved_text(text, rollout.task.answer)
 
 
 def talk(*, turns: int) -> Any:
-    """Conversations of a fixed number of turns, the same words after every reply."""
+    """Return an environment of a fixed number of turns, with the same words after every reply."""
     from rlkit.environments import single_turn
 
     def next_prompt(rollout: Any, step: int) -> Any:
@@ -380,12 +410,14 @@ def talk(*, turns: int) -> Any:
     return single_turn()._replace(next_prompt=next_prompt, max_steps=turns)
 
 
-MARKS: dict[str, Any] = {}  # what a clock saw in this process
+MARKS: dict[str, Any] = {}  # times and rows recorded by a clock in this process
 
 
 def clock(run: Path, /) -> Any:
-    """A callback that notes when training began and when each RL step had ended, metrics and other
-    callbacks included, and each row."""
+    """Return a callback that records the start of training, and the end and row of each RL step.
+
+    The end of a step comes after its metrics and other callbacks.
+    """
     import lightning as L
 
     MARKS.update(ends=[], rows=[])
@@ -403,8 +435,10 @@ def clock(run: Path, /) -> Any:
 
 
 def steps_of(overrides: Sequence[str], folder: Path) -> tuple[list[float], list[dict[str, Any]]]:
-    """`rlkit train` in this process without evaluation, checkpoints or copies of rollouts; seconds
-    and metrics of each RL step."""
+    """Run `rlkit train` in this process. Return the seconds and the metrics of each RL step.
+
+    The run has no evaluation, no checkpoints and no copies of rollouts.
+    """
     from rlkit.commands.cli import main
 
     quiet = [

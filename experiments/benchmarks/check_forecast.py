@@ -1,11 +1,11 @@
-"""Does `rlkit check` say what a run costs? Its forecast beside what three steps of the run took.
+"""Does `rlkit check` forecast the cost of a run? Compare it with three measured steps.
 
     rlkit get smollm2_135m && python experiments/benchmarks/check_forecast.py
 
 For each setting `rlkit check` makes its forecast, and `rlkit train` then takes three steps, each in
-a process of its own. Compared are processor seconds of a step and peak resident memory. The first
-step of a run is left out, because it costs more than later ones. Rewards differ within every group,
-so that every step has its updates.
+its own process. The script compares processor seconds of a step and peak resident memory. The first
+step of a run costs more than later ones and is left out. Rewards differ within every group, so that
+every step has its updates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDS: list[float] = []  # processor seconds at the start of training and after e
 
 
 def clock(run: Path, /) -> Any:
-    """A callback that notes the process's time after each step, all other work included."""
+    """Return a callback that records the process's time after each step, with all other work."""
     import lightning as L
 
     class Clock(L.Callback):
@@ -41,7 +41,7 @@ def clock(run: Path, /) -> Any:
 
 
 def stories(count: int) -> list[dict[str, str]]:
-    """Word problems of about the length of GSM8K's."""
+    """Return word problems of about the length of GSM8K's."""
     rows = []
     for i in range(count):
         name, other = NAMES[i % 8], NAMES[(i + 3) % 8]
@@ -62,7 +62,7 @@ def stories(count: int) -> list[dict[str, str]]:
 
 
 def pairs(count: int) -> list[dict[str, str]]:
-    """Two numbers, of which the larger is asked for: about 50 tokens with the template."""
+    """Return questions for the larger of two numbers: about 50 tokens with the template."""
     return [
         {
             "prompt": f"Which number is larger, {i % 90 + 10} or {7 * i % 89 + 10}?",
@@ -73,7 +73,7 @@ def pairs(count: int) -> list[dict[str, str]]:
 
 
 def settings(folder: Path) -> dict[str, list[str]]:
-    """Overrides by name."""
+    """Return the overrides of each setting, by name."""
     out = {"embedded_default": ["evaluation.n=0"]}
     rows = {"smollm2_4x8x64": stories(64), "smollm2_8x8x3": pairs(400)}
     sizes = {"smollm2_4x8x64": (4, 64), "smollm2_8x8x3": (8, 3)}
@@ -96,7 +96,7 @@ def settings(folder: Path) -> dict[str, list[str]]:
 
 
 def check(overrides: list[str]) -> dict[str, float]:
-    """The forecast of `rlkit check`, and the processor seconds of this process until then."""
+    """Return the forecast of `rlkit check`, and the processor seconds of making it."""
     from rlkit.commands import check
     from rlkit.commands.arguments import Arguments
     from rlkit.extras.forecast.commands.forecast import list_costs, measure_here
@@ -114,8 +114,8 @@ def check(overrides: list[str]) -> dict[str, float]:
 
 
 def train(overrides: list[str], folder: str) -> dict[str, float]:
-    """Processor seconds of the steps behind the first, and peak memory."""
-    import check_forecast  # the module that the callback is of, which is not this __main__
+    """Return the processor seconds of the steps after the first, and the peak memory."""
+    import check_forecast  # the callback's module; this file runs as __main__
 
     from rlkit.commands.cli import main
 

@@ -1,25 +1,27 @@
-"""Tokens a second of the rollout engines on one machine: `transformers` (Hugging Face generate),
-`cached`, and their peers.
+"""Compare tokens per second of the rollout engines on one machine.
 
     python experiments/benchmarks/decode.py [--rows 64 256] [--tokens 96] \\
         [--vllm-python /tmp/vllm/bin/python]
     python experiments/benchmarks/decode.py --device cuda --model qwen3_0.6b-shape \\
         --rows 512 --prompt 512 --tokens 512 --rounds 2
 
-The embedded model, real prompts of the default task, groups of 8; or random weights in a known
-model's shape and random prompts of one length. No reply ends before its limit, so all engines draw
-the same number of tokens, each with its log-prob, at temperature 1. Rounds alternate between the
-engines; medians and the median of the paired ratios go into decode.csv. Each round
-reads the prompts again. Their tokens are in neither figure; the time to read them is in both.
+The engines are `transformers` (Hugging Face generate), `cached`, and their peers. The model is the
+embedded one with prompts of the default task in groups of 8, or random weights in a known model's
+shape with random prompts of one length. No reply ends before its limit, so all engines sample the
+same number of tokens, each with its log-prob, at temperature 1.
+
+Rounds alternate between the engines. decode.csv has medians and the median of the paired ratios.
+Each round reads the prompts again. The seconds include this reading, but tokens of prompts are not
+counted.
 
 `continuous` is transformers' continuous batching (`generate_batch`, its manager kept between
-rounds); it is so slow on a CPU that it takes part in one round. `vllm` runs in a process of another
-environment (--vllm-python; tests/extras/vllm/vllm_env.sh makes one) with prefix caching as it
-comes. On a GPU `limit_tokens_per_second` is what the memory's bandwidth allows, 0.9 of the data
+rounds). On a CPU it is so slow that it takes part in only one round. `vllm` runs in a process of
+another environment (--vllm-python; tests/extras/vllm/vllm_env.sh makes one) with its default prefix
+caching. On a GPU `limit_tokens_per_second` is the limit of the memory's bandwidth, 0.9 of the data
 sheet's: every step reads all weights once, and keys and values of all rows.
 
-`--once` prints the processor seconds of one round of `cached` for each number of rows instead, to
-be compared with another checkout's (served.py).
+`--once` only prints the processor seconds of one round of `cached` for each number of rows, for a
+comparison with another checkout (served.py).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from rlkit.tasks import arithmetic
 from rlkit.types import Policy
 
 GROUP = 8
-PAGE = 32  # tokens of a page of the paged cache on a CPU
+PAGE = 32  # tokens of a page in the paged cache on a CPU
 Contexts = Sequence[tuple[int, ...]]
 Engine = Callable[[Contexts, int], Any]  # (contexts, new tokens) → replies
 
@@ -57,8 +59,10 @@ Engine = Callable[[Contexts, int], Any]  # (contexts, new tokens) → replies
 
 
 def policy_of(model: str, device: str) -> Policy:
-    """The embedded policy, or random weights in another shape beside its tokenizer; neither ends a
-    reply."""
+    """Return the embedded policy, or its tokenizer with random weights in another shape.
+
+    Neither policy ends a reply by itself.
+    """
     policy = load_policy(path="tiny")._replace(eos_token_ids=bench.NEVER)
     if model != "tiny":
         shaped = bench.shape(model, device)
@@ -68,7 +72,7 @@ def policy_of(model: str, device: str) -> Policy:
 
 
 def prompts(policy: Policy, rows: int, length: int | None) -> Contexts:
-    """Groups of equal prompts: of the default task, or random ones of one length."""
+    """Return groups of equal prompts: of the default task, or random prompts of one length."""
     if length is None:
         tools = [tool_schema(calculator)]
         tasks = arithmetic(split="train", seed=0, max_samples=max(1, rows // GROUP))
@@ -82,12 +86,14 @@ def prompts(policy: Policy, rows: int, length: int | None) -> Contexts:
 
 
 def limit(model: Any, contexts: Contexts, tokens: int) -> float:
-    """Tokens a second that the bandwidth of a listed card allows
-    (rlkit.extras.forecast.decode_limit); nan elsewhere."""
+    """Return the tokens per second allowed by the bandwidth of a listed card, nan elsewhere.
+
+    The limit is rlkit.extras.forecast.decode_limit.
+    """
     card = bench.card() if next(model.parameters()).is_cuda else None
     if card is None:
         return math.nan
-    from rlkit.extras.forecast import decode_limit, read_shape  # which older checkouts lack
+    from rlkit.extras.forecast import decode_limit, read_shape  # missing in older checkouts
 
     context = statistics.fmean(map(len, contexts)) + tokens / 2
     return decode_limit(card, read_shape(model.config), len(contexts), context)
@@ -97,7 +103,7 @@ def limit(model: Any, contexts: Contexts, tokens: int) -> float:
 
 
 def own(engine: str, policy: Policy, kernel: str = "auto") -> Engine:
-    """An engine of rlkit with all rows at once."""
+    """Return an engine of rlkit that decodes all rows at once."""
 
     def decode(contexts: Contexts, tokens: int) -> list[tuple[int, ...]]:
         seeds = [mix(0, i) for i in range(len(contexts))]
@@ -116,7 +122,10 @@ def own(engine: str, policy: Policy, kernel: str = "auto") -> Engine:
 
 
 def continuous(policy: Policy) -> Engine:
-    """transformers' continuous batching on a copy of the model, whose attention it replaces."""
+    """Return transformers' continuous batching on a copy of the model.
+
+    The copy is needed because continuous batching replaces the model's attention.
+    """
     import copy
 
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -127,8 +136,8 @@ def continuous(policy: Policy) -> Engine:
     model.set_attn_implementation("sdpa")
 
     def decode(contexts: Contexts, tokens: int) -> int:
-        # On a CPU it would take nine tenths of the machine's memory for its cache, and an attention
-        # mask over all of it.
+        # On a CPU the default would take nine tenths of the machine's memory for the cache, and an
+        # attention mask over all of it.
         longest = max(map(len, contexts)) + tokens
         room = {
             "page_size": PAGE,
@@ -162,8 +171,10 @@ def continuous(policy: Policy) -> Engine:
 
 @contextmanager
 def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Iterator[Engine]:
-    """vLLM in a process of its own environment, which loads the model once and then decodes the
-    same prompts on every word."""
+    """Start vLLM in a process of its own environment, and yield an engine that uses it.
+
+    The process loads the model once and decodes the same prompts at each request.
+    """
     with tempfile.TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
         policy.renderer.tokenizer.save_pretrained(folder)
@@ -189,7 +200,7 @@ def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Itera
             assert process.stdin is not None and process.stdout is not None
 
             def said() -> Any:
-                for line in process.stdout:  # vLLM logs there too
+                for line in process.stdout:  # vLLM logs to standard output too
                     if line.startswith(bench.MARK):
                         return json.loads(line[len(bench.MARK) :])
                 raise RuntimeError(f"vLLM ended:\n{(Path(folder) / 'log').read_text()[-3000:]}")
@@ -199,7 +210,7 @@ def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Itera
                 process.stdin.flush()
                 return check(said(), len(contexts), asked.tokens)
 
-            said()  # loaded
+            said()  # waits until the model is loaded
             try:
                 yield decode
             finally:
@@ -207,7 +218,7 @@ def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Itera
 
 
 def vllm_side(folder: str) -> None:
-    """The process of vLLM."""
+    """Serve requests in the process of vLLM."""
     given = json.loads((Path(folder) / "given.json").read_text())
     longest = max(map(len, given["contexts"])) + given["tokens"]
     room = (
@@ -215,7 +226,7 @@ def vllm_side(folder: str) -> None:
     )  # else most of the machine's memory
     from rlkit.extras.vllm.in_process import use_own_process
 
-    with use_own_process():  # as rlkit starts it: a container may forbid it to choose processors
+    with use_own_process():  # as rlkit starts vLLM: a container may forbid the choice of processors
         from vllm import LLM, SamplingParams
 
         engine = LLM(
@@ -240,7 +251,7 @@ def vllm_side(folder: str) -> None:
 
 
 def check(lengths: Sequence[int], rows: int, tokens: int) -> int:
-    """All rows have all tokens, or the comparison is void."""
+    """Raise RuntimeError unless all rows have all tokens. Return the number of tokens."""
     if len(lengths) != rows or set(lengths) != {tokens}:
         raise RuntimeError(
             f"an engine drew {sum(lengths)} tokens in {len(lengths)} replies, not {tokens} in each"
@@ -253,7 +264,7 @@ def check(lengths: Sequence[int], rows: int, tokens: int) -> int:
 
 
 def timed(engine: Engine, contexts: Contexts, tokens: int, device: str) -> tuple[float, Any]:
-    """Seconds and replies."""
+    """Run an engine once. Return the seconds and the replies."""
     begun = time.perf_counter()
     replies = engine(contexts, tokens)
     if device == "cuda":
@@ -262,7 +273,7 @@ def timed(engine: Engine, contexts: Contexts, tokens: int, device: str) -> tuple
 
 
 def measure(policy: Policy, rows: int, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row an engine."""
+    """Return one row for each engine."""
     contexts = prompts(policy, rows, given.prompt)
     if given.vllm_python:
         with vllm(policy, contexts, given) as peer:
@@ -273,7 +284,7 @@ def measure(policy: Policy, rows: int, given: argparse.Namespace) -> list[dict[s
 def alternate(
     policy: Policy, contexts: Contexts, given: argparse.Namespace, more: dict[str, Engine]
 ) -> list[dict[str, Any]]:
-    """Rounds in turn; the first of each engine warms up."""
+    """Run the engines in turn and return a row for each; the first round of each warms up."""
     rows, tokens = len(contexts), given.tokens
     engines = {
         name: continuous(policy) if name == "continuous" else own(name, policy)

@@ -1,15 +1,15 @@
-"""What grows with the turns of an episode: memory of its rollout, its rows in a file, and resident
-memory of a run that trains on it.
+"""What grows with the turns of an episode: memory, file size, or the memory of a training run?
 
     python experiments/benchmarks/growth.py [--turns 5 20 50]
 
-64 episodes of the embedded tokenizer with 24 tokens drawn at random a turn, under both histories.
-These bytes are counted, so any machine gives the same: `memory_mib` is every Python object that the
-rollouts hold, each once; `lines_mib` and `file_mib` are their JSON lines, as they are and
-compressed. The last row of a history (`turns` is empty) has the exponents k of bytes ~ turns^k: 1
-is linear. `peak_mib` is the most that `rlkit train` held in two RL steps of 8 × 8 episodes of up to
-64 tokens a turn, in a process of its own; nearly all of it is torch, the engine's cache and the
-update.
+The script makes 64 episodes with the embedded tokenizer and 24 random tokens per turn, under both
+histories. `memory_mib` is the size of every Python object in the rollouts, each counted once.
+`lines_mib` and `file_mib` are the sizes of their JSON lines, plain and compressed. These bytes are
+counted, so any machine gives the same. The last row of a history has an empty `turns`, and the
+exponents k of bytes ~ turns^k: 1 is linear.
+
+`peak_mib` is the peak memory of `rlkit train` in two RL steps of 8 × 8 episodes of up to 64 tokens
+per turn, in its own process. Nearly all of it is torch, the engine's cache and the update.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RUN = [
 
 
 def played(turns: int, history: str) -> list[Any]:
-    """Episodes of so many turns, of an engine that draws any tokens."""
+    """Return episodes of `turns` turns, sampled from an engine that returns random tokens."""
     from rlkit.engines import Batched
     from rlkit.environments import single_turn
     from rlkit.episodes import collect
@@ -76,7 +76,7 @@ def played(turns: int, history: str) -> list[Any]:
 
 
 def held(value: Any, seen: set[int]) -> int:
-    """Bytes of an object and of all that it holds, each counted once."""
+    """Return the bytes of an object and of everything inside it, each object counted once."""
     if id(value) in seen:
         return 0
     seen.add(id(value))
@@ -91,7 +91,7 @@ def held(value: Any, seen: set[int]) -> int:
 
 
 def counted(turns: int, history: str) -> dict[str, Any]:
-    """The bytes of such episodes."""
+    """Return the bytes of the episodes with this number of turns."""
     from rlkit.episodes import save_rollouts
 
     rollouts = played(turns, history)
@@ -106,7 +106,7 @@ def counted(turns: int, history: str) -> dict[str, Any]:
 
 
 def peak(turns: int) -> None:
-    """In a child: MiB of a run."""
+    """Run rlkit in this child process, and answer with its peak memory in MiB."""
     from rlkit.commands.cli import main as rlkit
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,17 @@
-"""Peak memory of one update at a vocabulary of 151,936, over the tokens of a micro-batch: rlkit
-against the naive form.
+"""Compare the peak memory of one update between rlkit and the naive form, by tokens.
 
     python experiments/benchmarks/memory.py [--tokens 512 1024 2048 4096]
     python experiments/benchmarks/memory.py --device cuda --tokens 2048 4096 8192 16384
 
-Forward and backward of `forward_logprobs` and the clipped surrogate, against logits [B, T, V] →
-log_softmax → gather and the same surrogate. The trunk is so small (one layer of width 64) that the
-head is all there is. Rows of 512 tokens, a quarter of each its prompt. Every figure is a process of
-its own; what is counted is what was resident at the most above model and gradients, on a GPU what
-torch had allocated. Both forms give the same gradient: the relative difference of its norms is in
-memory.csv. The entropy of every token, which rlkit's form computes in the same pass, is no part of
-the naive form.
+The vocabulary has 151,936 tokens. rlkit's side is forward and backward of `forward_logprobs` and
+the clipped surrogate. The naive side computes logits [B, T, V] → log_softmax → gather and the same
+surrogate. The trunk is tiny (one layer of width 64), so that nearly all memory belongs to the head.
+Rows have 512 tokens, and a quarter of each is its prompt.
+
+Every figure comes from its own process. It is the peak of memory above model and gradients:
+resident memory on a CPU, the memory of torch's allocator on a GPU. Both forms give the same
+gradient; memory.csv has the relative difference of the two norms. rlkit's form also computes the
+entropy of every token in the same pass, and the naive form does not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PROMPT = WIDTH // 4
 
 
 def batch(tokens: int, device: str) -> dict[str, Any]:
-    """Random ids [B, T], the mask of the sampled ones, and what the surrogate needs of each."""
+    """Return random ids [B, T], the mask of the sampled tokens, and the inputs of the surrogate."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -40,13 +41,13 @@ def batch(tokens: int, device: str) -> dict[str, Any]:
         "advantages": torch.randn(shape, generator=generator),
         "shift": (
             torch.randn(shape, generator=generator) / 10
-        ),  # the old policy's log-probs, against the present ones
+        ),  # old log-probs minus the present ones
     }
     return {name: value.to(device) for name, value in made.items()}
 
 
 def logprobs_of(form: str, model: Any, given: dict[str, Any]) -> Any:
-    """Log-probs of the sampled tokens [B, T], 0 elsewhere."""
+    """Return the log-probs of the sampled tokens [B, T], 0 elsewhere."""
     from rlkit.models import forward_logprobs, pack
 
     if form == "rlkit":
@@ -59,7 +60,7 @@ def logprobs_of(form: str, model: Any, given: dict[str, Any]) -> Any:
 
 
 def update(form: str, model: Any, given: dict[str, Any]) -> float:
-    """One forward and backward; the norm of the gradient."""
+    """Run one forward and backward pass. Return the norm of the gradient."""
     import torch
 
     from rlkit.functional import clipped, token_ratio
@@ -74,14 +75,14 @@ def update(form: str, model: Any, given: dict[str, Any]) -> float:
 
 
 def side(form: str, tokens: int, threads: int, device: str) -> dict[str, float]:
-    """MiB of one update beyond model and gradients, in this process."""
+    """Return the MiB of one update beyond model and gradients, in this process."""
     import time
 
     import torch
 
     torch.set_num_threads(threads)
     model = bench.shape("wide_vocabulary", device)
-    update(form, model, batch(8, device))  # gradients, and what torch sets up once
+    update(form, model, batch(8, device))  # allocates the gradients, and torch's one-time buffers
     for p in model.parameters():
         p.grad.zero_()
     given = batch(tokens, device)

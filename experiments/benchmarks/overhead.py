@@ -1,25 +1,23 @@
-"""Which share of an RL step is spent outside model compute: rewards, environment, assembly,
-logging?
+"""What share of an RL step is spent outside the model: rewards, environment, assembly, logging?
 
     python experiments/benchmarks/overhead.py [--steps 8] [--million 26] [OVERRIDE ...]
 
-The default of `rlkit train`, its callbacks and its logger included, without evaluation; or with
-overrides of yours. What counts as the model is said in one place,
-`rlkit.training.metrics.performance`: the engine at work, the scoring of given tokens, backward and
-optimiser. Each round is a run in a process of its own; figures are medians over the steps of all
-rounds without the first of each. A step runs from the end of a step to the end of the next.
-overhead.csv has a row a part:
+The script runs the default of `rlkit train` with its callbacks and its logger, without evaluation,
+or a run with your overrides. `rlkit.training.metrics.performance` defines the model's share: the
+engine at work, the scoring of given tokens, backward and optimizer. Each round is a run in its own
+process. Figures are medians over the steps of all rounds, without the first step of each. A step
+runs from the end of a step to the end of the next. overhead.csv has a row for each part:
 
-    decode        the engine at work: passes, draws, its slots          (model)
+    decode        the engine at work: passes, sampling, its slots       (model)
     train         scoring, backward, optimizer                          (model)
     generation    the rest of sampling: environment, tools, template, tokenizer, the service around
                   the engine
     reward        scores of the rollouts
-    update        the rest of the update: assembly, advantages, the terms that metrics are made of
-    metrics       the row
+    update        the rest of the update: assembly, advantages, inputs of the metrics
+    metrics       the row of metrics
     after         callbacks, loggers, the loop
 
-`outside` is the run's own `perf/outside_model_frac`, which the last five make up.
+`outside` is the run's own `perf/outside_model_frac`, the share of the last five parts.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ MODEL = ("decode", "train")
 
 
 def clocks(run: Path, /) -> Any:
-    """A callback: the parts of every step, gathered in bench.MARKS."""
+    """Return a callback that gathers the parts of every step in bench.MARKS."""
     import lightning as L
 
     bench.MARKS.update(steps=[], last=0.0)
@@ -56,7 +54,7 @@ def clocks(run: Path, /) -> Any:
 
 
 def parts_of(row: dict[str, float], total: float) -> dict[str, float]:
-    """The seconds of a step by part, from its row of metrics."""
+    """Return the seconds of a step by part, from its row of metrics."""
     named = {
         name: row[f"perf/{name}_s"]
         for name in ("generate", "environment", "reward", "update", "model")
@@ -80,7 +78,7 @@ def parts_of(row: dict[str, float], total: float) -> dict[str, float]:
 
 
 def side(overrides: list[str]) -> list[dict[str, float]]:
-    """The parts of the steps of one run in this process."""
+    """Run rlkit in this process and return the parts of its steps."""
     from rlkit.commands.cli import main
 
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +95,7 @@ def side(overrides: list[str]) -> list[dict[str, float]]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--side"]:
-        import overhead  # what Hydra imports is another module than the one that runs
+        import overhead  # the module imported by Hydra; this file runs as __main__
 
         bench.answer(overhead.side(json.loads(sys.argv[2])))
         return

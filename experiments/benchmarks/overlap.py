@@ -1,18 +1,19 @@
-"""What a second process that samples ahead gains, beside the most that it could.
+"""How much does sampling ahead in a second process gain, and how much could it gain at most?
 
     python experiments/benchmarks/overlap.py
 
-Seconds an RL step of the default run, one thread a process, in turn:
+The script measures seconds per RL step of the default run, one thread per process, in turn:
 
-none      sampling, then the update
-overlap   a second process samples while this one updates (asynchrony=overlap, staleness 1);
-          handover: weights and groups between them ceiling   two processes that know nothing of one
-          another, one of which samples and one of which updates, side by side: the slower one's
-          seconds. Cores share caches and memory, so this is less than twice as fast as none
+    none      sampling, then the update
+    overlap   a second process samples while this one updates (asynchrony=overlap, staleness 1);
+              `handover` is the exchange of weights and groups between the processes
+    ceiling   one process only samples and another only updates, at the same time and without any
+              exchange; the slower process gives the seconds. Cores share caches and memory, so
+              the ceiling is less than twice as fast as none
 
-Each with the default engine, and with one that waits a second before it decodes, as one on another
-machine does: there an overlapped step should take the longer of the two kinds of work. `reached` is
-the ceiling's seconds over those of overlap.
+Each runs with the default engine, and with an engine that waits a second before it decodes, like an
+engine on another machine. With the waiting engine, an overlapped step should take as long as the
+longer of sampling and update. `reached` is the ceiling's seconds divided by those of overlap.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ import bench
 
 from rlkit.engines import Cached
 
-WAIT = 1.0  # seconds of the engine that waits; a tenth with --quick
+WAIT = 1.0  # seconds of the waiting engine; a tenth of it with --quick
 RUN = ["trainer.threads=1", "trainer.accelerator=cpu", "seed=0"]
 WAYS = {"none": ["asynchrony=none"], "overlap": ["asynchrony=overlap", "asynchrony.staleness=1"]}
 
 
 class Waiting(Cached):
-    """The default engine, which waits before it samples a step."""
+    """The default engine with a pause before it samples a step."""
 
     def __init__(self, *, seconds: float, **settings: Any):
         super().__init__(**settings)
@@ -48,7 +49,7 @@ class Waiting(Cached):
 
 
 def run(folder: str, overrides: list[str]) -> None:
-    """A run in this process; seconds and metrics of its steps."""
+    """Run rlkit in this process; answer with the seconds and metrics of its steps."""
     seconds, rows = bench.steps_of(overrides, Path(folder) / "run")
     wanted = (
         "perf/generate_s",
@@ -61,8 +62,10 @@ def run(folder: str, overrides: list[str]) -> None:
 
 
 def side(what: str, folder: str, overrides: list[str], steps: int) -> None:
-    """One of the two kinds of work alone, from when the other process is ready too until both have
-    done their steps; its seconds a step."""
+    """Do only the sampling or only the update in this process; answer with its seconds per step.
+
+    The process starts when the other one is ready, and goes on until both have done their steps.
+    """
     import torch
 
     from rlkit.config.compose import compose, experiment
@@ -100,7 +103,10 @@ def side(what: str, folder: str, overrides: list[str], steps: int) -> None:
 
 
 def ceiling(overrides: list[str], steps: int) -> tuple[float, float]:
-    """Median seconds of a step's sampling and of its update, side by side in two processes."""
+    """Return the median seconds of a step's sampling and of its update.
+
+    Two processes do the two kinds of work at the same time.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [bench.PYTHON, str(Path(__file__)), "--steps", str(steps)]
         started = [
@@ -124,13 +130,13 @@ def ceiling(overrides: list[str], steps: int) -> tuple[float, float]:
 
 
 def engines(wait: float) -> dict[str, list[str]]:
-    """Each engine's name and its overrides."""
+    """Return the overrides of each engine, by name."""
     waiting = ["generation.engine._target_=overlap.Waiting", f"+generation.engine.seconds={wait}"]
     return {"cached": [], f"cached and {wait:g} s": waiting}
 
 
 def measured(rounds: int, steps: int, extra: list[str], wait: float = WAIT) -> list[dict[str, Any]]:
-    """A row for each engine and way."""
+    """Return a row for each engine and way."""
     found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     for turn in range(rounds):
         for engine, words in engines(wait).items():

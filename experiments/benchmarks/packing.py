@@ -1,12 +1,11 @@
-"""Does packing pay: forward and backward of an update over packed rows, against padded rows of
-nearly one length?
+"""Does packing pay? Compare an update over packed rows with one over padded rows.
 
     python experiments/benchmarks/packing.py
 
-Both sides go through `rlkit.models.forward_logprobs` over the same rows of the embedded model:
-groups of 8 replies of 19 to 38 tokens to prompts of 40 tokens. `padded` reads the rows as a model
-does that cannot be packed. `apart` packs rows whose prompts all differ, so that nothing is shared.
-Rounds alternate in one process.
+Both sides run forward and backward of `rlkit.models.forward_logprobs` over the same rows of the
+embedded model: groups of 8 replies of 19 to 38 tokens to prompts of 40 tokens. The padded rows are
+nearly equal in length. `padded` reads the rows like a model that cannot be packed. `apart` packs
+rows with different prompts, so that nothing is shared. Rounds alternate in one process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ GROUP, PROMPT = 8, 40
 
 
 def batch(rows: int, *, shared: bool) -> tuple[Any, Any]:
-    """ids and response mask; the rows of a group share their prompt, or each has one of its own."""
+    """Return ids and response mask. The rows of a group share a prompt if `shared`."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -34,7 +33,7 @@ def batch(rows: int, *, shared: bool) -> tuple[Any, Any]:
 
 
 def seconds(model: Any, ids: Any, mask: Any) -> tuple[float, float]:
-    """Of one forward and backward pass, packing included; and the norm of the gradient."""
+    """Return the seconds of one forward and backward pass with packing, and the gradient's norm."""
     import torch
 
     from rlkit.models import forward_logprobs, pack

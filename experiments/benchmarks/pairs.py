@@ -1,14 +1,17 @@
-"""What decoding and a training step cost beside an older checkout, pair by pair: the ratio of
-processor seconds, this checkout over the older one.
+"""Compare decoding and training steps of this checkout with those of an older one, pair by pair.
 
     git worktree add /tmp/before 149a62e
     python experiments/benchmarks/pairs.py /tmp/before [--processes 14] [--pairs 4] [--cases turns]
 
-Two processes, one a checkout, with one thread each; in turn each does a round of `decode.py`,
-`turns.py` or `steps.py`, and which goes first alternates. The median ratio of their rounds is one
-observation, since two processes of one checkout differ by up to 5 % for as long as they live.
-pairs.csv has the median over `--processes` such couples and its 95 % interval, free of any
-distribution: the order statistics between which the median lies with 95 % by the binomial law.
+Two processes run with one thread each, one for each checkout. They take turns to do a round of
+`decode.py`, `turns.py` or `steps.py`, and take turns to go first. The ratio is the processor
+seconds of this checkout divided by the older one's. Two processes of one checkout differ by up to 5
+% for as long as they live. Therefore the median ratio of a couple of processes is only one
+observation.
+
+pairs.csv has the median over `--processes` couples and its 95 % interval. The interval assumes no
+distribution: its ends are two order statistics, and the median lies between them with 95 % by the
+binomial law.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ CASES = {
 
 
 def started(words: list[str], checkout: Path) -> subprocess.Popen[str]:
-    """A process that does a round, and one more for each line that it is given."""
+    """Start a process that does one round, and one more for each line on its standard input."""
     env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / words[0]), *words[1:], "--threads", "1", "--once"]
     return subprocess.Popen(
@@ -46,7 +49,7 @@ def started(words: list[str], checkout: Path) -> subprocess.Popen[str]:
 
 
 def taken(process: subprocess.Popen[str]) -> float:
-    """Processor seconds of the round that it has done."""
+    """Return the processor seconds of the round that a process has just finished."""
     line = process.stdout.readline()  # type: ignore[union-attr]
     if not line.startswith("processor_s"):
         raise RuntimeError(f"{process.args} gave {line!r}")
@@ -54,14 +57,14 @@ def taken(process: subprocess.Popen[str]) -> float:
 
 
 def round_of(process: subprocess.Popen[str]) -> float:
-    """Processor seconds of one more round."""
+    """Ask a process for one more round and return its processor seconds."""
     process.stdin.write("\n")  # type: ignore[union-attr]
     process.stdin.flush()  # type: ignore[union-attr]
     return taken(process)
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """The order statistics that hold the median with 95 % at least."""
+    """Return the two order statistics that contain the median with at least 95 % probability."""
     n, low = len(ratios), 0
     while sum(math.comb(n, k) for k in range(low + 1)) / 2**n <= 0.025:
         low += 1
@@ -70,9 +73,12 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def compared(words: list[str], older: Path, pairs: int, couple: int) -> tuple[float, float]:
-    """The median ratio of the rounds of one couple of processes, and this checkout's seconds."""
+    """Compare one couple of processes.
+
+    Returns: the median ratio of their rounds, and the median seconds of this checkout.
+    """
     mine, theirs = started(words, HERE.parents[1]), started(words, older)
-    taken(mine), taken(theirs)  # the first round, which warms up
+    taken(mine), taken(theirs)  # the first round warms up
     ratios, seconds = [], []
     for number in range(pairs):
         if (number + couple) % 2 == 0:

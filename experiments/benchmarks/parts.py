@@ -1,18 +1,20 @@
-"""Where the processor seconds of a training step go, and what the arithmetic alone would take.
+"""Where do the processor seconds of a training step go, and how many would the arithmetic take?
 
     rlkit get smollm2_135m
     python experiments/benchmarks/parts.py [--precision float32 bf16] [--steps 4] [--threads 1]
 
-SmolLM2-135M, adapters of rank 16 on all projections, no KL, one update a step; 4 word problems of
-about GSM8K's length, 8 replies of at most 64 tokens each. Every precision runs in a process of its
-own. The first step is left out, because it costs more than later ones; it has a column.
+The model is SmolLM2-135M with adapters of rank 16 on all projections, no KL, and one update per
+step. A step has 4 word problems of about GSM8K's length, with 8 replies of at most 64 tokens each.
+Every precision runs in its own process. The first step costs more than later ones; it has its own
+column and is otherwise left out.
 
-parts.csv has a row for each precision and part: prefill (contexts that the engine reads), decode,
-scoring (log-probs before the update), update, other. `tokens` went through the model in that part.
-`limit_s` is the time of its matrix products alone: 2 · weights · tokens for a forward pass, as many
-again for a backward pass through frozen weights, 2 · vocabulary · hidden for each predicted token,
-divided by the rate of the same products in this process, at `rows` rows each. Attention, norms,
-adapters, sampling and the optimizer are not in the limit.
+parts.csv has a row for each precision and part: prefill (reading the contexts), decode, scoring
+(log-probs before the update), update, other. `tokens` is the number of tokens through the model in
+that part. `limit_s` is the time of the part's matrix products alone. The operations are 2 · weights
+· tokens for a forward pass, the same again for a backward pass through frozen weights, and 2 ·
+vocabulary · hidden for each predicted token. They are divided by the measured rate of the same
+products in this process, at `rows` rows each. Attention, norms, adapters, sampling and the
+optimizer are not in the limit.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from typing import Any
 import bench
 
 PARTS = ("prefill", "decode", "scoring", "update", "other")
-ROWS = {"prefill": 512, "decode": 32, "scoring": 512, "update": 512}  # of a matrix product
+ROWS = {"prefill": 512, "decode": 32, "scoring": 512, "update": 512}  # rows of a matrix product
 PRECISIONS = {"float32": "32-true", "bf16": "bf16-mixed"}
-STEPS: list[dict[str, float]] = []  # of each step: seconds, and tokens as "tokens_PART"
+STEPS: list[dict[str, float]] = []  # a step's seconds by part, and its tokens as "tokens_PART"
 
 
 class Meter:
-    """Processor seconds and tokens of the parts of the step under way."""
+    """Processor seconds and tokens of each part of the current step."""
 
     def __init__(self) -> None:
         self.begun = time.process_time()
@@ -46,7 +48,7 @@ class Meter:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A block of this part; parts inside it belong to it."""
+        """Add a block's seconds to a part; a part inside another part counts for the outer one."""
         if self.inside:
             yield
             return
@@ -59,7 +61,7 @@ class Meter:
             self.found[name] += time.process_time() - begun
 
     def end_step(self) -> None:
-        """Note the step, and begin the next one."""
+        """Store the figures of the step, and begin the next one."""
         now = time.process_time()
         known = sum(self.found[name] for name in PARTS)
         STEPS.append({"step": now - self.begun, "other": now - self.begun - known, **self.found})
@@ -68,7 +70,7 @@ class Meter:
 
 
 def measure_calls(meter: Meter) -> None:
-    """Replace the functions of each part by ones that measure their time and count their tokens."""
+    """Replace the functions of each part by versions that measure their time and count tokens."""
     from rlkit.engines.cached.scheduler import Scheduler
     from rlkit.training.update import drift, minibatch, scored, step
 
@@ -114,7 +116,7 @@ def measure_calls(meter: Meter) -> None:
 
 
 def metered(run: Path, /) -> Any:
-    """A callback that ends the steps of the meter."""
+    """Return a callback that ends the meter's steps."""
     import lightning as L
 
     meter = Meter()
@@ -135,7 +137,7 @@ def metered(run: Path, /) -> Any:
 
 
 def product_rate(shape: Any, rows: int, dtype: Any) -> float:
-    """FLOP a processor second of the products of one layer, at so many rows each."""
+    """Return the FLOP per processor second of one layer's products, at `rows` rows each."""
     import torch
 
     ends = [
@@ -159,13 +161,16 @@ def product_rate(shape: Any, rows: int, dtype: Any) -> float:
 
 
 def flops(shape: Any, part: str, tokens: float, predicted: float) -> float:
-    """Of the matrix products with weights: forward, in an update also backward to the inputs."""
+    """Return the FLOP of the matrix products with weights.
+
+    An update counts the backward pass to the inputs too.
+    """
     passes = 2 if part == "update" else 1
     return passes * 2 * (shape.used * tokens + shape.vocab * shape.hidden * predicted)
 
 
 def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of one precision."""
+    """Run one precision and return its rows."""
     import torch
     from check_forecast import stories
 
@@ -201,7 +206,7 @@ def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
         )
     if status:
         raise RuntimeError(f"rlkit train ended with {status}")
-    from parts import STEPS as steps  # the module that the callback is of, not this __main__
+    from parts import STEPS as steps  # the callback's module; this file runs as __main__
 
     from rlkit.models import load_policy
 

@@ -1,28 +1,31 @@
-"""One GRPO step of rlkit against one of TRL: seconds, tokens a second, memory, and whether both
-learn the same.
+"""Compare one GRPO step of rlkit with one of TRL: seconds, tokens per second, memory, learning.
 
     bash experiments/benchmarks/peers_env.sh /tmp/peers
     python experiments/benchmarks/peers.py --python /tmp/peers/bin/python
     python experiments/benchmarks/peers.py --python /tmp/peers/bin/python --curve
 
-Both sides: the embedded model, the same prompts in the same order, the same group size, reward,
-loss (grpo: sequence means, group standard deviation), one update a step, AdamW at a constant rate,
-float32 on a CPU, bfloat16 autocast on a GPU, no checkpointing of activations, neither evaluation
-nor checkpoint, one micro-batch (or --micro-batches of as many rows, on rlkit's side by tokens, so
-about as many), the same number of threads. The model is the embedded one, SmolLM2-135M (--model
-smollm2_135m, once `rlkit get` has fetched it) or random weights of another size. Replies of all but
-the embedded one get 0 or 1, so that every group has a signal. --lora trains adapters of this rank
-on all projections.
-Each measurement is a process of its own, sides in turn: rlkit, TRL, rlkit, TRL. `forced` replies
-never end, so that both sides draw exactly the same number of tokens; `natural` ones end where they
-end. A step's seconds run from the end of a step to the end of the next, so that everything a
-framework does in between is in them. TRL samples by its transformers backend, or with --vllm by
-vLLM in its own process (colocate); rlkit by its default engine.
+Both sides have the same prompts in the same order, and the same model, group size, reward, loss
+(grpo: sequence means, group standard deviation) and number of threads. They make one update per
+step by AdamW at a constant rate, in float32 on a CPU and with bfloat16 autocast on a GPU. There are
+no checkpoints of activations or models and no evaluation. An update is one micro-batch. With
+--micro-batches TRL splits it by rows, and rlkit by tokens into about as many.
 
-peers.csv, or peers_MODEL.csv of another model: a row for each side, length and beta. Peak memory is
-the most that was resident; `above_import_mib` leaves out what was there before the model was
-loaded. On a GPU both are of torch's allocator. peers_curve.csv (--curve): accuracy on the step's
-own samples for each seed, and greedy accuracy on held-out problems at the end.
+The model is the embedded one, SmolLM2-135M (--model smollm2_135m, fetched before by `rlkit get`) or
+random weights of another size. Only the embedded model solves problems. Replies of the others get 0
+or 1 by their text, so that every group has a signal. --lora trains adapters of this rank on all
+projections.
+
+Each measurement is its own process, and the sides alternate. `forced` replies never end, so that
+both sides sample exactly the same number of tokens; `natural` replies end by themselves. A step's
+seconds run from the end of a step to the end of the next, and contain everything a framework does
+in between. TRL samples by its transformers backend, or with --vllm by vLLM in its own process
+(colocate). rlkit samples by its default engine.
+
+peers.csv, or peers_MODEL.csv for another model, has a row for each side, length and beta. Peak
+memory is the most resident memory; `above_import_mib` is the peak without the memory in use before
+the model was loaded. On a GPU both are figures of torch's allocator. peers_curve.csv (--curve) has
+the accuracy on each step's own samples for each seed, and the greedy accuracy on held-out problems
+at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ HELD_OUT = 256
 
 
 def problems(given: dict[str, Any]) -> list[Any]:
-    """The tasks of the run in the order in which rlkit draws them."""
+    """Return the tasks of the run, in the order of rlkit's stream."""
     from rlkit.episodes.stream import StreamState, take
     from rlkit.tasks import arithmetic
 
@@ -61,14 +64,14 @@ def problems(given: dict[str, Any]) -> list[Any]:
 
 
 def tokenizer_of(given: dict[str, Any]) -> Any:
-    """The model's own."""
+    """Return the model's own tokenizer."""
     from rlkit.models import pretrained_tokenizer
 
     return pretrained_tokenizer(given["model"])
 
 
 def longest_prompt(given: dict[str, Any]) -> int:
-    """Tokens of the longest prompt of the run."""
+    """Return the number of tokens of the run's longest prompt."""
     from rlkit.models import encode_prompt, make_renderer
 
     renderer = make_renderer(tokenizer_of(given))
@@ -76,7 +79,7 @@ def longest_prompt(given: dict[str, Any]) -> int:
 
 
 def greedy_accuracy(model: Any) -> float:
-    """Of the model as it is now on held-out problems: the same code for both sides."""
+    """Return the model's present greedy accuracy on held-out problems; both sides use this code."""
     from served import completions
 
     from rlkit.models import decode, encode_prompt, make_policy, pretrained_tokenizer
@@ -95,7 +98,7 @@ def greedy_accuracy(model: Any) -> float:
 
 
 def baseline(given: dict[str, Any]) -> float:
-    """MiB in use before the model is loaded; the peak counts from here."""
+    """Return the MiB in use before the model is loaded, and restart the count of peak memory."""
     import torch
 
     torch.set_num_threads(given["threads"])
@@ -106,7 +109,7 @@ def baseline(given: dict[str, Any]) -> float:
 
 
 def peak(given: dict[str, Any]) -> float:
-    """MiB at the most since `baseline`."""
+    """Return the peak memory in MiB since `baseline`."""
     import torch
 
     return (
@@ -117,8 +120,8 @@ def peak(given: dict[str, Any]) -> float:
 
 
 def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
-    """`rlkit train`, as a user has it."""
-    import datasets  # noqa: F401  (TRL's baseline has it too)
+    """Run `rlkit train` as a user does."""
+    import datasets  # noqa: F401  (in TRL's baseline too)
     import peft  # noqa: F401
 
     import rlkit.training.module  # noqa: F401
@@ -152,7 +155,7 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         "sampled": [row["tokens/sampled"] for row in metrics],
         "updates": [
             row["optim/updates"] for row in metrics
-        ],  # rlkit takes none where no group has a signal
+        ],  # rlkit makes no update if no group has a signal
         "reward": [row["reward/mean"] for row in metrics],
         "parts": {
             name: statistics.median(row[f"perf/{name}_s"] for row in metrics[1:])
@@ -165,7 +168,7 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_trl(given: dict[str, Any]) -> dict[str, Any]:
-    """GRPOTrainer with the same settings."""
+    """Run TRL's GRPOTrainer with the same settings."""
     import time
 
     from datasets import Dataset
@@ -234,7 +237,7 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
-        def on_log(self, *_: Any, **__: Any) -> None:  # after each step, once its metrics are there
+        def on_log(self, *_: Any, **__: Any) -> None:  # after each step's metrics are logged
             ends.append(time.perf_counter())
 
     trainer = GRPOTrainer(
@@ -274,7 +277,7 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def adapters(rank: int) -> Any:
-    """rlkit's adapters for TRL; None for rank 0."""
+    """Return rlkit's adapters as TRL's config, None for rank 0."""
     from peft import LoraConfig
 
     from rlkit.models import LoRA
@@ -287,7 +290,7 @@ def adapters(rank: int) -> Any:
 
 
 def measure(python: str, side: str, given: dict[str, Any]) -> dict[str, Any]:
-    """One process of one side, in an empty folder."""
+    """Run one side once, in its own process and an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
         return bench.child(
             [python, __file__, "--side", side, json.dumps(given)],
@@ -297,11 +300,14 @@ def measure(python: str, side: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for each side: of a round the median of its steps without the first, of a side the
-    median of its rounds."""
+    """Return a row for each side.
+
+    A round's figure is the median over its steps without the first. A side's figure is the median
+    over its rounds.
+    """
     runs: dict[str, list[dict[str, Any]]] = {"rlkit": [], "trl": []}
     for number in range(rounds):
-        for side in sorted(runs, reverse=bool(number % 2)):  # which goes first alternates
+        for side in sorted(runs, reverse=bool(number % 2)):  # the sides take turns to go first
             runs[side].append(measure(python, side, given))
     steps = {
         side: [statistics.median(run["seconds"][1:]) for run in own] for side, own in runs.items()
@@ -349,8 +355,10 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
 
 
 def curves(given: dict[str, Any], python: str, seeds: list[int]) -> list[dict[str, Any]]:
-    """A row for each side, seed and step; the last step of each also has the accuracy on held-out
-    problems."""
+    """Return a row for each side, seed and step.
+
+    The last step of a run also has the accuracy on held-out problems.
+    """
     rows = []
     for seed in seeds:
         for side in ("rlkit", "trl"):
@@ -478,7 +486,7 @@ def main() -> None:
 
 
 def need_peers(python: str, package: str = "trl") -> None:
-    """Ends with what to do where an interpreter is not there or cannot import a peer."""
+    """Exit with an instruction if the interpreter does not exist or lacks the peer."""
     made = {
         "trl": "bash experiments/benchmarks/peers_env.sh FOLDER",
         "vllm": "bash tests/extras/vllm/vllm_env.sh FOLDER",
@@ -497,7 +505,7 @@ def need_peers(python: str, package: str = "trl") -> None:
 
 
 def peer_version(python: str) -> str:
-    """TRL's, in its environment."""
+    """Return the version of TRL in its environment."""
     return bench.child(
         [python, "-c", "import bench; bench.answer(bench.installed('trl'))"], threads=1
     )

@@ -1,16 +1,17 @@
-"""How full the cached engine keeps its slots: its own host code, with lengths in place of a model.
+"""How full does the cached engine keep its slots? Its own host code runs without a model.
 
     python experiments/benchmarks/refill.py
 
-Each shape has 512 completions, 256 slots, and a cache of 256 mean contexts; the host looks every 8
-steps, and a pass over prompts takes no time. refill.csv has, for each shape:
+Lengths of replies are given, so no model is needed. Each load has 512 completions, 256 slots, and a
+cache of 256 mean contexts. The host reads the slots' state every 8 steps, and a pass over prompts
+takes no time. refill.csv has, for each load:
 
     steps_to_ideal   decoding steps ÷ the steps of 256 slots that are refilled at once, in the same
                      order, with a cache without bounds
-    rows_drawing     mean share of the 256 slots that draw, over the steps in which a row waits
-    drawn_to_needed  tokens drawn ÷ tokens of the completions
+    rows_drawing     mean share of the 256 slots that sample, over the steps with a waiting row
+    drawn_to_needed  tokens sampled ÷ tokens of the completions
     read_to_prompts  tokens read ÷ tokens of the prompts, each counted once for its 8 samples
-    cut              rows that gave way
+    cut              rows that lost their pages to another row and must be read again
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rlkit.models import load_policy
 from rlkit.types import SamplingParams
 
 SLOTS, GROUP = 256, 8
-# Quantiles (1/64, 3/64, …) of the lengths of GSM8K's solutions, in words and signs, as parts of
+# Quantiles (1/64, 3/64, …) of the lengths of GSM8K's solutions, in words and signs, divided by
 # their mean.
 SOLUTIONS = (
     *(
@@ -75,8 +76,11 @@ SOLUTIONS = (
 
 
 class Load(NamedTuple):
-    """Prompts and replies of one kind, in tokens. spread: of the lengths, around their mean:
-    "solutions" as GSM8K's, "wide" lognormal with σ = 0.7, "forced" none."""
+    """Prompts and replies of one kind, in tokens.
+
+    spread: distribution of the reply lengths around their mean: "solutions" as GSM8K's, "wide"
+    lognormal with σ = 0.7, "forced" all equal.
+    """
 
     prompt: int
     reply: int
@@ -94,7 +98,7 @@ LOADS = {
 
 
 def lengths(load: Load, seed: int = 0) -> list[int]:
-    """The length of each reply, in tokens."""
+    """Return the length of each reply, in tokens."""
     rng = random.Random(seed)
     drawn = {
         "solutions": lambda: load.reply * rng.choice(SOLUTIONS),
@@ -106,7 +110,7 @@ def lengths(load: Load, seed: int = 0) -> list[int]:
 
 @contextmanager
 def without_a_model() -> Iterator[None]:
-    """Completions have the lengths that their seeds say; nothing is computed."""
+    """Within the block, compute nothing: a completion's seed is its length in tokens."""
     begin_of_sampler = Sampler.begin
 
     def begin(self: Any, at: Any, contexts: Any, seeds: Sequence[int]) -> None:
@@ -132,8 +136,10 @@ def without_a_model() -> Iterator[None]:
 
 
 def ideal_steps(order: Sequence[int], slots: int) -> int:
-    """Decoding steps if each of these replies begins as soon as a slot is free. The first token of
-    a reply comes from the pass over its prompt."""
+    """Return the decoding steps if each of these replies begins as soon as a slot is free.
+
+    The first token of a reply comes from the pass over its prompt.
+    """
     free = [0] * slots
     for length in order:
         heapq.heapreplace(free, free[0] + length - 1)
@@ -141,7 +147,7 @@ def ideal_steps(order: Sequence[int], slots: int) -> int:
 
 
 def measure(load: Load, policy: Any, slots: int = SLOTS) -> dict[str, float]:
-    """Sample a load and count."""
+    """Sample a load and return its row of figures."""
     asked = lengths(load)
     mean = sum(asked) / len(asked)
     engine = Cached(

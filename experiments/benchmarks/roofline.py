@@ -1,14 +1,15 @@
-"""Does the roofline model of `rlkit check check.device=…` give the seconds of a step? Measured on
-this machine's processor.
+"""Does the roofline model of `rlkit check` predict the seconds of a step on this processor?
 
     python experiments/benchmarks/roofline.py [--rounds 2]        # about five minutes
 
-Three sizes of model, 0.9, 4.5 and 26 million parameters, none of them special to the model but for
-the first, which ships with rlkit and which it measures. Replies never end, so that a step's tokens
-are known. Rounds alternate between a forecast and a run of `rlkit train`, each in a process of its
-own; both count processor seconds of one thread, so that a busy machine moves them little.
-roofline.csv: a row a size with both, their ratio, and whether it lies within 25 %; the parts that
-both know stand beside.
+There are three models, of 0.9, 4.5 and 26 million parameters. The first ships with rlkit, and the
+roofline model is calibrated on it; the others are new to it. Replies never end, so that the number
+of tokens of a step is known. Rounds alternate between a forecast (`check.device=cpu`) and a run of
+`rlkit train`, each in its own process. Both count processor seconds of one thread, and a busy
+machine changes them little.
+
+roofline.csv has a row for each size: both times, their ratio, and whether the ratio is within 25 %
+of 1. It also has the parts known to both sides.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ BASE = [*bench.SPREAD, "trainer.accelerator=cpu", "trainer.threads=1"]
 
 
 def processor_clock(run: Path, /) -> Any:
-    """A callback: processor seconds at the start of training and at the end of every step, in
-    bench.MARKS."""
+    """Return a callback that stores processor seconds in bench.MARKS.
+
+    It stores the time at the start of training and at the end of every step.
+    """
     import lightning as L
 
     bench.MARKS.update(ends=[], rows=[])
@@ -52,16 +55,16 @@ def processor_clock(run: Path, /) -> Any:
 
 
 def processor(shape: Any, threads: int, clock: Callable[[], float] = time.process_time) -> Any:
-    """This machine's processor as a card: what its products, its memory, and the engine and the
-    update of the embedded model take.
+    """Describe this machine's processor as a card for the roofline model.
 
-    A decode step and an update of the embedded model are measured at two numbers of tokens each.
-    What they take beyond their products is a part for each call and a part for each token, and both
-    are carried over to another model by its layers and its width.
+    The rates of matrix products and of the memory are measured. A decode step and an update of the
+    embedded model are measured at two numbers of tokens each. Their time beyond the products
+    consists of a part for each call and a part for each token. Both parts are scaled to another
+    model by its number of layers and its width.
 
     Args:
-      shape: of the model that is asked about; products are measured at its sizes.
-      threads: of torch. clock: seconds; of the processor, one thread has to be used.
+      shape: shape of the model to forecast; products are measured at its sizes.
+      threads: number of torch threads. clock: returns seconds; a processor clock needs one thread.
     """
     import torch
 
@@ -104,7 +107,7 @@ def processor(shape: Any, threads: int, clock: Callable[[], float] = time.proces
 
 
 def taken(work: Callable[[], Any], clock: Callable[[], float], rounds: int = 3) -> float:
-    """The least seconds of a few rounds, after one that warms up."""
+    """Return the shortest time of a few rounds in seconds, after one round to warm up."""
     work()
     spent = []
     for _ in range(rounds):
@@ -115,7 +118,7 @@ def taken(work: Callable[[], Any], clock: Callable[[], float], rounds: int = 3) 
 
 
 def stream_rate(clock: Callable[[], float]) -> float:
-    """Bytes a second read and written by a copy that no cache holds."""
+    """Return the bytes per second read and written by a copy too large for any cache."""
     import torch
 
     source = torch.ones(1 << 24)
@@ -124,8 +127,11 @@ def stream_rate(clock: Callable[[], float]) -> float:
 
 
 def product_rates(shape: Any, clock: Callable[[], float]) -> tuple[float, float]:
-    """Operations a second of float32 products of this model's MLP: forward and backward of a
-    micro-batch, and the rows of a decode step."""
+    """Return the operations per second of float32 products of this model's MLP.
+
+    The first rate is for forward and backward of a micro-batch, the second for the rows of a decode
+    step.
+    """
     import torch
 
     weight = torch.randn(shape.mlp, shape.hidden, requires_grad=True)
@@ -152,7 +158,7 @@ def product_rates(shape: Any, clock: Callable[[], float]) -> tuple[float, float]
 
 
 def decode_seconds(policy: Any, rows: int, tokens: int, clock: Callable[[], float]) -> float:
-    """Of one decode step of so many rows, the cached engine's own work included."""
+    """Return the seconds of one decode step of `rows` rows, including the engine's own work."""
     from rlkit.engines import Cached
     from rlkit.functional import mix
     from rlkit.system.loops import run, run_together
@@ -171,7 +177,7 @@ def decode_seconds(policy: Any, rows: int, tokens: int, clock: Callable[[], floa
 
 
 def draw_seconds(vocab: int, clock: Callable[[], float]) -> float:
-    """Of the draw, per row and vocabulary entry."""
+    """Return the seconds of sampling, per row and vocabulary entry."""
     import torch
 
     from rlkit.engines.transformers import draw
@@ -181,7 +187,10 @@ def draw_seconds(vocab: int, clock: Callable[[], float]) -> float:
 
 
 def update_seconds(policy: Any, tokens: int, clock: Callable[[], float]) -> float:
-    """Forward and backward of rows of 64 tokens, half of each its own prompt."""
+    """Return the seconds of forward and backward on rows of 64 tokens.
+
+    Half of every row is its prompt.
+    """
     import torch
 
     from rlkit.models.log_probs import forward_logprobs
@@ -200,7 +209,7 @@ def update_seconds(policy: Any, tokens: int, clock: Callable[[], float]) -> floa
 
 
 def overrides(given: dict[str, Any], path: str) -> list[str]:
-    """Of a run that is measured, and of the same run that is forecast."""
+    """Return the overrides of a run; the measured run and the forecast have the same."""
     sizes = [
         f"batch.prompts={given['prompts']}",
         f"batch.group_size={given['group']}",
@@ -210,7 +219,7 @@ def overrides(given: dict[str, Any], path: str) -> list[str]:
 
 
 def measured(given: dict[str, Any]) -> dict[str, float]:
-    """Processor seconds of a step, median without the first: of all of it, and of its update."""
+    """Return the median processor seconds of a step and of its update, without the first step."""
     from rlkit.commands.cli import main
 
     with tempfile.TemporaryDirectory() as folder:
@@ -239,7 +248,7 @@ def measured(given: dict[str, Any]) -> dict[str, float]:
 
 
 def expected(given: dict[str, Any]) -> dict[str, Any]:
-    """What `rlkit check check.device=cpu` expects of the same run: seconds by name."""
+    """Return the forecast of `rlkit check check.device=cpu` for the same run: seconds by name."""
     from rlkit.config.compose import compose, experiment
     from rlkit.extras import forecast
 
@@ -316,7 +325,7 @@ def main() -> None:
 
 
 def row_of(given: dict[str, Any], runs: dict[str, list[Any]], rounds: int) -> dict[str, Any]:
-    """One size: medians over the rounds of the forecast and of the measured step."""
+    """Return the row of one size, with medians over the rounds of both sides."""
 
     def median(side: str, of: Any) -> float:
         return statistics.median(of(run) for run in runs[side])

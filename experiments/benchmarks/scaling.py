@@ -2,14 +2,18 @@
 
     python experiments/benchmarks/scaling.py [--axes batch length group turns rank]
 
-Whole `rlkit train` steps of the embedded model; replies never end, so that every point has exactly
-the tokens that its settings say. Each point is run once a round, points in turn; a figure is the
-median of the steps of all rounds without the first step of each. The exponent k of cost ~ size^k is
-fitted by least squares of the logarithms and given with its 95 % interval, for the whole step,
-generation and update. Beside it stands the exponent of the tokens that go through the update: cost
-that is linear in tokens has the same one. An exponent below that is a cost that does not grow with
-size; above it, one that grows faster: attention with length and turns. scaling.csv: a row a point,
-then a row (`size` is empty) for each axis with the exponents.
+The script runs whole `rlkit train` steps of the embedded model. Replies never end, so that the
+settings fix the number of tokens. Each point runs once per round, points in turn. A figure is the
+median over the steps of all rounds, without the first step of each round.
+
+The exponent k of cost ~ size^k is fitted by least squares of the logarithms. It is given with its
+95 % interval, for the whole step, generation and update. For comparison there is the exponent of
+the tokens in the update: a cost that is linear in tokens has the same exponent. With a lower
+exponent, part of the cost does not grow with size. With a higher one, part grows faster, like
+attention with length and turns.
+
+scaling.csv has a row for each point, and then for each axis a row with the exponents and an empty
+`size`.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ BASE += [
 ENDING = [
     "model._target_=rlkit.models.load_policy",
     "generation.max_new_tokens=64",
-]  # a reply that is cut ends its episode
+]  # a reply cut at its limit ends its episode
 AXES: dict[str, tuple[list[int], Any]] = {
     "batch": ([4, 8, 16, 32], lambda n: [f"batch.prompts={n}"]),
     "length": ([32, 64, 128, 256], lambda n: [f"generation.max_new_tokens={n}"]),
@@ -61,7 +65,7 @@ COSTS = ("step_s", "generate_s", "update_s")
 
 
 def point(axis: str, size: int, given: argparse.Namespace) -> list[dict[str, float]]:
-    """Costs of the steps of one run, the first left out."""
+    """Return the costs of the steps of one run, without the first step."""
     overrides = [
         *BASE,
         *AXES[axis][1](size),

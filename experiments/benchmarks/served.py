@@ -1,7 +1,7 @@
-"""rlkit's own engines as plain functions: the same in this checkout and in one from before engines
-were services.
+"""Call rlkit's engines as plain functions, in this checkout and in much older ones.
 
-So that one script can be timed against both, pair by pair:
+In older checkouts engines were no services. With this file, one script can be timed against both,
+pair by pair:
 
     PYTHONPATH=THIS_CHECKOUT python experiments/benchmarks/turns.py --once
     PYTHONPATH=OLDER_CHECKOUT python experiments/benchmarks/turns.py --once
@@ -21,16 +21,16 @@ Follow = Callable[
 def completions(
     name: str, policy: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], **given: Any
 ) -> list[Any]:
-    """The last completion of each prompt, all sampled side by side.
+    """Return the last completion of each prompt; all prompts are sampled at once.
 
     Args:
-      name: "cached" or "transformers". given: max_rows, `follow` and `kernel` (of "cached" alone),
-        and how a completion is sampled.
+      name: "cached" or "transformers".
+      given: max_rows, `follow` and `kernel` (for "cached" only), and the sampling parameters.
     """
     try:
         from rlkit import engines  # noqa: F401
     except ImportError:
-        from rlkit import generation  # before engines were services
+        from rlkit import generation  # in checkouts without services
 
         return (generation.cached if name == "cached" else generation.generate)(
             policy, prompts, seeds, **given
@@ -43,8 +43,10 @@ def completions(
 
 @cache
 def engine_of(name: str, max_rows: int, kernel: str) -> Any:
-    """One engine for all rounds of the process, as a run has one for all of its steps: its cache
-    keeps its memory."""
+    """Return one engine for all rounds of the process, so that its cache keeps its memory.
+
+    A run, too, has one engine for all of its steps.
+    """
     from rlkit import engines
 
     if name == "cached":

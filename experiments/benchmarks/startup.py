@@ -1,13 +1,12 @@
-"""How long until something happens: `rlkit --help`, a refused config, the first line and the first
-RL step of the default.
+"""How long does rlkit take until its help, a refusal, the first line and the first RL step?
 
     python experiments/benchmarks/startup.py
 
-Each run is a process of its own in an empty folder, in turn, after one of each that brings the
-files into the machine's memory. Help and refusal are timed to their end, the default from its start
-to its first line, and to the line that says that its first step is done; then it is stopped. The
-first line is to come within 1.3 times the import of torch, transformers and peft, measured in turn
-with it.
+Each run is its own process in an empty folder, in turn. One run of each comes first, to load the
+files into the machine's memory. Help and the refusal of a config are timed to their end. The
+default run is timed to its first line, and to the line about its finished first step; then it is
+stopped. The first line should come within 1.3 times the seconds of importing torch, transformers
+and peft, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ import bench
 COMMANDS: dict[str, tuple[list[str], int, float]] = {  # name → words, exit status, goal in seconds
     "help": (["--help"], 0, 1.0),
     "refused": (["train", "optimizer.lrr=1e-4"], 2, 5.0),
-    "first_line": (["train"], 0, 1.3),  # times the import
+    "first_line": (["train"], 0, 1.3),  # times the seconds of the import
     "first_step": (["train"], 0, 15.0),
 }
-LINES = {"first_line": "rlkit: ", "first_step": "step "}  # what the awaited line begins with
+LINES = {"first_line": "rlkit: ", "first_step": "step "}  # begin of the awaited line
 IMPORT = "import torch, transformers, peft"
 
 
 def ended(words: Sequence[str], status: int, threads: int, folder: Path) -> float:
-    """Seconds of a command that ends by itself."""
+    """Return the seconds of a command that ends by itself."""
     begun = time.perf_counter()
     done = subprocess.run(
         [bench.PYTHON, "-m", "rlkit", *words],
@@ -53,14 +52,14 @@ def ended(words: Sequence[str], status: int, threads: int, folder: Path) -> floa
 
 
 def importing(threads: int) -> float:
-    """Seconds of a process that imports what a run cannot do without."""
+    """Return the seconds of a process that only imports the packages needed by every run."""
     begun = time.perf_counter()
     subprocess.run([bench.PYTHON, "-c", IMPORT], env=bench.environment(threads), check=True)
     return time.perf_counter() - begun
 
 
 def until(line_begins: str, words: Sequence[str], threads: int, folder: Path) -> float:
-    """Seconds until a command prints a line that begins so."""
+    """Return the seconds until a command prints a line with this beginning."""
     begun = time.perf_counter()
     command = [bench.PYTHON, "-m", "rlkit", *words]
     environment = bench.environment(threads)

@@ -1,7 +1,9 @@
-"""Processor seconds of a short training of the embedded default, start and end included, to be
-compared with another checkout's (pairs.py).
+"""Measure the processor seconds of a short training of the embedded default.
 
     python experiments/benchmarks/steps.py --once [--steps 6] [--kernel eager]
+
+The seconds include the start and the end of the run. pairs.py compares them with another
+checkout's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import rlkit
 
 
 def train(steps: int, kernel: str) -> None:
-    """A run of so many steps in a folder that is thrown away, without a word."""
+    """Train for `steps` steps in a temporary folder, without output."""
     with (
         tempfile.TemporaryDirectory() as folder,
         open(os.devnull, "w") as nowhere,

@@ -1,16 +1,16 @@
-"""The whole comparison with the peers in one session: steps against TRL, decoding against vLLM,
-memory at several of TRL's micro-batches.
+"""Make the whole comparison with the peers in one session.
 
     bash experiments/benchmarks/peers_env.sh /tmp/peers && \\
         bash tests/extras/vllm/vllm_env.sh /tmp/vllm
     python experiments/benchmarks/table.py --python /tmp/peers/bin/python \\
         --vllm-python /tmp/vllm/bin/python
 
-Every comparison is a series of pairs, a process or a round of each side in turn, and which goes
-first alternates. table.csv has a row a figure: ours, the peer's, the median ratio of the pairs, the
-ratio of the table before this one, and the goal. It replaces peers.csv and decode.csv. It is
-refused at once where a peer is not installed; --without vllm or --without trl leaves one out, and
-the table says so.
+It compares steps with TRL's, decoding with vLLM's, and memory at several of TRL's micro-batches.
+Every comparison is a series of pairs. A pair is a process or a round of each side, and the sides
+take turns to go first. table.csv has a row for each figure: ours, the peer's, the median ratio of
+the pairs, the ratio in the table before this one, and the goal. The script also replaces peers.csv
+and decode.csv. It stops at once if a peer is not installed. --without vllm or --without trl leaves
+out a peer, and the table says so.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STEPS = {  # figure → (replies, beta), goal: at most this of TRL's time
     "step, forced replies, beta 0": ("forced", 0.0, 0.33),
 }
 DECODE = {64: 2.5, 256: 1.6}  # rows → goal: at least so many times vLLM's tokens a second
-MICRO_BATCHES = (1, 4, 8)  # of TRL's 128 rows: 128, 32 and 16 at once
+MICRO_BATCHES = (1, 4, 8)  # of TRL's 128 rows, in micro-batches of 128, 32 and 16
 MEMORY = 0.75  # of TRL's peak at its best micro-batch
 
 
 def steps_and_memory(given: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of the table and of peers.csv."""
+    """Return the rows of the table and of peers.csv."""
     size = (
         {"prompts": 2, "group": 2, "tokens": 8, "steps": 2}
         if given.quick
@@ -100,7 +100,7 @@ def steps_and_memory(given: Any) -> tuple[list[dict[str, Any]], list[dict[str, A
 
 
 def decoding(given: Any) -> list[dict[str, Any]]:
-    """Rows of the table; decode.csv is written by decode.py, engines in turn."""
+    """Run decode.py, which writes decode.csv with engines in turn, and return rows of the table."""
     words = [
         sys.executable,
         str(bench.HERE / "decode.py"),
@@ -144,7 +144,7 @@ def decoding(given: Any) -> list[dict[str, Any]]:
 def figure(
     name: str, peer: str, rows: list[dict[str, Any]], column: str, ratio: str, goal: Any
 ) -> dict[str, Any]:
-    """A line of the table from a pair of rows of peers.compare."""
+    """Return a line of the table, from a pair of rows of peers.compare."""
     by_side = {row["side"]: row for row in rows}
     return line(
         name, peer, by_side["rlkit"][column], by_side["trl"][column], by_side["rlkit"][ratio], goal
@@ -154,7 +154,10 @@ def figure(
 def line(
     name: str, peer: str, ours: float, theirs: float, ratio: float, goal: Any
 ) -> dict[str, Any]:
-    """One figure; decoding is a rate, of which more is better."""
+    """Return one figure as a line of the table.
+
+    More is better for decoding, which is a rate; less is better for all other figures.
+    """
     reached = (
         "" if goal == "" else (ratio >= goal if name.startswith("decoding") else ratio <= goal)
     )
@@ -170,7 +173,7 @@ def line(
 
 
 def before(file: Path) -> dict[tuple[str, str], str]:
-    """Ratios of the table before, by figure and peer."""
+    """Return the ratios of the table before this one, by figure and peer."""
     if not file.exists():
         return {}
     with file.open(newline="") as opened:

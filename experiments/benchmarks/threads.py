@@ -1,12 +1,14 @@
-"""How many threads of torch pay, and what a run loses beside busy processes.
+"""How many torch threads pay, and how much does a run lose beside busy processes?
 
     python experiments/benchmarks/threads.py
 
-neighbours: seconds an RL step of the default run, alone and beside one and three processes that
-never rest, with torch's own choice of threads, which spin between operations (as `rlkit train` ran
-before it chose), the same without spinning, and as `rlkit train` chooses. sizes: seconds of a
-decode step and of an update of models from one to some fifty million parameters with one and two
-threads, alone: the figures behind `rlkit.system.processors.PARAMETERS_PER_THREAD`.
+neighbours: seconds per RL step of the default run, alone and beside one and three processes that
+never rest. It runs with torch's own choice of threads, which spin between operations, with the same
+threads but no spinning, and with the choice of `rlkit train`.
+
+sizes: seconds of a decode step and of an update, for models of one to about fifty million
+parameters, with one and two threads, alone. `rlkit.system.processors.PARAMETERS_PER_THREAD` is
+based on these figures.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ SHAPES = {
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Processes that never rest."""
+    """Within the block, run `count` processes that never rest."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -54,7 +56,7 @@ def busy(count: int) -> Iterator[None]:
 def neighbours(
     rounds: int, counts: list[int], steps: int, extra: list[str], ways: dict = WAYS
 ) -> list[dict]:
-    """Median seconds a step for each way beside each number of neighbours; the ways in turn."""
+    """Return the median seconds per step for each way and number of neighbours, ways in turn."""
     seconds: dict[tuple[int, str], list[float]] = {}
     for _ in range(rounds):
         for count in counts:
@@ -102,13 +104,16 @@ def neighbours(
 
 
 def child(folder: str, overrides: list[str]) -> None:
-    """A run in this process; its seconds a step."""
+    """Run rlkit in this process, and answer with its seconds per step."""
     bench.answer(bench.steps_of(overrides, Path(folder) / "run")[0])
 
 
 def sizes(rounds: int, shapes: dict[int, tuple[int, int]]) -> list[dict]:
-    """Median seconds of a decode step of 64 rows and of an update of 16 rows of 128 tokens, one and
-    two threads in turn."""
+    """Return the median seconds of a decode step and of an update, for one and for two threads.
+
+    A decode step has 64 rows; an update has 16 rows of 128 tokens. The numbers of threads
+    alternate.
+    """
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 

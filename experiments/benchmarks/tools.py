@@ -1,14 +1,15 @@
-"""What slow tools cost: seconds of a step whose episodes each call one tool, under every rule of
-admission, against an instant tool.
+"""What do slow tools cost under each rule of admission, compared with an instant tool?
 
     python experiments/benchmarks/tools.py [--rounds 5] [--threads 2] [--tokens 96]
 
-The embedded model with the engine `cached`. Every episode has two replies with one call between
-them, of a tool that does nothing but wait: 64 episodes with one of 0.25 s, and 128 with one of 1 s.
-What a reply says is not read as a call: each first reply is given one, so that all episodes do the
-same. Rounds alternate between the rules and the instant tool; tools.csv has medians, and
-`more_than_instant`, the median of the paired differences in seconds. Called one after the other,
-the tools alone would take `apart_s`.
+The script measures the seconds of a step of the embedded model with the engine `cached`. Every
+episode has two replies, with one call of a tool in between, and the tool only waits. There are 64
+episodes with a tool of 0.25 s, and 128 with a tool of 1 s. The text of a reply is not read as a
+call: the call is added to each first reply, so that all episodes do the same.
+
+Rounds alternate between the rules and the instant tool. tools.csv has medians; `more_than_instant`
+is the median of the paired differences in seconds. `apart_s` is the time of all tool calls one
+after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RULES = {
     "barrier": ("barrier", 16),
     "free": ("free", 16),
 }  # rule, rounds
-ENDS = range(100, 760, 60)  # tokens that end a reply, so that replies are of many lengths
+ENDS = range(100, 760, 60)  # tokens that end a reply, so that lengths vary
 
 
 def instant() -> str:
@@ -47,8 +48,7 @@ instant.bounded = True  # type: ignore[attr-defined]
 
 
 class OneCall:
-    """A session that answers the first reply with the result of a tool, and ends after the
-    second."""
+    """A session that answers the first reply with a tool's result, and ends after the second."""
 
     def __init__(self, task: Task, seconds: float):
         self.task, self.tools = task, {"wait": self.wait if seconds else instant}
@@ -72,13 +72,13 @@ class OneCall:
 def step(
     policy: Policy, engine: Cached, tasks: Sequence[Task], seconds: float, **params: Any
 ) -> float:
-    """Seconds of all episodes, one a task."""
+    """Return the seconds of all episodes, one for each task."""
     environment = Environment(session=lambda task: OneCall(task, seconds), max_steps=3)
     begun = time.perf_counter()
     rollouts = collect(policy, tasks, engine=engine, environment=environment, **params)
     spent = time.perf_counter() - begun
     answered = [r for r in rollouts if len(r.steps) == 2 and r.steps[0].tool_results[0].ok]
-    if len(answered) < 0.9 * len(rollouts):  # the others were cut by length
+    if len(answered) < 0.9 * len(rollouts):  # the others reached the length limit
         raise RuntimeError(
             f"only {len(answered)} of {len(rollouts)} episodes have called their tool and gone on"
         )
@@ -88,7 +88,7 @@ def step(
 def measure(
     policy: Policy, episodes: int, seconds: float, rounds: int, tokens: int
 ) -> list[dict[str, Any]]:
-    """A row for each rule, and one for the instant tool."""
+    """Return a row for each rule, and one for the instant tool."""
     engine, tasks = Cached(), arithmetic(split="train", seed=0, max_samples=episodes)
     kinds = {"instant": (0.0, "rounds", 16)} | {
         name: (seconds, *rule) for name, rule in RULES.items()

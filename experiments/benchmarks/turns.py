@@ -1,16 +1,19 @@
-"""Seconds a turn of append-only episodes, at turn 5 and at turn 50: does a turn cost its new
-tokens, or its history again?
+"""Does a turn of an append-only episode cost only its new tokens, or its whole history again?
 
     python experiments/benchmarks/turns.py [--rows 32] [--turns 50] [--rounds 3] [--threads 2] \\
         [--once] [--kernel eager]
 
-Every turn adds 16 tokens and draws 8, with the embedded model, so a context is about 150 tokens
-long at turn 5 and 1,250 at turn 50. Turns of all episodes keep pace, since no reply ends before its
-limit. turns.csv has, for each engine, the seconds and the tokens that went through the model at
-both turns; the last column is the ratio of one decode step alone at both lengths of context,
-written by hand. The tokens are counted by a hook, and a model with hooks decodes by calls of torch.
-`--once` prints the processor seconds of one round of `cached` instead, to be compared with another
-checkout's (served.py). It counts no tokens, so `--kernel` says how it decodes.
+The script compares the seconds of turn 5 and of turn 50. Every turn adds 16 tokens and samples 8,
+with the embedded model. A context is therefore about 150 tokens long at turn 5, and 1,250 at turn
+50. The episodes keep pace with each other, since no reply ends before its limit.
+
+turns.csv has, for each engine, the seconds and the tokens through the model at both turns. The last
+column is the same ratio for one decode step of the model's own forward. The tokens are counted
+by a hook, and a model with hooks decodes by calls of torch.
+
+`--once` only prints the processor seconds of one round of `cached`, for a comparison with another
+checkout (served.py). It counts no tokens and sets no hook, so `--kernel` chooses the way of
+decoding.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ NEW, DRAWN = 16, 8
 
 
 def context_length(turn: int) -> int:
-    """Tokens before the reply of a turn, counted from 1."""
+    """Return the number of tokens before the reply of a turn, counted from 1."""
     return 48 + (turn - 1) * (NEW + DRAWN)
 
 
 def counted(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, float], dict[int, int]]:
-    """Seconds and tokens through the model, by turn."""
+    """Return the seconds and the tokens through the model, by turn."""
     read, now = dict.fromkeys(range(1, turns + 2), 0), [1]
     hook = policy.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: read.__setitem__(
@@ -56,7 +59,7 @@ def episodes(
     kernel: str = "auto",
     now: list[int] | None = None,
 ) -> dict[int, float]:
-    """Seconds by turn. `now` holds the turn that is played."""
+    """Return the seconds by turn. `now` holds the number of the current turn."""
     marks = {0: time.perf_counter()}
     now = [1] if now is None else now
     held = {i: tuple(100 + (7 * i + j) % 500 for j in range(48)) for i in range(rows)}
@@ -97,8 +100,10 @@ def episodes(
 
 
 def decode_step(policy, rows: int, length: int, rounds: int = 20) -> float:
-    """Seconds of one token for all rows after `length` tokens: the model's own forward with its own
-    cache, nothing else."""
+    """Return the seconds of one token for all rows after `length` tokens.
+
+    Only the model's own forward with its own cache is timed.
+    """
     ids = torch.randint(100, 600, (rows, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         cache = policy.model(input_ids=ids, use_cache=True).past_key_values

@@ -1,12 +1,11 @@
-"""Do fused norms, rotary positions and gates pay: one update's forward and backward pass with
-either `model.kernel`.
+"""Does `model.kernel=fused` pay? Time one update's forward and backward pass with both kernels.
 
     python experiments/benchmarks/update_kernel.py
 
-Both sides go through `rlkit.models.forward_logprobs` over the same 64 rows of the embedded model,
-groups of 8 replies to prompts of 40 tokens, in alternating rounds of one process. Three lengths of
-replies, with one thread and with two; and two larger models with random weights at the middle
-length.
+The fused kernel covers norms, rotary positions and gates. Both sides run
+`rlkit.models.forward_logprobs` over the same 64 rows of the embedded model, groups of 8 replies to
+prompts of 40 tokens, in alternating rounds of one process. There are three lengths of replies, with
+one thread and with two. Two larger models with random weights run at the middle length.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ROWS, GROUP, PROMPT = 64, 8, 40
 
 
 def spent(model: Any, kernel: str, packed: Any) -> tuple[float, float]:
-    """Seconds of the clock and of the processors of one forward and backward pass."""
+    """Return the wall and processor seconds of one forward and backward pass."""
     from rlkit.models import forward_logprobs
     from rlkit.models.fused import choose_kernel
 
@@ -35,7 +34,7 @@ def spent(model: Any, kernel: str, packed: Any) -> tuple[float, float]:
 
 
 def compared(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
-    """A row: both kernels in turn, medians, and the ratio of each pair."""
+    """Return a row with the medians of both kernels, run in turn, and the ratios of the pairs."""
     import torch
 
     from rlkit.models import pack

@@ -1,13 +1,12 @@
-"""The first week of a new user as one session: everything is typed as a user types it, and every
-outcome is asserted.
+"""Run a new user's first week as one session, and check the outcome of every command.
 
     python experiments/first_week/session.py CLONE FOLDER
 
-Makes a fresh virtual environment in FOLDER/venv, which must not exist yet, installs rlkit from
-CLONE as the README says, and works in FOLDER. The transcript is FOLDER/transcript.txt; paths in it
-are shortened. `--venv VENV` takes an existing environment. Exits with 1 if an outcome
-was not as asserted. Needs the package index for the installation, and nothing else of
-the network.
+Every command is typed as a user types it. The script makes a fresh virtual environment in
+FOLDER/venv, installs rlkit from CLONE as the README says, and works in FOLDER. FOLDER must not
+exist yet. `--venv VENV` uses an existing environment. The transcript is FOLDER/transcript.txt, with
+shortened paths. The exit status is 1 if an outcome was wrong. The installation needs the package
+index; nothing else needs the network.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-SHOWN = 14  # lines of an output that the transcript keeps at each end
+SHOWN = 14  # lines kept in the transcript at each end of an output
 SMALL = (
     "batch: {prompts: 4, group_size: 4}\ntrainer: {steps: 2}\nevaluation: {n: 8}\ngeneration:"
     " {max_new_tokens: 48}\n"
@@ -34,7 +33,7 @@ terms:
     weight: 1.0
     fn: {_target_: FUNCTION, _partial_: true}
 """
-OWN = {  # files of a user, beside those that the pages show
+OWN = {  # files of a user, besides the files shown on the pages
     "small.yaml": SMALL,
     "my_metrics.py": (
         '''
@@ -66,7 +65,7 @@ def counting(run_folder):
         " steps: 2\n"
     ),
 }
-MODULES = {  # name → (text, what the refusal says)
+MODULES = {  # name → (text, expected words of the refusal)
     "syntax": ("def score(rollout):\n    return 1.0 +\n", r"bad_syntax\.py:2: invalid syntax"),
     "indent": (
         "def score(rollout):\n  x = 1\n    return x\n",
@@ -106,7 +105,7 @@ PRESETS = {
         r"Did you mean 'dr_grpo'",
     ),
 }
-SLIPS = {  # what is typed → what is answered
+SLIPS = {  # typed words → expected answer
     "lr=1e-4": "Did you mean 'optimizer.lr'",
     "group_size=8": "Did you mean 'batch.group_size'",
     "beta=0.1": "Did you mean 'kl.coef'",
@@ -163,7 +162,7 @@ print(run.metrics[-1]["reward/mean"])
 
 
 class Terminal:
-    """Commands in a folder, what they say, and whether it was what it should be."""
+    """Type commands in a folder, keep a transcript, and check each command's output and status."""
 
     def __init__(self, folder: Path, names: dict[str, str], environ: dict[str, str]):
         self.folder, self.names, self.environ = folder, names, environ
@@ -172,7 +171,7 @@ class Terminal:
         self.transcript.write_text("")
 
     def write(self, text: str) -> None:
-        """Adds to the transcript, and shows it."""
+        """Add to the transcript, and print it."""
         for path, name in self.names.items():
             text = text.replace(path, name)
         print(text, flush=True)
@@ -180,7 +179,7 @@ class Terminal:
             file.write(text + "\n")
 
     def chapter(self, title: str) -> None:
-        """A heading."""
+        """Write a heading."""
         self.write(f"\n{'=' * 100}\n{title}\n{'=' * 100}")
 
     def type(
@@ -191,8 +190,11 @@ class Terminal:
         shown: int = SHOWN,
         within: Path | None = None,
     ) -> str:
-        """Runs a command. Its status has to be this, its output has to match each expression, and
-        no traceback may stand in it."""
+        """Run a command and return its output.
+
+        The command fails the check if it has another exit status, if a pattern of `says` does not
+        match its output, or if the output has a traceback.
+        """
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=within or self.folder,
@@ -228,12 +230,12 @@ class Terminal:
         return said
 
     def file(self, name: str, text: str) -> None:
-        """Writes a file of the user's."""
+        """Write a file of the user."""
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / name).write_text(text)
 
     def page(self, page: Path) -> None:
-        """Writes the files that a page shows under comments with their names."""
+        """Write the files shown on a page under comments with their names."""
         for part in re.split(r"^    (?=# [\w/]+\.(?:py|yaml)$)", page.read_text(), flags=re.M)[1:]:
             name, _, rest = part.partition("\n")
             body = re.split(r"^(?=    PYTHONPATH|\S)", rest, maxsplit=1, flags=re.M)[0]
@@ -241,7 +243,7 @@ class Terminal:
             self.write(f"(writes {name[2:]}, as {page.name} shows it)")
 
     def newest(self, place: str = "outputs/grpo") -> str:
-        """The newest run below a folder that has finished."""
+        """Return the newest finished run below a folder."""
         found = [
             f
             for f in (self.folder / place).glob("*/summary.json")
@@ -255,7 +257,7 @@ class Terminal:
 
 
 def first_run(t: Terminal) -> None:
-    """The default run, and what there is to look at before another one."""
+    """Train the default run, and look at everything a new user can look at before another run."""
     t.chapter("Day 1: the first run, and what would run")
     t.type("rlkit train", "reward .*kl", r"accuracy +0\.477 +0\.9", "next:")
     t.type("rlkit", "commands|usage|rlkit train", shown=6)
@@ -272,8 +274,7 @@ def first_run(t: Terminal) -> None:
 
 
 def own_parts(t: Terminal, clone: Path) -> None:
-    """A task, a reward, a tool, an environment, an advantage and metrics of one's own, from the
-    pages."""
+    """Use the parts shown on the pages: task, reward, tool, environment, advantage, metrics."""
     t.chapter("Day 2: my own task, reward, tool, environment, advantage, metrics")
     t.page(clone / "docs" / "first_task.md")
     t.page(clone / "docs" / "own_parts.md")
@@ -325,7 +326,10 @@ def own_parts(t: Terminal, clone: Path) -> None:
 
 
 def mistakes(t: Terminal) -> None:
-    """What is built wrong in the first week: one sentence, the place, no traceback."""
+    """Make the mistakes of a first week.
+
+    Each answer must name the place in one sentence, without a traceback.
+    """
     t.chapter("Day 3: mistakes")
     fn = "reward.terms.task.fn._target_"
     for name, (text, answer) in MODULES.items():
@@ -380,7 +384,7 @@ def mistakes(t: Terminal) -> None:
 
 
 def disks(t: Terminal) -> None:
-    """A disk that is full, and one that cannot be written to."""
+    """Train on a full disk and on a read-only disk."""
     t.chapter("Day 3: disks")
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         t.write("(left out: this machine lets no user mount a disk of his own)")
@@ -404,8 +408,7 @@ def disks(t: Terminal) -> None:
 
 
 def data(t: Terminal, *, fresh: bool) -> None:
-    """What a run wrote, opened with the usual tools; runs listed, compared, exported, reported,
-    continued."""
+    """Read a run's files with the usual tools. List, compare, export, report and continue runs."""
     t.chapter("Day 4: rollouts as data")
     t.type("rlkit train --config small.yaml", "finished", shown=3)
     run = t.newest()
@@ -447,8 +450,10 @@ def data(t: Terminal, *, fresh: bool) -> None:
 
 
 def install(t: Terminal, clone: Path, *, fresh: bool, tests: bool) -> None:
-    """The two commands of the README; the second one only if it is asked for, since .ci/run does it
-    too."""
+    """Type the two commands of the README.
+
+    The second one runs the tests, and only if it is asked for, since .ci/run does it too.
+    """
     t.chapter("Day 1: installation")
     if fresh:
         subprocess.run([sys.executable, "-m", "venv", str(t.folder / "venv")], check=True)
@@ -467,7 +472,7 @@ def install(t: Terminal, clone: Path, *, fresh: bool, tests: bool) -> None:
 
 
 def main() -> int:
-    """Runs the session; the exit status."""
+    """Run the session and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

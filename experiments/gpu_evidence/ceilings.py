@@ -1,4 +1,4 @@
-"""Part a: what the card reaches, what is installed, the tests marked gpu, and CUDA graphs."""
+"""Part a of the evidence: rates of the card, installed versions, CUDA graphs, and gpu tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pieces(setting: Setting) -> dict[str, Callable[[Report], str | None]]:
 
 
 def seconds_of(work: Callable[[], Any], device: str, rounds: int = 5) -> float:
-    """The least seconds of some rounds, after one that warms up."""
+    """Return the shortest time of `rounds` calls in seconds, after one call to warm up."""
     spent = []
     for _ in range(rounds + 1):
         wait_for(device)
@@ -51,8 +51,10 @@ def seconds_of(work: Callable[[], Any], device: str, rounds: int = 5) -> float:
 
 
 def measure_ceilings(setting: Setting, report: Report) -> None:
-    """Bytes a second of a copy on the device, read and written, and operations a second of a
-    bfloat16 product."""
+    """Report the bytes per second of a copy and the operations per second of a bfloat16 product.
+
+    A copied byte counts twice, because it is read and written.
+    """
     device = setting.device
     source = torch.ones(setting.pick(1 << 30, 1 << 22), dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
@@ -65,7 +67,7 @@ def measure_ceilings(setting: Setting, report: Report) -> None:
 
 
 def copy_rate(out: Path) -> float | None:
-    """Bytes a second of the measured copy; None before it was measured."""
+    """Return the bytes per second of the measured copy, or None if it is not measured yet."""
     for row in figures_of(read_rows(out), "a").get("ceilings", ()):
         if row.get("row") == "copy":
             return float(row["terabytes_per_s"]) * 1e12
@@ -73,7 +75,7 @@ def copy_rate(out: Path) -> float | None:
 
 
 def list_versions(setting: Setting, report: Report) -> None:
-    """The device, the packages, and which of the newer arguments torch's attention takes."""
+    """Report the device, the packages, and the newer arguments accepted by torch's attention."""
     from torch.nn.attention import varlen
 
     found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
@@ -96,7 +98,7 @@ def list_versions(setting: Setting, report: Report) -> None:
 
 
 def ask_driver(what: str) -> str:
-    """The card's state as nvidia-smi prints it."""
+    """Return the answer of nvidia-smi to a query."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return "no nvidia-smi"
@@ -104,7 +106,7 @@ def ask_driver(what: str) -> str:
 
 
 def report_graphs(report: Report, call: str, watch: Watch, engine: Cached) -> None:
-    """The counts so far, after a call of an engine."""
+    """Report the counts of CUDA graphs after a call of an engine."""
     shapes = engine.metrics().get("captured_shapes")
     report(
         "CUDA graphs",
@@ -119,8 +121,11 @@ def report_graphs(report: Report, call: str, watch: Watch, engine: Cached) -> No
 
 
 def count_after_calls(setting: Setting, report: Report) -> None:
-    """The start-up check draws 32 tokens, the first rollout more: a cache that is made again must
-    not end the captures. The same call once more should capture nothing."""
+    """Check that CUDA graphs are still captured after the engine has made a new cache.
+
+    The start-up check samples 32 tokens and the first rollout samples more, so the engine makes a
+    new cache. The third call repeats the second and should capture nothing.
+    """
     policy = embedded_policy(setting.device)
     engine = Cached()
     rows = setting.pick(64, 8)
@@ -132,7 +137,7 @@ def count_after_calls(setting: Setting, report: Report) -> None:
 
 
 def count_after_turns(setting: Setting, report: Report) -> None:
-    """Episodes of three turns, whose contexts grow, three times over."""
+    """Report the graphs of three calls, each with episodes of three turns and growing contexts."""
     policy = embedded_policy(setting.device)
     engine = Cached()
     rows = setting.pick(256, 8)
@@ -146,7 +151,7 @@ def count_after_turns(setting: Setting, report: Report) -> None:
 
 
 def run_tests(setting: Setting, report: Report) -> str | None:
-    """pytest -m gpu. Warnings of other versions of torch are no errors here."""
+    """Run pytest -m gpu. Warnings of other torch versions do not count as errors."""
     if importlib.util.find_spec("hypothesis") is None:
         return "hypothesis is not installed, which tests/conftest.py imports (wheels.sh has it)"
     quiet = ["-o", "addopts=", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]

@@ -1,6 +1,6 @@
-"""What the evidence reads inside `rlkit.engines.cached`; no other file here knows its names.
+"""Measure the insides of `rlkit.engines.cached`; no other file here uses its internal names.
 
-Where a name is gone, the figure is None and the rest goes on.
+If a later version lacks a name, the figure is None and the other measurements go on.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ import torch
 
 
 class Look(NamedTuple):
-    """One call of the decoder: some tokens for each row, then the host looks which rows ended."""
+    """One look: a call of the decoder that samples some tokens for each row.
+
+    After the call the host reads which rows have ended.
+    """
 
     begun: float  # seconds of the host's clock
-    launched: float  # of the first replay of a graph inside, `begun` without one
+    launched: float  # start of the first graph replay in the call; equals `begun` without a replay
     ended: float
-    rounds: int  # tokens that a drawing row got
+    rounds: int  # tokens sampled by each row, unless it ended earlier
 
 
 @dataclass
 class Watch:
-    """What an engine did while it was watched."""
+    """Counts and times of an engine within `watched`."""
 
     captures: int = 0
     replays: int = 0
@@ -41,25 +44,28 @@ class Watch:
 
     @property
     def refused(self) -> int:
-        """Warnings that a model cannot be captured."""
+        """The number of warnings about a model that cannot be captured."""
         return sum("cannot be captured" in text for text in self.warned)
 
     def host_ms(self, first: int = 0) -> float:
-        """Mean milliseconds between the end of a look and the first launch of the next one, in
-        which the card stands still, from the look `first` on; nan with fewer than two looks."""
+        """Return the mean milliseconds from the end of a look to the first launch of the next look.
+
+        Meanwhile the card is idle. `first` is the index of the first look that counts. The
+        result is nan with fewer than two looks.
+        """
         gaps = [b.launched - a.ended for a, b in itertools.pairwise(self.looks[first:])]
         return 1e3 * sum(gaps) / len(gaps) if gaps else math.nan
 
 
 @contextmanager
 def watched(engine: Any) -> Iterator[Watch]:
-    """Count captures, replays and refusals of CUDA graphs, and time each look of the decoder."""
+    """Within the block, count captures, replays and refusals of CUDA graphs, and time each look."""
     watch = Watch()
     make_decoder = engine.make_decoder
 
     def made(policy: Any) -> Any:
         decoder = make_decoder(policy)
-        vars(decoder).pop("advance", None)  # of an earlier watch
+        vars(decoder).pop("advance", None)  # left by an earlier watch
         decoder.advance = partial(look, decoder, decoder.advance)
         return decoder
 
@@ -86,7 +92,7 @@ def watched(engine: Any) -> Iterator[Watch]:
 
 @contextmanager
 def counted_graphs(watch: Watch) -> Iterator[None]:
-    """Count captured graphs and their replays: `capture` of cached/graphs.py returns the replay."""
+    """Count captured graphs and their replays. `capture` of cached/graphs.py returns the replay."""
     graphs: Any = None
     with suppress(ImportError):
         graphs = importlib.import_module("rlkit.engines.cached.graphs")
@@ -112,11 +118,13 @@ def counted_graphs(watch: Watch) -> Iterator[None]:
 
 @contextmanager
 def limited_by_seed(limit_of: Callable[[int], int]) -> Iterator[bool]:
-    """Give each completion a limit of its own, by its seed. Gives False where that is impossible:
-    all rows then draw up to generation.max_new_tokens.
+    """Within the block, limit each completion to a length computed from its seed.
 
-    A limit in SamplingParams would be the same for all rows: the decoder samples completions with
-    different numbers one kind after another.
+    Yield False if this version of the engine lacks the necessary method. All completions then have
+    the limit generation.max_new_tokens.
+
+    SamplingParams cannot hold these limits: the decoder samples completions with different
+    parameters one group after another, not together.
     """
     sampler: Any = None
     with suppress(ImportError):

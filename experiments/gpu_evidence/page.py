@@ -1,4 +1,4 @@
-"""One page out of the rows: what was measured, what is missing and why, and what to look at."""
+"""Write one page from the rows: results, missing pieces with their reasons, and what to look at."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ TABLES = {
     "curve": "Mean reward of each step in float32.",
     "training": "Mean reward of a step's samples.",
 }
-MOST_ROWS = 90  # of a table on the page; rows.jsonl has all
+MOST_ROWS = 90  # most rows of a table on the page; rows.jsonl has all
 
 
 def write_page(out: Path, header: str) -> Path:
-    """evidence.md beside the rows."""
+    """Write evidence.md beside the rows and return its path."""
     rows = read_rows(out)
     lines = ["# GPU evidence", "", header, "", *summary(rows), "", *remarks(rows)]
     for part, title in TITLES.items():
@@ -55,7 +55,7 @@ def write_page(out: Path, header: str) -> Path:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line a part: pieces by status."""
+    """Return a table with a line for each part: the number of pieces by status."""
     lines = ["| part | | pieces done | skipped | failed | interrupted | complete |"]
     lines.append("|---|---|---|---|---|---|---|")
     for part, title in TITLES.items():
@@ -67,7 +67,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def left_out(rows: Sequence[dict[str, Any]], part: str) -> list[str]:
-    """Pieces that have no result, each with its reason."""
+    """List the pieces without a result, each with its reason."""
     reasons = {row.get("piece"): row.get("reason", "") for row in rows if row["part"] == part}
     return [
         f"- {piece}: {'interrupted' if state == 'begun' else state}. {reasons[piece]}".rstrip()
@@ -77,7 +77,7 @@ def left_out(rows: Sequence[dict[str, Any]], part: str) -> list[str]:
 
 
 def tables_of(rows: Sequence[dict[str, Any]], part: str) -> dict[str, list[dict[str, Any]]]:
-    """The tables of a part. Curves and trainings have a row a step and a column a piece."""
+    """Return a part's tables. A curve or a training has a row per step and a column per piece."""
     tables = figures_of(rows, part)
     for name in ("curve", "training"):
         if name in tables:
@@ -86,7 +86,7 @@ def tables_of(rows: Sequence[dict[str, Any]], part: str) -> dict[str, list[dict[
 
 
 def side_by_side(own: Sequence[dict[str, Any]], figure: str) -> list[dict[str, Any]]:
-    """One figure by row, the pieces as columns."""
+    """Arrange one figure in a table with a line for each row key and a column for each piece."""
     by_row: dict[str, dict[str, Any]] = {}
     for row in own:
         by_row.setdefault(row["row"], {"row": row["row"]})[row["piece"]] = row.get(figure)
@@ -94,7 +94,7 @@ def side_by_side(own: Sequence[dict[str, Any]], figure: str) -> list[dict[str, A
 
 
 def markdown(own: Sequence[dict[str, Any]]) -> list[str]:
-    """A table with every column that one of the rows has."""
+    """Return a Markdown table with every column that occurs in a row."""
     columns = list(dict.fromkeys(key for row in own for key in row))
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in own[:MOST_ROWS]:
@@ -106,7 +106,7 @@ def markdown(own: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def written(value: Any) -> str:
-    """A cell; nothing for None."""
+    """Return the text of a cell, "" for None."""
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
 
 
@@ -114,7 +114,7 @@ def written(value: Any) -> str:
 
 
 def remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Figures that are not as they should be, worst first by the order of the parts."""
+    """List the figures that break a rule of this page, in the order of the parts."""
     lines = []
     for part in TITLES:
         failed = list(states_of(rows, part).values()).count("failed")
@@ -166,7 +166,7 @@ CHECKS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def compare_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Whether the rewards of both devices are equal, step by step."""
+    """Say whether the rewards on both devices are equal at every step."""
     sides: dict[str, list[float]] = {}
     for row in figures_of(rows, "e").get("curve", ()):
         sides.setdefault(row["piece"], []).append(row["reward"])

@@ -1,5 +1,7 @@
-"""Parts b and c: decoding steps, and one update by part. Models have random weights, which are
-made on the card."""
+"""Parts b and c of the evidence: time decoding steps, and the parts of one update.
+
+All models have random weights, made on the card.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ ARMS = {"base": 0, "adapters": RANK}
 
 
 def forget() -> None:
-    """Free the memory of models that are gone, and count the peak from here."""
+    """Free the memory of deleted models, and restart the count of peak memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -52,7 +54,7 @@ def forget() -> None:
 
 
 def peak_gb(device: str) -> float | None:
-    """Most memory that torch has held on a GPU since `forget`; None elsewhere."""
+    """Return the most memory [GB] held by torch on a GPU since `forget`; None on another device."""
     cuda = torch.device(device).type == "cuda"
     return round(torch.cuda.max_memory_allocated() / 1e9, 3) if cuda else None
 
@@ -61,8 +63,12 @@ def peak_gb(device: str) -> float | None:
 
 
 def decoding(setting: Setting) -> Pieces:
-    """Shapes × adapters × contexts, each kernel by kernel and by replay, then the kernels of a
-    step, and the draw and the attention alone."""
+    """List the pieces of part b: decoding steps, kernels, and single operations.
+
+    Each shape decodes with and without adapters at each context length, and `decode` measures every
+    mode of `modes`. For each shape two more pieces list the kernels of a step and time sampling and
+    attention alone.
+    """
     out: Pieces = {}
     contexts = setting.pick((512, 1024, 4096), (32, 64))
     for context in sorted(contexts, key=lambda n: (n != setting.pick(1024, 64), n)):
@@ -77,14 +83,17 @@ def decoding(setting: Setting) -> Pieces:
 
 
 def engine_of(**asked: Any) -> Cached | None:
-    """A cached engine with these options; None where this version has no such option."""
+    """Return a cached engine with these options, or None if this version lacks one of them."""
     known = inspect.signature(Cached.__init__).parameters
     return Cached(**asked) if set(asked) <= set(known) else None
 
 
 def modes(setting: Setting) -> dict[str, dict[str, Any]]:
-    """How a step can be started: by kernel, as a graph, and where there is one from torch's paged
-    attention. On a CPU only the first."""
+    """Return the engine options for each way to run a decoding step.
+
+    On a GPU the ways are a replayed CUDA graph, single kernels ("eager"), and a graph with torch's
+    paged attention ("replay, varlen"). A CPU has only "eager".
+    """
     eager = {"cuda_graphs": False, "kernel": "eager"}
     if setting.device == "cpu":
         return {"eager": eager}
@@ -92,11 +101,13 @@ def modes(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def decode(setting: Setting, shape: str, arm: str, context: int, report: Report) -> None:
-    """Milliseconds of a step of 256 rows, replies of a fixed length behind prompts that each group
-    of eight shares.
+    """Report the milliseconds of a decoding step of 256 rows, once for each mode.
 
-    The median over the looks, so that a pass over the prompts and a capture count for nothing. The
-    limit reads all weights once, and the keys and values of every row, at the copy rate of part a.
+    All replies have the same length. The eight rows of a group share a prompt.
+
+    A look is one call of the decoder (inside.Look). The step time is the median over the looks, so
+    the prefill of the prompts and the capture of a graph do not affect it. The limit assumes that a
+    step reads all weights once and the keys and values of every row, at the copy rate of part a.
     """
     forget()
     rows = setting.pick(256, 16)
@@ -114,7 +125,7 @@ def decode(setting: Setting, shape: str, arm: str, context: int, report: Report)
                 begun = time.perf_counter()
                 sample(engine, policy, grouped_prompts(rows, context - tokens // 2), tokens)
                 seconds = time.perf_counter() - begun
-        except EngineError as error:  # a mode that this torch does not have
+        except EngineError as error:  # this torch lacks the mode
             report("decode", mode, reason=str(error)[:200])
             continue
         looks = [(look.ended - look.begun) / look.rounds for look in watch.looks if look.rounds]
@@ -139,8 +150,10 @@ def decode(setting: Setting, shape: str, arm: str, context: int, report: Report)
 
 
 def list_kernels(setting: Setting, shape: str, report: Report) -> None:
-    """The kernels that take the most time of a call with adapters, by torch.profiler; the first
-    call is not counted."""
+    """Report the ten kernels with the most time in a call with adapters, by torch.profiler.
+
+    An earlier, identical call warms the engine up and is not profiled.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     forget()
@@ -173,8 +186,11 @@ def list_kernels(setting: Setting, shape: str, report: Report) -> None:
 
 
 def time_alone(setting: Setting, shape: str, report: Report) -> None:
-    """The draw over the whole vocabulary, and one layer's attention of 256 rows three ways: keys
-    and values in one piece, gathered from pages first, and read from pages by torch's kernel."""
+    """Time sampling over the whole vocabulary, and one layer's attention of 256 rows in three ways.
+
+    The attention reads keys and values as one contiguous tensor, gathers them from pages first, or
+    reads them from pages by torch's own kernel.
+    """
     own = SHAPES[shape]
     device = setting.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -209,14 +225,14 @@ def time_alone(setting: Setting, shape: str, report: Report) -> None:
     for way, work in ways.items():
         try:
             spent = seconds_of(work, device)
-        except Exception as error:  # a way that this torch or this device does not have
+        except Exception as error:  # this torch or this device lacks the way
             report("alone", f"attention, {way}", reason=str(error).partition("\n")[0][:200])
             continue
         report("alone", f"attention, {way}", ms=round(1e3 * spent, 4), rows=rows, context=length)
 
 
 def paged_attention(query: Any, pool: Any, table: Any, length: int) -> Any:
-    """torch's attention from pages, for rows of one query each."""
+    """Run torch's paged attention for rows of one query each."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows = len(table)
@@ -233,7 +249,10 @@ def paged_attention(query: Any, pool: Any, table: Any, length: int) -> Any:
 
 
 def updates(setting: Setting) -> Pieces:
-    """Shapes × tokens, each with and without checkpointing; attention alone; gaps in bfloat16."""
+    """List the pieces of part c: updates, attention alone, and gaps between log-probs.
+
+    An update is timed for each number of tokens and each shape, with and without checkpointing.
+    """
     out: Pieces = {}
     for tokens in setting.pick((16_384, 32_768), (256,)):
         for shape in setting.pick(("0.6B", "8B"), ("rehearsed",)):
@@ -249,8 +268,10 @@ def updates(setting: Setting) -> Pieces:
 
 
 def packed_rows(tokens: int, setting: Setting, **options: Any) -> tuple[Any, int]:
-    """Groups of eight replies behind a prompt of GSM8K's length, about so many packed tokens;
-    and the number of replies."""
+    """Return packed groups of about `tokens` tokens, and the number of their replies.
+
+    A group has a prompt as long as GSM8K's and eight replies to it.
+    """
     prompt = setting.pick(350, 16)
     reply = setting.pick(230, 12)
     groups = max(1, round(tokens / (prompt + GROUP * reply)))
@@ -265,11 +286,14 @@ def packed_rows(tokens: int, setting: Setting, **options: Any) -> tuple[Any, int
 def time_update(
     setting: Setting, shape: str, tokens: int, checkpointing: bool, report: Report
 ) -> None:
-    """Seconds of one forward and backward pass with adapters, of its parts by difference, and of
-    AdamW. `linear` is the trunk without attention: projections, norms and gates.
+    """Report the seconds of one forward and backward pass with adapters, and of AdamW.
 
-    Attention is timed alone and taken for each layer. Checkpointing adds a forward pass to a
-    forward and a backward pass, which are worth three: 4/3 of the time.
+    The seconds of the pass are also split into parts, by differences of measured times. `linear` is
+    the trunk without attention: projections, norms and gates.
+
+    One layer's attention is timed alone and multiplied by the number of layers. A forward and a
+    backward pass cost as much as three forward passes. Checkpointing adds a fourth, and the
+    attention therefore takes 4/3 of the time.
     """
     forget()
     device = setting.device
@@ -311,7 +335,7 @@ def time_update(
 
 
 def attention_seconds(own: Any, packed: Any, setting: Setting) -> float:
-    """Of one layer's attention to packed rows, forward and backward."""
+    """Return the seconds of one layer's attention to packed rows, forward and backward."""
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
     q, k, v = (
         torch.randn(
@@ -333,8 +357,10 @@ def attention_seconds(own: Any, packed: Any, setting: Setting) -> float:
 
 
 def time_attention(setting: Setting, shape: str, report: Report) -> None:
-    """One layer's attention to packed rows by each of rlkit's paths, and by `varlen_attn` with
-    repeated heads, which torch 2.11 takes too."""
+    """Time one layer's attention to packed rows by each of rlkit's paths.
+
+    On a GPU, also time `varlen_attn` with repeated heads; torch 2.11 accepts repeated heads too.
+    """
     tokens = setting.pick(16_384, 256)
     ways: dict[str, Any] = {"as rlkit chooses": None}
     ways["steps"] = Kernels(varlen=False, steps=True)
@@ -348,7 +374,7 @@ def time_attention(setting: Setting, shape: str, report: Report) -> None:
         try:
             with repeated_heads(way.endswith("repeated")):
                 spent = attention_seconds(own, packed, setting)
-        except Exception as error:  # a way that this torch or this device does not have
+        except Exception as error:  # this torch or this device lacks the way
             report("attention", way, reason=str(error).partition("\n")[0][:200])
             continue
         report("attention", way, ms=round(1e3 * spent, 3), packed_tokens=len(packed.ids))
@@ -356,7 +382,10 @@ def time_attention(setting: Setting, shape: str, report: Report) -> None:
 
 @contextmanager
 def repeated_heads(wanted: bool) -> Any:
-    """`varlen_attn` without `enable_gqa`: keys and values are repeated for their heads before."""
+    """Within the block, call `varlen_attn` without `enable_gqa`, if `wanted`.
+
+    Keys and values are first repeated to the number of query heads.
+    """
     from torch.nn.attention import varlen
 
     before = varlen.varlen_attn
@@ -377,8 +406,11 @@ def repeated_heads(wanted: bool) -> Any:
 
 
 def measure_gaps(setting: Setting, model: str, report: Report) -> None:
-    """Differences in nats of the log-probs of sampled tokens: sampler, trainer, and the model's own
-    forward, in bfloat16 and for the embedded model in float32 too."""
+    """Report how far three computations of the sampled tokens' log-probs differ, in nats.
+
+    The three are the sampler, the trainer, and the model's own forward pass. All run in bfloat16,
+    and the embedded model also in float32.
+    """
     dtypes = ("bfloat16", "float32") if model == "embedded" else ("bfloat16",)
     for dtype in dtypes:
         forget()
@@ -411,7 +443,10 @@ def measure_gaps(setting: Setting, model: str, report: Report) -> None:
 
 
 def gap_policy(setting: Setting, model: str, dtype: str) -> Policy:
-    """Adapters on a base of this dtype, as the presets for pretrained models train."""
+    """Return a policy with adapters on a base of this dtype.
+
+    The presets for pretrained models train the same kind of policy.
+    """
     lora = LoRA(rank=RANK)
     if model == "embedded":
         return embedded_policy(setting.device, lora=lora, dtype=dtype)

@@ -1,5 +1,8 @@
-"""Parts d to f: whole RL steps at GSM8K's lengths, the embedded model's curve on two devices, and
-Qwen3-0.6B on GSM8K beside TRL."""
+"""Parts d to f of the evidence: whole RL steps and training runs.
+
+Part d times RL steps at GSM8K's lengths, part e trains the embedded model on two devices, and part
+f trains Qwen3-0.6B on GSM8K beside TRL.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from rlkit.training.selfcheck import check_policy
 from rlkit.training.update.probe import probe_memory
 from rlkit.types import Task
 
-# Tokens of a reply on GSM8K without thinking by share of replies, assumed: mean 236.
+# Share of replies → tokens of a reply on GSM8K without thinking. The shares are assumed; the mean
+# length is 236 tokens.
 REPLY = ((0.0, 40), (0.1, 100), (0.25, 140), (0.5, 200), (0.75, 280), (0.9, 390), (0.97, 600))
 REPLY += ((1.0, 1024),)
 PROMPT = 350  # tokens of a problem of GSM8K with the schema of the calculator
@@ -32,7 +36,7 @@ QUIET = ["logger=none", "evaluation.n=0", "schedule=constant", "callbacks.rollou
 
 
 def quantile(share: float, points: Sequence[tuple[float, int]] = REPLY) -> int:
-    """The length that this share of replies does not exceed, by linear interpolation."""
+    """Return the length in tokens of the reply at this quantile, by linear interpolation."""
     for (below, low), (above, high) in itertools.pairwise(points):
         if share <= above:
             return round(low + (high - low) * (share - below) / (above - below))
@@ -40,13 +44,13 @@ def quantile(share: float, points: Sequence[tuple[float, int]] = REPLY) -> int:
 
 
 def reply_limit(seed: int, longest: int) -> int:
-    """The length of the reply with this seed, scaled so that the longest is `longest`."""
+    """Return the length of the reply with this seed, scaled to at most `longest` tokens."""
     share = (seed * 0x9E3779B97F4A7C15 % 2**64) / 2**64
     return max(1, round(quantile(share) * longest / REPLY[-1][1]))
 
 
 def mean_reply(longest: int) -> float:
-    """Mean of `reply_limit` over all seeds."""
+    """Return the mean of `reply_limit` over all seeds."""
     areas = [(b - a) * (x + y) / 2 for (a, x), (b, y) in itertools.pairwise(REPLY)]
     return sum(areas) * longest / REPLY[-1][1]
 
@@ -55,7 +59,7 @@ def mean_reply(longest: int) -> float:
 
 
 def whole_steps(setting: Setting) -> Pieces:
-    """Shapes × prompts a step, with adapters."""
+    """List the pieces of part d: each shape with each number of prompts per step, with adapters."""
     return {
         f"{shape}, {prompts} × {setting.pick(8, 2)}": partial(steps, setting, shape, prompts)
         for prompts in setting.pick((32, 64), (2,))
@@ -64,12 +68,12 @@ def whole_steps(setting: Setting) -> Pieces:
 
 
 def spread(rollout: Any, /) -> float:
-    """1 for every second sample of a prompt, so that each group has a signal."""
+    """Return 1 for every second sample of a prompt, else 0, so that each group has a signal."""
     return float(rollout.sample % 2)
 
 
 def problems_of(words: int, count: int) -> list[Task]:
-    """Problems with different questions of so many words."""
+    """Return `count` problems with different questions of about `words` words."""
     return [
         Task(f"problem/{i}", ({"role": "user", "content": f"{i} " + "1 " * words},), "0")
         for i in range(count)
@@ -98,8 +102,11 @@ def overrides_of(setting: Setting, shape: str, prompts: int) -> list[str]:
 
 
 def steps(setting: Setting, shape: str, prompts: int, report: Report) -> None:
-    """Whole steps: generation, scoring, update. A row a step, and the roofline model's seconds for
-    the same lengths at the measured copy rate."""
+    """Report whole steps (generation, scoring, update), one row for each step.
+
+    A last row gives the seconds predicted by the roofline model for the same lengths, at the
+    measured copy rate.
+    """
     forget()
     longest = setting.pick(1024, 24)
     composed = compose(overrides_of(setting, shape, prompts))
@@ -124,7 +131,7 @@ def steps(setting: Setting, shape: str, prompts: int, report: Report) -> None:
 def take_steps(
     setting: Setting, learner: Any, tasks: Sequence[Task], watch: Watch, report: Report
 ) -> int:
-    """Whole steps, a row each. Returns: tokens of a prompt."""
+    """Run whole steps and report a row for each. Return the number of tokens of a prompt."""
     stream = rlkit.StreamState()
     prompt = 0
     x = learner.x
@@ -159,7 +166,7 @@ def take_steps(
 
 
 def roofline_row(expected: Any) -> dict[str, Any]:
-    """A forecast under the names that a measured step has."""
+    """Return a forecast under the column names of a measured step."""
     parts = expected.seconds
     generate = parts["prefill"] + sum(v for name, v in parts.items() if name.startswith("decode"))
     return {
@@ -172,7 +179,10 @@ def roofline_row(expected: Any) -> dict[str, Any]:
 
 
 def ready(x: Any, tasks: Any) -> tuple[Any, Any, bool]:
-    """The policy on its device, checked as before a run; the device; whether log-probs agree."""
+    """Return the policy on its device, the device, and whether the log-probs agree.
+
+    The policy passes the same checks as before a run.
+    """
     from rlkit.system import rng
     from rlkit.system.device import load_on_device
 
@@ -186,8 +196,11 @@ def ready(x: Any, tasks: Any) -> tuple[Any, Any, bool]:
 
 
 def curves(setting: Setting) -> Pieces:
-    """The default run on the CPU, then on the card; in a rehearsal the CPU twice, the second time
-    with steps that round differently."""
+    """List the pieces of part e: the default run on the CPU and on the card.
+
+    A rehearsal runs both on the CPU. The second of the two then uses kernels that round
+    differently.
+    """
     first = ["trainer.accelerator=cpu"]
     second = ["trainer.accelerator=gpu", "trainer.precision=32-true"]
     if setting.device == "cpu":
@@ -199,7 +212,7 @@ def curves(setting: Setting) -> Pieces:
 
 
 def curve(setting: Setting, overrides: Sequence[str], report: Report) -> None:
-    """Mean reward of each step of the embedded model's run of 20 steps, in float32."""
+    """Report the mean reward of each step of a run of the embedded model: 20 steps, in float32."""
     count = setting.pick(20, 2)
     small = setting.pick([], ["batch.prompts=4", "batch.group_size=4"])
     x = rlkit.experiment(*QUIET, f"trainer.steps={count}", *small, *overrides)
@@ -224,7 +237,7 @@ def curve(setting: Setting, overrides: Sequence[str], report: Report) -> None:
 
 # --------------------------------------------------------------------- f. Qwen3-0.6B on GSM8K
 
-FOUND = {  # a repository in the local cache of the hub → a file that it has to hold
+FOUND = {  # a repository in the local cache of the hub → a file that proves the download
     "Qwen/Qwen3-0.6B": "model.safetensors",
     "openai/gsm8k": "main/train-00000-of-00001.parquet",
 }
@@ -233,7 +246,7 @@ SEEDS = (0, 1, 2)
 
 
 def in_cache(name: str) -> str | None:
-    """The id itself if the local cache of the hub has it, else None."""
+    """Return the repository's id if the local cache of the hub holds the repository, else None."""
     from huggingface_hub import try_to_load_from_cache
 
     kind = "dataset" if name == "openai/gsm8k" else "model"
@@ -242,7 +255,7 @@ def in_cache(name: str) -> str | None:
 
 
 def gsm8k(setting: Setting) -> Pieces:
-    """Two arms × three seeds of rlkit, then TRL's three."""
+    """List the pieces of part f: for each of three seeds, two arms of rlkit and one of TRL."""
     out: Pieces = {}
     for seed in setting.pick(SEEDS, SEEDS[:1]):
         for arm in ADAPTERS:
@@ -252,7 +265,7 @@ def gsm8k(setting: Setting) -> Pieces:
 
 
 def sources(setting: Setting) -> tuple[str, str] | str:
-    """Paths of the weights and of the problems; or why there are none."""
+    """Return the paths of the weights and of the problems, or a message about the missing one."""
     weights = setting.weights or in_cache("Qwen/Qwen3-0.6B")
     problems = setting.problems or in_cache("openai/gsm8k")
     if weights is None:
@@ -265,7 +278,7 @@ def sources(setting: Setting) -> tuple[str, str] | str:
 
 
 def run_settings(setting: Setting) -> list[str] | str:
-    """Overrides of model, task and size; or why the part is skipped."""
+    """Return the overrides of model, task and sizes, or the reason for skipping the part."""
     if setting.rehearse:
         small = ["batch.prompts=4", "batch.group_size=4", "generation.max_new_tokens=32"]
         return [*small, "trainer.steps=2", "evaluation.n=8", "environment=single_turn"]
@@ -287,7 +300,7 @@ def run_settings(setting: Setting) -> list[str] | str:
 
 
 def train(setting: Setting, arm: str, seed: int, report: Report) -> str | None:
-    """`rlkit train`; goes on where an earlier command was cut off."""
+    """Run `rlkit train`. A run cut off by an earlier command continues from its last checkpoint."""
     from rlkit.commands.cli import main
 
     own = run_settings(setting)
@@ -318,7 +331,7 @@ REPORTS: dict[str, Report] = {}  # where the callback of a run in this process w
 
 
 def row_of_step(run: Path, /) -> Any:
-    """A callback: one row a step."""
+    """Return a callback that reports one row for each step."""
     import lightning as L
 
     class Rows(L.Callback):
@@ -337,7 +350,10 @@ def row_of_step(run: Path, /) -> Any:
 
 
 def train_with_trl(setting: Setting, seed: int, report: Report) -> str | None:
-    """TRL's GRPOTrainer with the same problems, reward, sizes and rate for all weights."""
+    """Train all weights with TRL's GRPOTrainer on rlkit's problems, with rlkit's reward and sizes.
+
+    The learning rate is the same too.
+    """
     missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (experiments/benchmarks/peers_env.sh)"

@@ -1,4 +1,4 @@
-"""TRL beside part f. Imported only where TRL is installed."""
+"""Train with TRL beside part f. This module is imported only if TRL is installed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from rlkit.types import Rollout, Step
 
 
 def train(setting: Setting, overrides: Sequence[str], seed: int, report: Report) -> None:
-    """A row a step. The prompts, their order, the reward, the rate and the sizes are those of the
-    experiment; loss and sampling as in experiments/benchmarks/peers.py."""
+    """Train with TRL and report a row for each step.
+
+    Prompts, their order, reward, learning rate and sizes are the experiment's. Loss and sampling
+    are set as in experiments/benchmarks/peers.py.
+    """
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -94,6 +97,6 @@ def train(setting: Setting, overrides: Sequence[str], seed: int, report: Report)
 
 
 def score(text: str, answer: str) -> float:
-    """rlkit's own reward of a reply of one turn."""
+    """Return rlkit's own reward for a reply of one turn."""
     task = rlkit.Task("trl", ({"role": "user", "content": ""},), answer)
     return float(numeric(Rollout(task, (Step((), (), (), (), "stop", content=text),))))

@@ -1,12 +1,13 @@
-"""Rows of the evidence, one line of JSON each, written as soon as they are known.
+"""Store the rows of the evidence, one line of JSON each, as soon as they are measured.
 
     {"part": "b", "piece": "0.6B base, 512", "status": "begun"}
     {"part": "b", "piece": "0.6B base, 512", "status": "row", "table": "decode", "key": "replay", …}
     {"part": "b", "piece": "0.6B base, 512", "status": "done"}
 
-A part is a list of pieces. A piece is over once it is done, skipped or failed, and a part once it
-has a row with the status `over`. Whatever is over is not done again. A piece that was interrupted
-starts again; of two rows with one table and key the later one counts.
+A part is a list of pieces. A piece is over when it is done, skipped or failed. A part is over when
+it has a row with the status `over`. A piece or part that is over never runs again. An interrupted
+piece starts again from its beginning; if two rows have the same table and key, the later row
+counts.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any
 
 FILE = "rows.jsonl"
 OVER = ("done", "skipped", "failed")
-TRIES = 2  # starts of a piece that bring no row, after which it counts as failed
+TRIES = 2  # a piece fails after this many starts in a row without a result
 Row = Mapping[str, Any]
-# Takes the name of a table, the key of a row in it, and the row's figures.
+# A function that takes the name of a table, the key of a row in the table, and the row's figures.
 Report = Callable[..., None]
 
 
 def append_row(folder: Path, **row: Any) -> None:
-    """Add one row and hand it to the disk, so that a kill loses nothing."""
+    """Append one row and flush it to the disk, so that a kill loses nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("a+b") as file:
         torn = file.tell() > 0 and _last_byte(file) != b"\n"
@@ -42,7 +43,7 @@ def _last_byte(file: Any) -> bytes:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows of a folder in order, [] without a file. A line torn by a kill is left out."""
+    """Return all rows of a folder in order, [] without a file. Skip a line torn by a kill."""
     file = folder / FILE
     rows = []
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -54,8 +55,10 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def states_of(rows: Sequence[Row], part: str) -> dict[str, str]:
-    """Pieces of a part in the order of their first start, each with its last status; `row` counts
-    as `begun`."""
+    """Return each piece of a part with its last status, in the order of their first start.
+
+    The status `row` is returned as `begun`.
+    """
     states: dict[str, str] = {}
     for row in rows:
         if row["part"] == part and row.get("piece"):
@@ -64,12 +67,12 @@ def states_of(rows: Sequence[Row], part: str) -> dict[str, str]:
 
 
 def is_over(rows: Sequence[Row], part: str) -> bool:
-    """Whether all pieces of a part were over the last time that it ran."""
+    """Return whether all pieces of a part were over when it last ran."""
     return any(row["part"] == part and row["status"] == "over" for row in rows)
 
 
 def vain_starts(rows: Sequence[Row], part: str, piece: str) -> int:
-    """How often a piece has begun since its last row."""
+    """Return how often a piece has begun since its last row."""
     starts = 0
     for row in rows:
         if (row["part"], row.get("piece")) == (part, piece):
@@ -78,8 +81,11 @@ def vain_starts(rows: Sequence[Row], part: str, piece: str) -> int:
 
 
 def figures_of(rows: Sequence[Row], part: str) -> dict[str, list[dict[str, Any]]]:
-    """The tables of a part: of each its rows in order, without the columns that say where they
-    belong. Of rows with one piece, table and key the last one counts."""
+    """Return the tables of a part, each with its rows in order.
+
+    The columns `part`, `status` and `table` are left out. If several rows have the same piece,
+    table and key, the last row counts.
+    """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         if row["part"] == part and row["status"] == "row":
@@ -102,13 +108,13 @@ def perform(
     *,
     again: bool = False,
 ) -> int:
-    """Do the pieces of a part that are not over, in their order, until one fails.
+    """Run the unfinished pieces of a part in order, until one fails.
 
     Args:
-      pieces: name → function that reports its rows, and returns why it was skipped or None.
-      again: pieces that failed are tried once more.
-    Returns: 0 once all are over; 3 if one has failed and others may be left, which need a process
-      of their own, because a failure on a GPU can leave CUDA unusable.
+      pieces: name → function that reports its rows and returns why it was skipped, or None.
+      again: also run failed pieces once more.
+    Returns: 0 when all pieces are over; 3 after a failure. The remaining pieces then need a new
+      process, because a failure on a GPU can leave CUDA unusable.
     """
     for name, work in pieces.items():
         rows = read_rows(folder)

@@ -1,11 +1,11 @@
-"""The first hour on a GPU: every figure that only a card can give, in parts that can be resumed.
+"""Measure every figure that needs a GPU, in about an hour and in resumable parts.
 
     python experiments/gpu_evidence/run.py --out FOLDER --wheels WHEELS
     python experiments/gpu_evidence/run.py --out FOLDER --rehearse     # tiny, on a CPU, in 90 s
 
-The command stops by itself after nine minutes; started again with the same --out it goes on with
-what is missing. Each part is a process of its own with a limit of its own. Its rows go to
-FOLDER/rows.jsonl as soon as they are known, and FOLDER/evidence.md is the page made of them.
+The command stops by itself after nine minutes. The same command with the same --out continues with
+the missing parts. Each part runs in its own process with its own time limit. A row is written to
+FOLDER/rows.jsonl as soon as it is measured; FOLDER/evidence.md is a page made of all rows.
 
     a  copy and bfloat16 product, versions, captures of CUDA graphs, tests marked gpu
     b  decoding steps of 0.6B, 4B and 8B shapes against the limit of the bandwidth
@@ -14,8 +14,9 @@ FOLDER/rows.jsonl as soon as they are known, and FOLDER/evidence.md is the page 
     e  the embedded model's curve of 20 steps on the CPU and on the card
     f  Qwen3-0.6B on GSM8K: two arms, three seeds, TRL beside it; skipped without weights
 
-It needs torch, transformers, lightning, peft and pytest. `bash wheels.sh WHEELS` makes the others
-where there is an index. Exit status 0: all parts are complete; 1: something is left or has failed.
+The machine needs torch, transformers, lightning, peft and pytest. `bash wheels.sh WHEELS` fetches
+the other packages on a machine with a package index. Exit status 0: all parts are complete; 1: a
+part is unfinished or has failed pieces.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from rows import append_row, is_over, read_rows, states_of
 HERE = Path(__file__).resolve().parent
 OUT = Path("outputs/gpu_evidence")
 ROOT = HERE.parents[1]
-COMMAND_S = 540  # seconds of one command; machines that are lent may end it after 600
-SHORT = 20  # seconds in which no part is worth starting
+COMMAND_S = 540  # seconds of one command; a lent machine may end a command after 600 s
+SHORT = 20  # seconds: with less time left, no part is started
 NEEDED = {
     "torch": "torch",
     "transformers": "transformers",
@@ -52,7 +53,10 @@ NEEDED = {
 
 
 class Part(NamedTuple):
-    """Which function lists the pieces, and the seconds that one process of it may take."""
+    """A part of the evidence: the function that lists its pieces, and the time limit of a process.
+
+    limit: most seconds of a command on the part
+    """
 
     module: str
     function: str
@@ -130,7 +134,7 @@ def main() -> int:
 
 
 def missing() -> list[str]:
-    """Packages that rlkit or the parts import and that are not here."""
+    """Return the packages missing here among the imports of rlkit and the parts."""
     importlib.invalidate_caches()
     return [
         package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None
@@ -147,7 +151,7 @@ def install(wheels: Path, target: Path) -> None:
 
 
 def device_of(given: Any, parser: argparse.ArgumentParser) -> str:
-    """The name of the card, or "cpu, rehearsed"."""
+    """Return the name of the card, or a note that this is a rehearsal on a CPU."""
     if given.rehearse:
         return "cpu, rehearsed: sizes of seconds, no figure counts"
     import torch
@@ -158,7 +162,7 @@ def device_of(given: Any, parser: argparse.ArgumentParser) -> str:
 
 
 def claim(out: Path, device: str, parser: argparse.ArgumentParser) -> None:
-    """Rows of two devices do not share a folder."""
+    """Record the device of a folder, or stop if the folder has rows of another device."""
     rows = [row for row in read_rows(out) if row["status"] == "device"]
     if not rows:
         append_row(out, part="", status="device", device=device)
@@ -170,7 +174,10 @@ def claim(out: Path, device: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run_part(part: str, given: Any, ends: float) -> None:
-    """Start processes of a part until it is complete, or until its time or the command's is up."""
+    """Start processes for a part until the part is complete or time is up.
+
+    The time is the part's limit or the rest of the command's time, whichever ends first.
+    """
     rows = read_rows(given.out)
     again = len(given.only) < len(PARTS) and "failed" in states_of(rows, part).values()
     if is_over(rows, part) and not again:
@@ -183,7 +190,7 @@ def run_part(part: str, given: Any, ends: float) -> None:
             return
         print(f"=== {part}: {left:.0f} s left", flush=True)
         status = start(part, given, left, again)
-        again = False  # a piece that fails again waits for the next command
+        again = False  # a piece that fails again is left to the next command
         if status == 0:
             return
         if status is None and stops < ends:
@@ -194,7 +201,7 @@ def run_part(part: str, given: Any, ends: float) -> None:
 
 
 def start(part: str, given: Any, seconds: float, again: bool) -> int | None:
-    """The exit status of a process of its own, None where it was ended after so many seconds."""
+    """Run a part in its own process. Return its exit status, None after a timeout of `seconds`."""
     words = [sys.executable, str(HERE / "run.py"), "--inside", part, "--out", str(given.out)]
     words += ["--rehearse"] * given.rehearse + ["--only", part] * again
     words += ["--seconds", str(int(seconds) + 30)]
@@ -215,9 +222,12 @@ def start(part: str, given: Any, seconds: float, again: bool) -> int | None:
 
 
 def environment(out: Path, rehearse: bool) -> dict[str, str]:
-    """This checkout and the unpacked wheels importable, no network, no progress bars."""
+    """Return environment variables that make this checkout and the unpacked wheels importable.
+
+    They also switch off the network and progress bars.
+    """
     folders = [str(ROOT), str(HERE), str(out / "packages"), os.environ.get("PYTHONPATH", "")]
-    one = {"OMP_NUM_THREADS": "1"} if rehearse else {}  # others may use this processor too
+    one = {"OMP_NUM_THREADS": "1"} if rehearse else {}  # other programs may use this processor too
     return (
         os.environ
         | one
@@ -231,14 +241,17 @@ def environment(out: Path, rehearse: bool) -> dict[str, str]:
 
 
 def close_open(out: Path, part: str, reason: str) -> None:
-    """Pieces that had begun have failed."""
+    """Record every unfinished piece of a part as failed."""
     for piece, state in states_of(read_rows(out), part).items():
         if state == "begun":
             append_row(out, part=part, piece=piece, status="failed", reason=reason)
 
 
 def do_part(given: Any) -> int:
-    """Inside a part's process, which ends itself if its parent is gone."""
+    """Run the pieces of a part in this process.
+
+    SIGALRM ends the process after `--seconds`, even if its parent is gone.
+    """
     from rows import perform
     from weights import Setting
 

@@ -1,4 +1,4 @@
-"""Random weights in a known shape, made on the card without files, and completions of them."""
+"""Make models with random weights of a known shape on the card, and sample completions of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RANK = 16
 GROUP = 8
 SHAPES = {name: KNOWN[f"Qwen/Qwen3-{name}"] for name in ("0.6B", "4B", "8B")}
 SHAPES["rehearsed"] = Shape(2, 64, 4, 2, 16, 128, 1024, True)
-NEVER = (-1,)  # the id of no token: replies end at their limits
+NEVER = (-1,)  # an id of no token: replies end only at their limits
 
 
 class Setting(NamedTuple):
-    """What all pieces are given."""
+    """The options given to every piece."""
 
     out: Path
     device: str = "cuda"  # or cpu
@@ -34,12 +34,12 @@ class Setting(NamedTuple):
     problems: str | None = None  # folder or hub id of GSM8K
 
     def pick(self, full: Any, tiny: Any) -> Any:
-        """One of two sizes."""
+        """Return `tiny` in a rehearsal, else `full`."""
         return tiny if self.rehearse else full
 
     @property
     def shapes(self) -> tuple[str, ...]:
-        """Names of the shapes that are decoded."""
+        """The names of the shapes to decode."""
         return self.pick(("0.6B", "4B", "8B"), ("rehearsed",))
 
 
@@ -52,8 +52,10 @@ def random_policy(
     gradient_checkpointing: bool = False,
     **_: Any,
 ) -> Policy:
-    """Random weights of SHAPES[shape] beside the embedded tokenizer, whose replies never end by
-    themselves. It stands in for `load_policy`; the other arguments of that change nothing here.
+    """Return a policy with random weights of SHAPES[shape] and the embedded tokenizer.
+
+    Its replies end only at their length limits. The function stands in for `load_policy`; other
+    arguments of `load_policy` are accepted and ignored.
 
     Args:
       dtype: "auto" is bfloat16 on a GPU, float32 elsewhere.
@@ -91,12 +93,12 @@ def random_policy(
 
 
 def embedded_policy(device: str, **given: Any) -> Policy:
-    """The model that ships with rlkit; no reply ends by itself."""
+    """Return rlkit's embedded model as a policy whose replies end only at their length limits."""
     return load_policy(path="tiny", device=device, **given)._replace(eos_token_ids=NEVER)
 
 
 def grouped_prompts(rows: int, length: int, start: int = 0) -> list[tuple[int, ...]]:
-    """Random prompts of one length, each for GROUP rows."""
+    """Return random prompts of one length; GROUP consecutive rows share a prompt."""
     generator = torch.Generator().manual_seed(start)
     distinct = torch.randint(100, 700, (-(-rows // GROUP), length), generator=generator).tolist()
     return [tuple(distinct[row // GROUP]) for row in range(rows)]
@@ -105,8 +107,11 @@ def grouped_prompts(rows: int, length: int, start: int = 0) -> list[tuple[int, .
 def sample(
     engine: Cached, policy: Policy, prompts: Sequence[Sequence[int]], tokens: int, turns: int = 1
 ) -> list[Generation]:
-    """One completion of `tokens` tokens for each prompt, all at once; of several turns the last
-    one. A further turn adds eight tokens behind the reply."""
+    """Sample one completion of `tokens` tokens for each prompt, all at once.
+
+    With several turns, return the completions of the last turn. Each further turn continues the
+    context with the reply and eight more tokens.
+    """
     params = SamplingParams(max_new_tokens=tokens)
 
     async def episode(index: int, prompt: Sequence[int]) -> Generation:
@@ -126,19 +131,21 @@ def sample(
 
 
 def wait_for(device: str) -> None:
-    """The device has done all that it was given."""
+    """Wait until the device has finished all its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 
 
 def median(values: Sequence[float]) -> float | None:
-    """None of no values."""
+    """Return the median, or None without values."""
     return statistics.median(values) if values else None
 
 
 def card_of(device: str, rate: float | None) -> Card:
-    """This device for the roofline model: an entry of its table, or the H100's, with the copy rate
-    [bytes/s] that was measured here."""
+    """Return this device's entry in the roofline model's table, or the H100's entry.
+
+    rate: measured copy rate [bytes/s], replaces the entry's bandwidth if it is given
+    """
     if torch.device(device).type != "cuda":
         card = CARDS["cpu"]
     else:

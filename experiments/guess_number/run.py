@@ -1,11 +1,10 @@
-"""Does PPO with turn-level GAE learn on episodes of many steps? Three seeds of
-experiment=guess_number_ppo, one after the other.
+"""Does PPO with turn-level GAE learn on episodes of many steps?
 
     python experiments/guess_number/run.py [--seeds 0 1 2]
 
-Every run is `rlkit train` on one torch thread in an empty folder. Writes a row to results.csv and
-one a step to curves.csv after each run, passes over seeds that are there already, and draws
-curve.png.
+The script trains experiment=guess_number_ppo with three seeds, one after the other. Every run is
+`rlkit train` on one torch thread in an empty folder. After each run it adds a row to results.csv,
+and a row for each step to curves.csv. It skips seeds with a row, and draws curve.png.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ sys.path.insert(0, str(HERE.parent))
 import study  # noqa: E402
 
 COMMON = ("trainer.threads=1", "logger=none")
-TURNS = 50  # over which the reward few_turns falls from 1 to 0
-HALVING = 1 - (3.7 - 1) / TURNS  # mean reward of a player that halves the bounds from 1 to 20
+TURNS = 50  # over these turns the reward few_turns falls from 1 to 0
+HALVING = 1 - (3.7 - 1) / TURNS  # mean reward of a player who halves the bounds from 1 to 20
 STEP = {
     "reward": "reward/mean",
     "guesses": "tools/turns",
@@ -36,7 +35,7 @@ STEP = {
 
 
 def one_run(seed: int) -> tuple[dict, list[dict]]:
-    """One run's row, and a row for each of its steps."""
+    """Train one run. Return its row, and a row for each of its steps."""
     summary, rows, seconds = study.trained(["experiment=guess_number_ppo", *COMMON, f"seed={seed}"])
     result: dict = {"seed": seed, "steps": summary["steps"], "games": summary["after"]["n"]}
     for when in ("before", "after"):
@@ -64,7 +63,7 @@ def one_run(seed: int) -> tuple[dict, list[dict]]:
 
 
 def processor() -> str:
-    """The processor's name, where the system tells it."""
+    """Return the processor's name as far as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -73,13 +72,13 @@ def processor() -> str:
 
 
 def read(name: str) -> list[dict]:
-    """The rows that are there."""
+    """Return the rows of a file, [] without a file."""
     path = HERE / name
     return list(csv.DictReader(path.open())) if path.exists() else []
 
 
 def write(name: str, rows: list[dict]) -> None:
-    """All rows, by seed."""
+    """Write all rows, sorted by seed."""
     with (HERE / name).open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
@@ -87,8 +86,7 @@ def write(name: str, rows: list[dict]) -> None:
 
 
 def plot(results: list[dict], curves: list[dict]) -> None:
-    """Mean reward of the training games of each step, and of the evaluation games before and
-    after."""
+    """Draw the mean reward of the games: of each training step, and before and after training."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,7 +98,7 @@ def plot(results: list[dict], curves: list[dict]) -> None:
         line = axes.plot(
             *zip(*mine, strict=True), linewidth=1.1, alpha=0.7, label=f"seed {row['seed']}"
         )[0]
-        shift = 0.25 * (int(row["seed"]) - 1)  # so that the bars of the seeds stand side by side
+        shift = 0.25 * (int(row["seed"]) - 1)  # places the seeds' bars beside each other
         for when, place in (("before", 0), ("after", int(row["steps"]) + 1)):
             mean, low, high = (float(row[f"{when}_{x}"]) for x in ("reward", "low", "high"))
             axes.errorbar(

@@ -1,9 +1,9 @@
-"""Prints which skills were learned, by the rule of the page.
+"""Print which skills were learned, by the rule of the page.
 
 python experiments/laptop/learned.py
 
 A seed has learned if test accuracy rises by at least 0.2 and the 95 % interval at the end excludes
-the start; a skill, if every seed has.
+the start. A skill is learned if every seed has learned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RISE = 0.2
 
 
 def has_learned(row: Mapping[str, str]) -> bool:
-    """Whether a run has learned; `row` is one of a study's results.csv."""
+    """Return whether a run has learned; `row` is a row of a study's results.csv."""
     start, end = float(row["base"]), float(row["final"])
     return round(end - start, 6) >= RISE and start < float(row["final_low"])
 

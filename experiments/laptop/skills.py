@@ -29,7 +29,10 @@ COLOURS = (
 def draw_problems(
     name: str, draw: Callable[[random.Random], tuple], split: Split, seed: int, count: int
 ) -> list[tuple]:
-    """Problems of a split: a fifth of all that `draw` can give is test, a tenth is validation."""
+    """Return `count` problems of a split, made by `draw`.
+
+    A fifth of all possible problems is test, and a tenth is validation.
+    """
     check_split(split)
     rng = random.Random(f"{name}/{seed}/{split}")
     problems: list[tuple] = []
@@ -49,7 +52,7 @@ def say(role: str, content: str) -> Message:
 
 @gives("binary")
 def coin(rollout: Rollout, *, rate: float) -> float:
-    """1 for a share `rate` of all rollouts, whatever they say, else 0."""
+    """Return 1 for a share `rate` of all rollouts, whatever their text, else 0."""
     name = f"{rollout.task.id}/{rollout.group}/{rollout.sample}"
     return float(zlib.crc32(name.encode()) < rate * 2**32)
 
@@ -58,7 +61,7 @@ def coin(rollout: Rollout, *, rate: float) -> float:
 
 
 def draw_people(rng: random.Random) -> tuple[tuple[str, int], ...]:
-    """Three people with different ages."""
+    """Return three people with different ages."""
     return tuple(zip(rng.sample(NAMES, 3), rng.sample(range(18, 90), 3), strict=True))
 
 
@@ -76,7 +79,7 @@ FORM_EXAMPLE = (("Sam", 42), ("Ola", 67), ("Fay", 25))
 
 
 def form(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """Who of three people is the oldest, as JSON, after one worked example."""
+    """Return tasks that ask for the oldest of three people as JSON, after one worked example."""
     example = [say("user", ask_oldest(FORM_EXAMPLE)), say("assistant", oldest_json(FORM_EXAMPLE))]
     return [
         Task(
@@ -92,7 +95,7 @@ def form(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
 
 @gives("binary")
 def same_json(rollout: Rollout) -> float:
-    """1 if the whole reply is JSON with the content of `task.answer`, else 0."""
+    """Return 1 if the whole reply is JSON with the content of `task.answer`, else 0."""
     answer = final_answer(rollout)
     try:
         given = load_json(answer or "")
@@ -105,7 +108,7 @@ def same_json(rollout: Rollout) -> float:
 
 
 def solve(question: str, expressions: Sequence[str], answer: int | str) -> list[Message]:
-    """A conversation that calls the calculator once for each expression and then answers."""
+    """Return a conversation that calls the calculator once for each expression and then answers."""
     messages = [say("user", question)]
     for number, expression in enumerate(expressions):
         name = f"call_{number}"
@@ -118,7 +121,7 @@ def solve(question: str, expressions: Sequence[str], answer: int | str) -> list[
 
 
 def draw_sum(rng: random.Random) -> tuple[int, int, str, int]:
-    """a · b ± c, always positive."""
+    """Return the numbers and the sign of a · b ± c, always positive."""
     return (
         rng.randrange(100, 1000),
         rng.randrange(12, 100),
@@ -128,7 +131,7 @@ def draw_sum(rng: random.Random) -> tuple[int, int, str, int]:
 
 
 def tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """A product of three and two digits, then a sum, with the calculator: one call for each.
+    """Return tasks with a product of three and two digits and then a sum, one call for each.
 
     The conversation that solves a task is its `metadata["messages"]`, for algorithm=sft.
     """
@@ -151,7 +154,7 @@ def tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
 
 
 def two_steps(split: Split, seed: int, count: int) -> list[Task]:
-    """The word problems of task=arithmetic that take two operations."""
+    """Return the word problems of task=arithmetic with two operations."""
     drawn = arithmetic(split=split, seed=seed, max_samples=8 * count)
     return [task for task in drawn if len(operations_of(task)) == 2][:count]
 
@@ -161,7 +164,7 @@ def operations_of(task: Task) -> list[str]:
 
 
 def solution(expression: str) -> str:
-    """Both operations with their results, and the answer.
+    """Return both operations with their results, and the answer.
 
     >>> solution("(14 + 4) / 6")
     '14 + 4 = 18. 18 / 6 = 3. #### 3'
@@ -173,7 +176,7 @@ def solution(expression: str) -> str:
 
 
 def words(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """Two-step word problems without a tool; `metadata["messages"]` has the solution."""
+    """Return two-step word problems without a tool; `metadata["messages"]` has the solution."""
     return [
         task._replace(
             id=f"words/{split}/{seed}/{i}",
@@ -190,7 +193,10 @@ def words(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]
 
 
 def words_with_tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """The same problems with the calculator; `metadata["messages"]` as in `tool`."""
+    """Return the problems of `words` with the calculator.
+
+    `metadata["messages"]` has the conversation that solves a task, as in `tool`.
+    """
     return [
         task._replace(
             id=f"words_with_tool/{split}/{seed}/{i}",
@@ -215,7 +221,7 @@ def draw_keys(rng: random.Random) -> tuple[str, ...]:
 
 
 def ask_door(keys: Sequence[str], number: int) -> str:
-    """What is said before door `number`, counted from 0. The colours are told once."""
+    """Return the message before door `number`, counted from 0. The colours are told only once."""
     if number == 0:
         listed = ", ".join(f"{i} {key}" for i, key in enumerate(keys, 1))
         return f"Doors: {listed}. Each opens with the key of its colour. Which key opens door 1?"
@@ -223,7 +229,7 @@ def ask_door(keys: Sequence[str], number: int) -> str:
 
 
 def doors(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """Open all doors in their order, after one game that was won."""
+    """Return tasks to open all doors in order, after an example of a won game."""
     example: list[Message] = []
     for number, key in enumerate(DOORS_EXAMPLE):
         example += [say("user", ask_door(DOORS_EXAMPLE, number)), say("assistant", key)]
@@ -240,7 +246,7 @@ def doors(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]
 
 
 def open_doors(rollout: Rollout) -> int:
-    """How many doors the replies open before the first wrong key."""
+    """Return how many doors the replies open before the first wrong key."""
     count = 0
     for key, step in zip(rollout.task.answer.split(), rollout.steps, strict=False):
         if step.content.strip().rstrip(".").lower() != key:
@@ -250,17 +256,17 @@ def open_doors(rollout: Rollout) -> int:
 
 
 def next_door(rollout: Rollout, step: int) -> str:
-    """The next question of the game."""
+    """Return the next question of the game."""
     return ask_door(rollout.task.answer.split(), step + 1)
 
 
 def is_over(rollout: Rollout, step: int) -> bool:
-    """Whether the last key was wrong, or the last door is open."""
+    """Return whether the last key was wrong, or the last door is open."""
     return open_doors(rollout) <= step or step + 1 == DOORS
 
 
 @gives("binary")
 @no_gold  # one reply cannot hold the whole game
 def all_open(rollout: Rollout) -> float:
-    """1 if every reply was the right key and all doors are open, else 0."""
+    """Return 1 if every reply was the right key and all doors are open, else 0."""
     return float(open_doors(rollout) == DOORS)

@@ -32,14 +32,14 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def keep_cases(notes: Path) -> None:
-    """Keep what each case did, without its output."""
+    """Write each case's row without the command's output."""
     found = {row["seed"]: row for row in map(json.loads, notes.read_text().splitlines())}
     rows = [{name: found[seed][name] for name in FIELDS} for seed in sorted(found)]
     write_rows(HERE / "fuzz.csv", [{**row, "faults": "; ".join(row["faults"])} for row in rows])
 
 
 def keep_outcomes(path: Path) -> None:
-    """Keep the last outcome of each mutation."""
+    """Write the last outcome of each mutation."""
     found = {tuple(row[name] for name in MUTATION): row for row in read_rows(path)}
     write_rows(HERE / "mutants.csv", list(found.values()))
 

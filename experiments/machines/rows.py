@@ -1,4 +1,4 @@
-"""Prints the rows of some runs as a table: python experiments/machines/rows.py FOLDER…"""
+"""Print the metrics of some runs as a table: python experiments/machines/rows.py FOLDER…"""
 
 from __future__ import annotations
 

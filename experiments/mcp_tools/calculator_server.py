@@ -1,9 +1,9 @@
-"""An MCP server with one tool, a calculator, made with the official package. It knows nothing of
-rlkit but the tool's arithmetic.
+"""An MCP server with one tool, a calculator, made with the official package.
 
     python experiments/mcp_tools/calculator_server.py [PORT]
 
-Over standard input and output, or over streamable HTTP on a port of this machine.
+It serves over standard input and output, or over streamable HTTP on a port of this machine. From
+rlkit it uses only the arithmetic.
 """
 
 import sys

@@ -1,12 +1,12 @@
-"""Does a policy learn with the tools of an MCP server as it does with the same function in the
-process?
+"""Does a policy learn equally well with a tool on an MCP server and with the same function?
 
     pip install -c constraints.txt -e '.[mcp]'
     python experiments/mcp_tools/run.py [--seeds 0 1 2] [--steps 25]
 
-First 64 episodes each way with the same weights: their token ids and log-probs are compared, and a
-server with a process for each episode with a shared one. Then the default run both ways. Writes
-results.csv beside itself. No network.
+First it plays 64 episodes each way with the same weights: with the function in the process, with a
+shared server, and with a server process for each episode. Their token ids must be equal, and their
+log-probs are compared. Then it trains the default run with the function and with the shared server.
+It writes results.csv beside itself and needs no network.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, str(HERE / "calculator_server.py")]
-ENV = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # a server inherits no more than it needs
+ENV = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # an MCP server inherits almost no variables
 
 
 def equal_episodes(seed: int) -> dict:
-    """64 episodes with the tool in the process, with a shared server, and with a process for each
-    episode that calls."""
+    """Play 64 episodes each way and compare their token ids and log-probs.
+
+    The ways are the tool in the process, a shared server, and a process for each episode that
+    calls.
+    """
     import rlkit
     from rlkit.environments import calculator, tool_use
     from rlkit.extras.programs import mcp
@@ -62,7 +65,7 @@ def equal_episodes(seed: int) -> dict:
 
 
 def trained(seed: int, steps: int, *overrides: str) -> dict:
-    """The default run with these overrides: its summary."""
+    """Train the default run with these overrides and return its summary."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["train", f"seed={seed}", f"trainer.steps={steps}", "logger=none", *overrides]
         subprocess.run(

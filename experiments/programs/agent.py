@@ -1,13 +1,14 @@
-"""A plain agent that knows nothing of rlkit: one question, a calculator, and the loop that everyone
-writes. Needs the `openai` package."""
+"""A plain agent written without rlkit: one question, a calculator, and the usual loop.
+
+It needs the `openai` package.
+"""
 
 import json
 import os
 
 from openai import OpenAI
 
-# The embedded model has seen one tool, described in these words; other words are another prompt to
-# it.
+# The embedded model knows one tool, described in these words. Other words make another prompt.
 TOOL = {
     "type": "function",
     "function": {
@@ -24,7 +25,7 @@ TOOL = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of digits and operators."""
+    """Return the value of an expression of digits and operators."""
     if (
         not set(expression) <= set("0123456789+-*/(). ")
         or len(expression) > 100

@@ -1,5 +1,7 @@
-"""An agent that knows nothing of rlkit: one question, a calculator, and the loop that everyone
-writes. Needs the `anthropic` package."""
+"""An agent written without rlkit: one question, a calculator, and the usual loop.
+
+It needs the `anthropic` package.
+"""
 
 import json
 import os
@@ -18,7 +20,7 @@ TOOL = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of digits and operators."""
+    """Return the value of an expression of digits and operators."""
     if (
         not set(expression) <= set("0123456789+-*/(). ")
         or len(expression) > 100

@@ -1,11 +1,11 @@
-"""Do delays and crashes of some programs change what the others say? 64 episodes of one RL step of
-fixed weights, three times.
+"""Do delays and crashes of some programs change the tokens of the others?
 
     python experiments/programs/delays.py [--episodes 64] [--delay 2.0] [--crashes 0.1]
 
-Each program is a process, waiting_agent.py. It waits before its requests for a time drawn from its
-task, and some crash on the way. Compared with the same episodes without delays: token ids of those
-that survive, and their log-probs. Then processes and sockets that are left.
+The script plays 64 episodes of one RL step three times, with fixed weights. Each program is a
+process, waiting_agent.py. It waits before each request, for a random time seeded by its task's id;
+some programs crash. The surviving episodes are compared with the same episodes without delays:
+their token ids and log-probs. In the end the script counts left-over processes and sockets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ AGENT = str(Path(__file__).with_name("waiting_agent.py").resolve())
 
 
 def environment(delay: float, crashes: float) -> Environment:
-    """Programs that ask twice, `delay` seconds apart at most."""
+    """Return an environment of programs that ask twice.
+
+    delay: longest wait before each request, in seconds
+    """
     tool = json.dumps(tool_schema(calculator))
     return program(
         command=["python", AGENT],
@@ -37,7 +40,7 @@ def environment(delay: float, crashes: float) -> Environment:
 
 
 def left_over() -> dict[str, int]:
-    """Processes that this one or its programs have started, and its open sockets (Linux)."""
+    """Count the processes started by this one or its programs, and its open sockets (Linux)."""
     found = [
         child
         for task in Path("/proc/self/task").glob("*/children")
@@ -55,7 +58,7 @@ def left_over() -> dict[str, int]:
 
 
 def compare(a: list[Rollout], b: list[Rollout]) -> dict[str, float]:
-    """What differs between the episodes that survive in both."""
+    """Compare the episodes that survive in both lists."""
     pairs = [
         (x, y) for x, y in zip(a, b, strict=True) if "error" not in (x.truncation, y.truncation)
     ]
@@ -80,7 +83,7 @@ def compare(a: list[Rollout], b: list[Rollout]) -> dict[str, float]:
 
 
 def study(episodes: int, delay: float, crashes: float) -> dict[str, dict[str, float]]:
-    """Delays alone, and delays with crashes, against neither."""
+    """Compare delays alone, and delays with crashes, with undisturbed episodes."""
     policy = load_policy(path="tiny")
     tasks = arithmetic(split="test", seed=0, max_samples=episodes)
     before = left_over()

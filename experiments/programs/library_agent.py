@@ -1,8 +1,7 @@
-"""A game played by an agent of a kept agent library, pydantic-ai's, which knows nothing of rlkit.
-Needs `pydantic-ai-slim[openai]`.
+"""A game played by an agent of an agent library, pydantic-ai, written without rlkit.
 
-The program hides a number from 1 to 20, tells the agent "higher" or "lower", and leaves the
-guesses in guesses.json. library_verifier.py judges them.
+It needs `pydantic-ai-slim[openai]`. The program hides a number from 1 to 20, tells the agent
+"higher" or "lower", and leaves the guesses in guesses.json. library_verifier.py judges them.
 """
 
 import json
@@ -18,7 +17,7 @@ TURNS = 16
 agent = Agent(OpenAIChatModel("policy"))  # OPENAI_BASE_URL and OPENAI_API_KEY
 number = (
     zlib.crc32(json.loads(os.environ["RLKIT_TASK"])["id"].encode()) % 20 + 1
-)  # another one for each task
+)  # differs between tasks
 said, history, found = "Guess my number from 1 to 20. I say higher or lower.", None, []
 for _ in range(TURNS):
     reply = agent.run_sync(said, message_history=history)

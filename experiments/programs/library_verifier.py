@@ -1,4 +1,4 @@
-"""The reward of an episode of library_agent.py: how quickly its number was found."""
+"""Reward an episode of library_agent.py by how quickly its number was found."""
 
 import json
 import os

@@ -1,15 +1,15 @@
-"""How long does a large request keep the event loop from decoding, and what does a late turn of a
-long conversation cost?
+"""How long does a large request stop the decoding, and what does a late turn cost?
 
     python experiments/programs/limits.py [--turns 1500]
 
-The embedded model's template and tokenizer; the engine answers at once with a word. A client in a
-thread of its own sends the requests. The loop is asked every millisecond whether it still runs; its
-longest silence during a request is "stands still". Requests of 4 MB are one long text, many
-short messages, and a tool with a long schema; each is refused, since the context holds less. A turn
-is a request with the whole conversation so far, and its seconds are the mean of ten turns. All
-seconds are this process's on the processor, with the client's share, so that other work on the
-machine does not count.
+The embedded model's template and tokenizer encode the requests, and the engine answers at once with
+one word. A client in its own thread sends the requests. Every millisecond the script checks whether
+the event loop still runs; "stands still" is the loop's longest silence during a request.
+
+Requests of 4 MB are one long text, many short messages, and a tool with a long schema. Each is
+refused, since it exceeds the context. A turn is a request with the whole conversation so far, and
+its seconds are the mean of ten turns. All seconds are processor seconds of this process, including
+the client's share, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ LARGE: dict[str, dict[str, Any]] = {
 
 
 async def watched(work: Callable[[], None]) -> tuple[float, float]:
-    """Run work in a thread. Returns: its seconds, and the longest silence of the loop meanwhile."""
+    """Run `work` in a thread.
+
+    Returns: its seconds, and the loop's longest silence meanwhile.
+    """
     begun = last = time.process_time()
     silence = 0.0
     task = asyncio.create_task(asyncio.to_thread(work))
@@ -60,7 +63,7 @@ async def watched(work: Callable[[], None]) -> tuple[float, float]:
 
 
 def played(policy: Policy, play: Callable[..., Any], turns: int) -> None:
-    """Play an episode of this function."""
+    """Play an episode of this program."""
     word = tuple(encode_scaffold(policy.renderer, "seven<|im_end|>"))
     reply = Generation(word, (-1.0,) * len(word), "stop")
 
@@ -93,7 +96,7 @@ def large_requests() -> None:
 
 
 def long_conversation(turns: int) -> None:
-    """Print the seconds of some turns of one conversation."""
+    """Print the seconds of some turns of one long conversation."""
     taken: list[float] = []
 
     def play(task: Task, client: Client) -> None:

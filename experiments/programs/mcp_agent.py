@@ -1,7 +1,6 @@
-"""An MCP client that knows nothing of rlkit: it starts a tool server, offers the server's tools to
-its model, and runs what is called.
+"""An MCP client written without rlkit. It needs only the `mcp` package.
 
-Needs the `mcp` package, and nothing else.
+It starts a tool server, offers the server's tools to its model, and runs the called tools.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ SERVER = Path(__file__).with_name("mcp_calculator.py")
 
 
 def ask(messages: list, tools: list) -> dict:
-    """The policy's message."""
+    """Send a request and return the policy's message."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": tools}).encode()
     headers = {
         "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
@@ -31,8 +30,10 @@ def ask(messages: list, tools: list) -> dict:
 
 
 def offered(tool) -> dict:
-    """A tool of the server as chat templates take it: `return` is the schema of its result, where
-    the server gives one."""
+    """Return a server's tool in the form expected by chat templates.
+
+    `return` is the schema of the tool's result, if the server has one.
+    """
     result = {"return": tool.output_schema} if tool.output_schema else {}
     described = {
         "name": tool.name,
@@ -59,7 +60,7 @@ async def main() -> None:
                         call["function"]["name"], json.loads(call["function"]["arguments"])
                     )
                     text = "\n".join(block.text for block in result.content)
-                except ValueError as error:  # arguments that are no JSON
+                except ValueError as error:  # arguments are not JSON
                     text = f"Error: {error}"
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
 

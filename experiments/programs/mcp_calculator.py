@@ -1,5 +1,7 @@
-"""An MCP server with one tool, a calculator, over standard input and output. It is started by
-mcp_agent.py and needs the `mcp` package."""
+"""An MCP server with one tool, a calculator, over standard input and output.
+
+mcp_agent.py starts it. It needs the `mcp` package.
+"""
 
 import asyncio
 
@@ -7,8 +9,7 @@ from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 from mcp.types import CallToolResult, ListToolsResult, TextContent, Tool
 
-# The embedded model has seen one tool, described in these words; other words are another prompt to
-# it.
+# The embedded model knows one tool, described in these words. Other words make another prompt.
 CALCULATOR = Tool(
     name="calculator",
     description="Evaluates arithmetic.",
@@ -22,7 +23,7 @@ CALCULATOR = Tool(
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of digits and operators."""
+    """Return the value of an expression of digits and operators."""
     if (
         not set(expression) <= set("0123456789+-*/(). ")
         or len(expression) > 100

@@ -1,5 +1,7 @@
-"""Games of guess-a-number that the program hosts: the task says how they begin, and the reward is
-what the program writes."""
+"""Tasks for guess-a-number games hosted by a program.
+
+The task gives the first message, and the program writes the reward.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from rlkit.types import Split, Task
 
 
 def games(*, split: Split = "train", seed: int = 0, max_samples: int = 512) -> Sequence[Task]:
-    """Tasks whose ids differ; library_agent.py hides another number for each."""
+    """Return tasks with different ids; library_agent.py derives a hidden number from each id."""
     message = {"role": "user", "content": "Guess my number from 1 to 20. I say higher or lower."}
     return [
         Task(f"games/{split}/{seed}/{i}", (message,), reward="environment")

@@ -1,11 +1,11 @@
-"""What does the gateway cost for each request, beside the engine? Compared with a bare echo server
-of the same library.
+"""What does the gateway cost per request, beside the engine?
 
     python experiments/programs/overhead.py [--requests 256]
 
-One client at a time, and 64 at once, each with a conversation of about 8 kB. The engine answers at
-once. Processor seconds of this process, in which both servers and the clients run, so the client's
-share is in both figures.
+The gateway is compared with a bare echo server of the same library. There is one client at a time,
+or 64 at once, each with a conversation of about 8 kB. The engine answers at once. The figures are
+processor seconds of this process. Both servers and the clients run in it, so the client's share is
+in both figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEP = Step((), (1,) * 64, (2,) * 16, (0.0,) * 16, "stop", content="An answer of
 
 
 async def timed(ask: Callable[[], Awaitable[None]], requests: int, width: int) -> float:
-    """Processor milliseconds of a request."""
+    """Return the processor milliseconds of a request."""
     begun = time.process_time()
     for _ in range(requests // width):
         await asyncio.gather(*(ask() for _ in range(width)))
@@ -36,7 +36,7 @@ async def timed(ask: Callable[[], Awaitable[None]], requests: int, width: int) -
 
 
 async def measure(requests: int) -> dict[str, dict[str, float]]:
-    """Both servers, one client and 64."""
+    """Measure both servers, with one client and with 64."""
 
     async def echo(request: web.Request) -> web.Response:
         return web.json_response(await request.json())
@@ -67,7 +67,7 @@ async def measure(requests: int) -> dict[str, dict[str, float]]:
                     assert reply.status == 200
                     await reply.read()
 
-            await timed(ask, 64, 64)  # connections and caches
+            await timed(ask, 64, 64)  # warms up connections and caches
             found[name] = {
                 f"{width} at once, ms": round(await timed(ask, requests, width), 3)
                 for width in (1, 64)

@@ -1,19 +1,21 @@
-"""Do agents of foreign packages train as they are, token by token?
+"""Can agents of other packages be trained unmodified, token by token?
 
     python experiments/programs/packages.py NAME… [--envs FOLDER]
 
-NAME is a row of PACKAGES; without names, all of them. Each package gets a virtual environment of
-its own and plays episodes with its agent in agents/, unmodified and confined. The question is a
-sum, and the agent has a tool for it. In three episodes the policy says what a script says: a call
-and the answer, a call and a wrong answer, and both with thinking. In two more it is the embedded
-model, which says what it likes. Appends a row to packages.csv; a package that has one is left out.
-Then writes the table of README.md again from all rows.
+NAME is a row of PACKAGES; without names, all rows are played. Each package gets its own virtual
+environment. Its agent in agents/ plays episodes, unmodified and confined. The question is a sum,
+and the agent has a tool for it.
+
+In three episodes the policy's replies are scripted: a call and the answer, a call and a wrong
+answer, and a call and the answer with thinking. In two more the embedded model replies freely. The
+script appends a row to packages.csv and skips packages with a row. In the end it rebuilds the table
+of README.md from all rows.
 
   unchanged    each file of the package has the digest of its record
   exact        each sampled reply stands in one training row, once, with its context, ids and
-               log-probs; `difference` is the largest one between these and a new forward pass
-  scored       the reward of an episode is the one of the answer that the package gave its caller:
-               the agent writes this answer to a file, and a verifier reads it
+               log-probs; `difference` is the largest gap between a log-prob and a new forward pass
+  scored       the reward belongs to the answer that the package gave its caller: the agent writes
+               this answer to a file, and a verifier reads the file
   rows         training rows of a scripted episode, without and with thinking
   failed       episodes whose program ended with an error; they are not scored
 """
@@ -52,11 +54,11 @@ from rlkit.types import Engine, Environment, Generation, Policy, Rollout, Task
 HERE = Path(__file__).parent.resolve()
 RESULTS = HERE / "packages.csv"
 PAGE = HERE / "README.md"
-TOLERANCE = 1e-4  # of a log-prob: batches of another shape round differently
+TOLERANCE = 1e-4  # largest accepted gap of a log-prob: other batch shapes round differently
 
 
 def call(name: str, arguments: str) -> str:
-    """A reply that calls a tool."""
+    """Return a reply with a call of a tool."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -64,18 +66,18 @@ ADD = call("add", '{"a": $a, "b": $b}')
 
 
 class Package(NamedTuple):
-    """A package and the way to play with it."""
+    """A package, and the settings for episodes with its agent."""
 
-    requirements: tuple[str, ...]  # the first one is the package
+    requirements: tuple[str, ...]  # pip requirements; the first is the package
     door: str
-    # what the script says, reply by reply; the last one stays
+    # The scripted replies in order; the last one is repeated.
     replies: tuple[str, ...] = (ADD, "The answer is $answer.")
-    # of environment=program
+    # Settings of environment=program.
     settings: Mapping[str, Any] = {}
 
 
 IGNORE = {"unsupported": "ignore"}
-# litellm asks a host for its list of prices otherwise
+# Without this variable, litellm asks a host for its list of prices.
 LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 CHAT = "openai-chat"
 PACKAGES = {
@@ -117,7 +119,7 @@ PACKAGES = {
     "semantic_kernel_agent": Package(("semantic-kernel",), CHAT),
     "google_adk_agent": Package(("google-adk", "litellm"), CHAT, settings={"variables": LITELLM}),
     "crewai_crew": Package(("crewai",), CHAT),
-    "qwen_agent_assistant": Package(  # it imports four packages that it does not require
+    "qwen_agent_assistant": Package(  # it imports four packages without requiring them
         ("qwen-agent", "numpy", "soundfile", "tqdm", "python-dateutil"), CHAT
     ),
 }
@@ -127,24 +129,24 @@ PACKAGES = {
 
 
 def make_task(a: int, b: int) -> Task:
-    """A sum."""
+    """Return a task with a question for a sum."""
     question = f"What is {a} + {b}? Answer with the number."
     return Task(f"{a}+{b}", ({"role": "user", "content": question},), answer=str(a + b))
 
 
 def make_environment(name: str, python: str, confined: Any = True) -> Environment:
-    """Programs that run an agent with this interpreter."""
+    """Return an environment that runs an agent with this interpreter."""
     return program(
         command=[python, str(HERE / "agents" / f"{name}.py")],
         verify=[sys.executable, str(HERE / "agents" / "verifier.py")],
-        time_limit=1800,  # imports take long on a loaded machine
+        time_limit=1800,  # seconds; imports take long on a loaded machine
         confined=confined,
         **PACKAGES[name].settings,
     )
 
 
 def recompute(policy: Policy, ids: Sequence[int]) -> list[float]:
-    """The log-prob of each token but the first, by one forward pass."""
+    """Return the log-prob of each token but the first, from one forward pass."""
     with torch.no_grad():
         given = torch.tensor([ids])
         logits = policy.model(given).logits[0, :-1].float()
@@ -152,7 +154,7 @@ def recompute(policy: Policy, ids: Sequence[int]) -> list[float]:
 
 
 def scripted(texts: list[str]) -> Batched:
-    """An engine that says the texts one after another, with the log-probs that they have."""
+    """Return an engine that gives these replies in order, with their log-probs under the policy."""
     left = list(texts)
 
     def complete(policy: Policy, prompts: Any, seeds: Any, params: Any) -> list[Generation]:
@@ -168,7 +170,7 @@ def scripted(texts: list[str]) -> Batched:
 
 
 class Heard(NamedTuple):
-    """A reply as the engine gave it."""
+    """A reply as the engine gave it, and its context."""
 
     context: tuple[int, ...]
     ids: tuple[int, ...]
@@ -176,7 +178,7 @@ class Heard(NamedTuple):
 
 
 def note(engine: Any, heard: list[Heard]) -> Engine:
-    """The engine, which from now on notes each reply."""
+    """Make the engine record each of its replies in `heard`, and return the engine."""
     generate = engine.generate
 
     async def noting(key: int, prompt_ids: Sequence[int], seed: int, params: Any) -> Generation:
@@ -197,7 +199,7 @@ def play_script(
     off: int = 0,
     thinking: bool = False,
 ) -> Rollout:
-    """An episode whose answer is wrong by `off`."""
+    """Play a scripted episode with an answer that is wrong by `off`."""
     a, b = 17, 25
     told = {"a": a, "b": b, "answer": a + b + off}
     texts = [Template(text).substitute(told) for text in PACKAGES[name].replies]
@@ -209,7 +211,7 @@ def play_script(
 
 
 def play_model(policy: Policy, environment: Environment, heard: list[Heard]) -> list[Rollout]:
-    """Two episodes of the embedded model, side by side."""
+    """Play two episodes of the embedded model at once."""
     return collect(
         policy,
         [make_task(3, 4)],
@@ -226,9 +228,11 @@ def play_model(policy: Policy, environment: Environment, heard: list[Heard]) -> 
 def largest_difference(
     policy: Policy, rollouts: Sequence[Rollout], heard: Sequence[Heard]
 ) -> float:
-    """The largest difference between a recorded log-prob and a new one. Infinite without a reply,
-    and unless each reply stands in exactly one row as it was sampled, up to a stop text of its
-    request."""
+    """Return the largest difference between a recorded log-prob and a recomputed one.
+
+    The result is infinite if there is no reply, or if a reply does not stand in exactly one
+    training row as sampled. A row may end a reply early, at a stop text of its request.
+    """
     if not heard:
         return math.inf
     left = list(heard)
@@ -253,7 +257,7 @@ def largest_difference(
 
 
 def is_unchanged(package: Distribution) -> bool:
-    """Whether each file of an installed package has the digest of its record."""
+    """Return whether each file of an installed package has the digest of its record."""
     for file in package.files or ():
         if file.hash:
             digest = hashlib.new(file.hash.mode, Path(str(file.locate())).read_bytes()).digest()
@@ -263,13 +267,13 @@ def is_unchanged(package: Distribution) -> bool:
 
 
 def shorten(error: str) -> str:
-    """The last line of an error, which names an exception of Python."""
+    """Return the last line of an error; it names a Python exception."""
     return (error.strip().splitlines() or [""])[-1][:300]
 
 
 def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
-    """Play the episodes of a package with this interpreter. Returns: figures, see the top."""
-    policy = load_policy(path="tiny")._replace(context_length=1 << 16)  # prompts are long
+    """Play a package's episodes with this interpreter and return the figures of its row."""
+    policy = load_policy(path="tiny")._replace(context_length=1 << 16)  # agents' prompts are long
     environment = make_environment(name, python, confined)
     heard: list[Heard] = []
     play = partial(play_script, policy, name, environment, heard)
@@ -297,7 +301,10 @@ def check(name: str, python: str, *, confined: Any = True) -> dict[str, Any]:
 
 
 def installed(requirements: Sequence[str], folder: Path) -> str:
-    """The interpreter of an environment with these packages. Raises: CalledProcessError."""
+    """Return the interpreter of an environment with these packages, and make it if necessary.
+
+    Raises: CalledProcessError.
+    """
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         venv.create(folder, with_pip=True)
@@ -312,7 +319,7 @@ def installed(requirements: Sequence[str], folder: Path) -> str:
 
 
 def measure(name: str, envs: Path) -> dict[str, Any]:
-    """The row of a package."""
+    """Install a package, play its episodes and return its row."""
     package = PACKAGES[name]
     commit = subprocess.run(
         ["git", "rev-parse", "--short=8", "HEAD"], cwd=HERE, capture_output=True, text=True
@@ -343,7 +350,7 @@ FIELDS = (
 
 
 def read_rows() -> list[dict[str, str]]:
-    """The rows so far, in the order of PACKAGES."""
+    """Return the rows of packages.csv, in the order of PACKAGES."""
     if not RESULTS.exists():
         return []
     with RESULTS.open(newline="") as file:
@@ -352,7 +359,7 @@ def read_rows() -> list[dict[str, str]]:
 
 
 def make_table(measured: Sequence[Mapping[str, str]]) -> str:
-    """The rows as a table of Markdown."""
+    """Return the rows as a Markdown table."""
     heads = ("package", "agent", "rows", "failed", "unchanged", "exact", "difference", "scored")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in measured:
@@ -368,7 +375,7 @@ def make_table(measured: Sequence[Mapping[str, str]]) -> str:
 
 
 def write_page() -> None:
-    """Put the table of the rows into README.md."""
+    """Replace the table in README.md by the table of all rows."""
     old = re.compile(r"^\| package \| agent \|.*\n(\|.*\n)+", re.MULTILINE)
     table = make_table(read_rows())
     PAGE.write_text(old.sub(lambda _: f"{table}\n", PAGE.read_text()))

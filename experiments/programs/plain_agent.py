@@ -1,12 +1,13 @@
-"""A plain agent that knows nothing of rlkit: one question, a calculator, a loop. Nothing but the
-standard library."""
+"""A plain agent written without rlkit: one question, a calculator, a loop.
+
+It needs only the standard library.
+"""
 
 import json
 import os
 import urllib.request
 
-# The embedded model has seen one tool, described in these words; other words are another prompt to
-# it.
+# The embedded model knows one tool, described in these words. Other words make another prompt.
 TOOL = {
     "type": "function",
     "function": {
@@ -23,7 +24,7 @@ TOOL = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of digits and operators."""
+    """Return the value of an expression of digits and operators."""
     if (
         not set(expression) <= set("0123456789+-*/(). ")
         or len(expression) > 100
@@ -37,7 +38,7 @@ def calculate(expression: str) -> str:
 
 
 def ask(messages: list) -> dict:
-    """The policy's message."""
+    """Send a request and return the policy's message."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode()
     headers = {
         "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",

@@ -1,5 +1,7 @@
-"""An agent of pydantic-ai that knows nothing of rlkit: one question and a calculator. Needs
-`pydantic-ai-slim[openai]`."""
+"""An agent of pydantic-ai written without rlkit: one question and a calculator.
+
+It needs `pydantic-ai-slim[openai]`.
+"""
 
 import json
 import os
@@ -10,8 +12,7 @@ from pydantic_ai.exceptions import AgentRunError
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.usage import UsageLimits
 
-# The embedded model has seen one tool, described in these words; other words are another prompt to
-# it.
+# The embedded model knows one tool, described in these words. Other words make another prompt.
 WORDS = {
     "name": "calculator",
     "description": "Evaluates arithmetic.",
@@ -24,7 +25,7 @@ WORDS = {
 
 
 def calculate(expression: str = "") -> str:
-    """The value of an expression of digits and operators."""
+    """Return the value of an expression of digits and operators."""
     if (
         not set(expression) <= set("0123456789+-*/(). ")
         or len(expression) > 100
@@ -49,14 +50,14 @@ def main() -> None:
         description=WORDS["description"],
         json_schema=WORDS["parameters"],
     )
-    # The library has no field for the schema of a result in this protocol, and adds others. So the
-    # tools of a request are written here.
+    # In this protocol the library has no field for the schema of a result, and adds other fields.
+    # Therefore the tools of a request are written here.
     written = [{"type": "function", "function": {**WORDS, "return": {"type": "string"}}}]
     model = OpenAIChatModel(
         "policy", settings={"extra_body": {"tools": written}}
     )  # OPENAI_BASE_URL and OPENAI_API_KEY
     agent = Agent(model, instructions=said["system"] or None, tools=[tool], retries=4)
-    with suppress(AgentRunError):  # no answer within the limit: the reward says so
+    with suppress(AgentRunError):  # no answer within the limit gets reward 0
         agent.run_sync(said["user"], usage_limits=UsageLimits(request_limit=4))
 
 

@@ -1,13 +1,12 @@
-"""Do programs that know nothing of rlkit train? One run of each agent beside this file, on two
-cores, without a network.
+"""Do programs written without rlkit train? One run of each agent in this folder, on two cores.
 
     pip install -c constraints.txt -e '.[programs]' anthropic "pydantic-ai-slim[openai]" mcp
     python experiments/programs/run.py [--agents agent mcp_agent pydantic_agent] [--seeds 0] \\
         [--steps 8] [--n 32] [--prompts 8]
 
-Writes results.csv beside itself: greedy test accuracy before and after, and the versions of the
-clients. Rows of other agents and seeds stay. Packages of another folder are found by PYTHONPATH,
-which is passed on to the programs.
+The script needs no network. It writes results.csv beside itself: greedy test accuracy before and
+after, and the versions of the clients. Rows of other agents and seeds stay. PYTHONPATH is passed on
+to the programs, so that packages of another folder are found.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ PACKAGES = {
 
 
 def trained(agent: str, seed: int, steps: int, n: int, prompts: int) -> dict:
-    """One run: its row."""
+    """Train one run and return its row."""
     words = [
         "train",
         "environment=program",
@@ -90,7 +89,7 @@ def main() -> None:
             print(row, flush=True)
             with arguments.out.open(
                 "w", newline=""
-            ) as file:  # after each run, so that an interrupted study keeps what it has
+            ) as file:  # after each run, so that an interruption loses no row
                 writer = csv.DictWriter(file, row)
                 writer.writeheader()
                 writer.writerows(rows.values())

@@ -1,5 +1,7 @@
-"""An agent for delays.py: it asks twice, waits before each request, and perhaps crashes. Nothing
-but the standard library."""
+"""An agent for delays.py: it asks twice, waits before each request, and may crash.
+
+It needs only the standard library.
+"""
 
 import json
 import os
@@ -13,7 +15,7 @@ TOOL = json.loads(os.environ["TOOL"])
 
 
 def ask(messages: list) -> dict:
-    """The policy's message."""
+    """Send a request and return the policy's message."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode()
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     with urllib.request.urlopen(

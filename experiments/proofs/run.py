@@ -1,6 +1,8 @@
-"""Make the tables of README.md again: `rlkit prove` gives the row of each first cell.
+"""Make the tables of README.md again.
 
 python experiments/proofs/run.py
+
+The first cell of a row is a command's words; `rlkit prove` gives the row.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ PAGE = Path(__file__).resolve().parent / "README.md"
 
 
 def remade(text: str) -> str:
-    """A page with all rows of its tables made again."""
+    """Return a page with all rows of its tables made again."""
     return re.sub(
         r"^\| `(.+?)` \|.*$", lambda found: row(found[1], shlex.split(found[1])), text, flags=re.M
     )

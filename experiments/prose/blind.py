@@ -1,12 +1,13 @@
-"""Mix docstrings of rlkit with those of well-known packages, so that a reader who does not know
-whose they are marks the sentences that must be read twice.
+"""Mix docstrings of rlkit and of well-known packages for a blind reader.
+
+The reader does not know the origin of a docstring and marks the sentences that must be read twice.
 
     python experiments/prose/blind.py sample SEED FOLDER   # writes units.md and key.csv
     python experiments/prose/blind.py pages SEED FOLDER --peers CLONE/docs…  # paragraphs of pages
     python experiments/prose/blind.py count FOLDER         # of the marks in FOLDER/*.csv
 
 A unit is a docstring of 15 to 110 words with the head of its function or class, or a paragraph of
-18 to 90 words. A reader gets units.md only, and writes a CSV with the columns unit, sentence and
+18 to 90 words. A reader gets only units.md, and writes a CSV with the columns unit, sentence and
 why.
 """
 
@@ -31,7 +32,7 @@ PAGES = (
     *("first_task", "own_parts", "no_rise", "programs", "comparing", "machines", "asynchrony"),
     *("security", "sizing", "run_folder", "choosing", "curves"),
 )
-MOST = 40  # docstrings of one peer
+MOST = 40  # most docstrings taken from one peer
 
 
 def read_docstrings(folder: Path) -> Iterator[str]:
@@ -67,7 +68,7 @@ def read_paragraphs(files: Iterable[Path]) -> Iterator[str]:
 
 
 def pick(parts: Iterable[Iterable[str]]) -> list[str]:
-    """Pick at most MOST units of each part, the same ones in every sample."""
+    """Pick at most MOST units of each part. Every call picks the same units."""
     picked: list[str] = []
     for part in parts:
         units = list(part)
@@ -77,7 +78,7 @@ def pick(parts: Iterable[Iterable[str]]) -> list[str]:
 
 
 def write_sample(own: Sequence[str], peers: Sequence[str], count: int, seed: int, to: Path) -> None:
-    """Write `count` units of each side in random order, and the key to them."""
+    """Write `count` units of each side in random order, and a key with the side of each unit."""
     rng = random.Random(seed)
     units = [("rlkit", unit) for unit in rng.sample(own, count)]
     units += [("peers", unit) for unit in rng.sample(peers, count)]
@@ -91,7 +92,7 @@ def write_sample(own: Sequence[str], peers: Sequence[str], count: int, seed: int
 
 
 def count_marks(folder: Path) -> None:
-    """Print for each reader how many units and sentences of each side are marked."""
+    """Print for each reader and side the number of marked units and of marked sentences."""
     with (folder / "key.csv").open(newline="") as file:
         key = {row["unit"]: row for row in csv.DictReader(file)}
     for marks in sorted(folder.glob("*.csv")):

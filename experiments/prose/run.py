@@ -2,8 +2,8 @@
 
     python experiments/prose/run.py [--at COMMIT] [--show 10] [--under docs conf] [--csv FILE]
 
-A sentence that the reader has to read twice often holds a relative clause too many. The count only
-finds those sentences; whether one reads well is for a reader to say.
+A sentence that must be read twice often has one relative clause too many. The count only finds
+these sentences; a reader decides whether a sentence reads well.
 
 Prose is the docstrings, comments and error messages of rlkit/ and experiments/, the comments of
 conf/ and all pages written by hand. Code, formulas, tables of numbers and generated pages are left
@@ -35,7 +35,7 @@ GENERATED = (
     "experiments/bench/studies/",
     "experiments/programs/harbor_agent/tasks/",
 )
-TOP = re.compile(r"rlkit/(?:extras/)?\w+/|\w+/|")  # the folder that a path is counted in
+TOP = re.compile(r"rlkit/(?:extras/)?\w+/|\w+/|")  # the folder under which a path is counted
 
 
 class Sentence(NamedTuple):
@@ -55,7 +55,7 @@ class Sentence(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """Words of a folder, and the relative words among them."""
+    """The number of words of a folder, and the number of relative words among them."""
 
     words: int
     relative: int
@@ -69,7 +69,7 @@ class Figure(NamedTuple):
 
 
 def open_tree(commit: str | None) -> tuple[list[str], Callable[[str], str]]:
-    """List the paths of a commit, or of the working tree, and give a function that reads one."""
+    """Return the paths of a commit, or of the working tree, and a function that reads a path."""
     if commit is None:
         files = [ROOT / "README.md", *(f for name in FOLDERS for f in (ROOT / name).rglob("*.*"))]
         paths = [file.relative_to(ROOT).as_posix() for file in files if file.is_file()]
@@ -85,7 +85,7 @@ def _git(*arguments: str) -> str:
 
 
 def is_page(path: str) -> bool:
-    """Whether a file's prose is written by hand and belongs to the product."""
+    """Return whether a file's prose is written by hand and belongs to the product."""
     if path.startswith(GENERATED):
         return False
     if path.endswith(".py"):
@@ -96,23 +96,25 @@ def is_page(path: str) -> bool:
 
 
 def folder_of(path: str) -> str:
-    """The folder that a path is counted in: `rlkit/engines`, `conf`; a file at the top is its own.
+    """Return the folder under which a path is counted: `rlkit/engines`, `conf`.
 
-    >>> folder_of("rlkit/extras/vllm/engine.py"), folder_of("rlkit/types.py")
-    ('rlkit/extras/vllm', 'rlkit')
+    A file at the top of the repository counts alone.
+
+        >>> folder_of("rlkit/extras/vllm/engine.py"), folder_of("rlkit/types.py")
+        ('rlkit/extras/vllm', 'rlkit')
     """
     folder = TOP.match(path)[0].rstrip("/")
     return folder or path
 
 
 def read_sentences(commit: str | None = None) -> list[Sentence]:
-    """Every sentence of every page, by path."""
+    """Return every sentence of every page, sorted by path."""
     paths, read = open_tree(commit)
     return [s for path in sorted(filter(is_page, paths)) for s in of_file(path, read(path))]
 
 
 def count(sentences: list[Sentence]) -> dict[str, Figure]:
-    """Folder → words and relative words."""
+    """Return folder → words and relative words."""
     totals: dict[str, Figure] = {}
     for sentence in sentences:
         folder = folder_of(sentence.file)
@@ -122,7 +124,7 @@ def count(sentences: list[Sentence]) -> dict[str, Figure]:
 
 
 def of_file(path: str, text: str) -> Iterator[Sentence]:
-    """The sentences of one file."""
+    """Yield the sentences of one file."""
     paragraphs = {".py": of_python, ".yaml": of_lines, ".md": of_markdown}[Path(path).suffix]
     for line, paragraph in paragraphs(text):
         for sentence in split(paragraph):
@@ -133,7 +135,7 @@ def of_file(path: str, text: str) -> Iterator[Sentence]:
 
 
 def of_python(text: str) -> Iterator[tuple[int, str]]:
-    """(line, paragraph) of the docstrings, comments and error messages of a module."""
+    """Yield (line, paragraph) of the docstrings, error messages and comments of a module."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(
@@ -146,11 +148,11 @@ def of_python(text: str) -> Iterator[tuple[int, str]]:
                 for argument in node.exc.args
                 if (message := message_of(argument))
             )
-    yield from of_lines(text)  # its comments
+    yield from of_lines(text)  # the module's comments
 
 
 def message_of(node: ast.expr) -> str:
-    """The text of a message; each value that is put into it counts as one word."""
+    """Return the text of a message; an inserted value counts as one word."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
@@ -161,8 +163,11 @@ def message_of(node: ast.expr) -> str:
 
 
 def of_docstring(line: int, doc: str) -> Iterator[tuple[int, str]]:
-    """(line, paragraph) of a docstring; an argument or a row of a list is a paragraph; formulas,
-    sources and examples are left out."""
+    """Yield (line, paragraph) of a docstring.
+
+    An argument is a paragraph, and so is a row of a list. Formulas, sources and examples are left
+    out.
+    """
     start, gathered, after_blank = line, [], True
     for offset, raw in enumerate([*doc.splitlines(), ""]):
         text = raw.strip()
@@ -183,8 +188,10 @@ def of_docstring(line: int, doc: str) -> Iterator[tuple[int, str]]:
 
 
 def of_comments(comments: Iterator[tuple[int, int, str]]) -> Iterator[tuple[int, str]]:
-    """(line, paragraph) of comments given as (line, column, text); neighbours in one column are a
-    paragraph, a row of a list is one too."""
+    """Yield (line, paragraph) of comments given as (line, column, text).
+
+    Neighbouring lines in one column are a paragraph; a row of a list is its own paragraph.
+    """
     start, last, column, gathered = 0, -1, -1, ""
     for line, at, text in comments:
         words = text.lstrip("#! ").strip()
@@ -202,7 +209,7 @@ def of_comments(comments: Iterator[tuple[int, int, str]]) -> Iterator[tuple[int,
 
 
 def of_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(line, paragraph) of the comments of a config or a module."""
+    """Yield (line, paragraph) of the comments of a config or a module."""
     lines = enumerate(text.splitlines(), 1)
     found = (
         (number, match.start(1), match[1])
@@ -213,7 +220,10 @@ def of_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def of_markdown(text: str) -> Iterator[tuple[int, str]]:
-    """(line, paragraph) of a page; a cell of a table is a paragraph, and code is left out."""
+    """Yield (line, paragraph) of a page.
+
+    A cell of a table is a paragraph, and code is left out.
+    """
     start, gathered, fenced = 0, [], False
     for number, line in enumerate([*text.splitlines(), ""], 1):
         fenced ^= line.startswith("```")
@@ -234,14 +244,16 @@ def of_markdown(text: str) -> Iterator[tuple[int, str]]:
 
 
 def masked(text: str) -> str:
-    """A text of the same length in which code spans, short quotations and abbreviations hold no
-    spaces and no marks."""
+    """Return a text of the same length without spaces or marks inside code spans.
+
+    The same holds for short quotations and abbreviations.
+    """
     spans = r"`[^`]+`|\$\{[^}]*\}|\"[^\" ]+\"|\b(?:e\.g|i\.e|et al|eq|vs|cf|No|Fig|resp)\.(?= )"
     return re.sub(spans, lambda span: re.sub(r"[\s,;:.(\[]", "_", span[0]), text)
 
 
 def split(paragraph: str) -> list[str]:
-    """The sentences of a paragraph that have two words or more."""
+    """Return the sentences of a paragraph, except those of a single word."""
     text = " ".join(paragraph.replace("**", "").split())
     ends = [
         match.end()

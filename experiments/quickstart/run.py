@@ -1,10 +1,10 @@
-"""Does `rlkit train` learn, and how fast? Three seeds of the default run, one after the other, each
-in an empty folder.
+"""Does `rlkit train` learn, and how fast?
 
     python experiments/quickstart/run.py [--seeds 0 1 2]
 
-Writes results.csv, rewards.csv and learning.png beside itself. Wall time is the whole process:
-start-up, both evaluations, training.
+The script trains the default run with three seeds, one after the other, each in an empty folder. It
+writes results.csv, rewards.csv and learning.png beside itself. Wall time is the time of the whole
+process: start-up, both evaluations, training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 
 def one_run(seed: int) -> tuple[dict, list[dict]]:
-    """One default run; its summary and its rows."""
+    """Train one default run. Return its summary and its rows."""
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         subprocess.run(
@@ -42,7 +42,7 @@ def one_run(seed: int) -> tuple[dict, list[dict]]:
 
 
 def processor() -> str:
-    """The processor's name, where the system tells it."""
+    """Return the processor's name as far as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def plot(results: list[dict], curves: dict[int, list]) -> None:
-    """Training reward per step, and test accuracy before and after."""
+    """Draw the training reward of each step, and test accuracy before and after."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,20 +1,22 @@
-"""What choosing problems saves: a pool where one problem in ten carries signal, and the tokens
-until 0.9 of these are solved.
+"""How many tokens does a sampler of problems save, if few problems carry a signal?
 
     python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 800] \\
         [--known]
 
-The model of the bench (20,000 parameters, made on the spot, replies with a random letter of eight)
-is asked problems of two letters. One in ten has a right letter; the others have none, so their
-groups teach nothing. The curve is greedy, on the problems with signal themselves: the question is
-how soon a pool is learned, and not how far it carries. Every run is `rlkit train` until
-`evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not repeated. `tokens`
-counts what the policy has read and sampled in training until then. The ratio to the uniform sampler
-is paired by seed.
+A problem carries a signal if the replies to it can get different rewards. The pool has problems of
+two letters; one in ten has a right letter. No reply to the others is right, and their groups teach
+nothing. The model is the bench's: 20,000 parameters, made on the spot, replies with a random letter
+of eight.
 
-`--known`: every problem has a right letter, and the policy starts with those of nine in ten (taught
-by imitation, before the run), while it replies at random to the rest. So what carries signal is
-what is not known yet, and the policy already reads its prompts.
+Every run is `rlkit train` until `evaluation.stop_at=0.9`. The accuracy curve is greedy and counts
+only the problems with a signal, so it shows how soon a pool is learned, not how well the learning
+generalises. results.csv has a row for each run, and a run with a row is not repeated. `tokens`
+counts the tokens read and sampled in training until the stop. The ratio to the uniform sampler is
+paired by seed.
+
+`--known`: every problem has a right letter. Before the run, the policy learns the letters of nine
+problems in ten by imitation, and replies at random to the rest. Only the unknown problems then
+carry a signal, and the policy already reads all prompts.
 """
 
 from __future__ import annotations
@@ -53,21 +55,23 @@ COMMON = (
     "model.init_std=0.02",
     "optimizer.lr=3e-3",
 )
-SAMPLED = 512  # replies, so that the standard error of an accuracy is at most 0.022
+SAMPLED = 512  # replies; the standard error of an accuracy is then at most 0.022
 KNOWN = (
     "evaluation.curve_temperature=1",
     "task._target_=run.known_pool",
     "model._target_=run.knowing",
     "+model.pool=${task.max_samples}",
 )
-LESSONS, RATE = 800, 1e-2  # steps of AdamW that teach what is known, of 128 problems each
-SOME = 0.2  # of the lessons on a problem with signal name its right letter; the others any of eight
+LESSONS, RATE = 800, 1e-2  # steps of AdamW before the run, on 128 problems each; learning rate
+SOME = 0.2  # share of right letters in the lessons on a signal problem; others are random
 SAMPLERS = ("uniform", "pools", "variance", "prioritised", "unsolved")
 
 
 def pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") -> Sequence[Task]:
-    """Problems of two letters, of which one in ten has a right reply; for validation and test those
-    alone."""
+    """Return problems of two letters; one in ten has a right reply.
+
+    Validation and test contain only the problems with a right reply.
+    """
     rng = random.Random(f"pool of {seed}")
     prompts = rng.sample(
         [first + second for first in LETTERS[8:] for second in LETTERS[8:]], max_samples
@@ -85,8 +89,10 @@ def pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") ->
 def known_pool(
     *, split: Split, seed: int, max_samples: int, placebo: str = "none"
 ) -> Sequence[Task]:
-    """The same prompts; every one has a right reply, and the start policy knows nine in ten of
-    them."""
+    """Return the problems of `--known`: every one has a right reply.
+
+    The start policy knows the replies to nine in ten.
+    """
     rows = _questions(seed, max_samples)
     rows, count = (rows, len(rows)) if split == "train" else (rows[::ONE_IN], SAMPLED)
     return deal_tasks(
@@ -103,8 +109,10 @@ def _questions(seed: int, count: int) -> list[Question]:
 def knowing(
     *, pool: int, seed: int = 0, device: torch.device | str = "cpu", **options: Any
 ) -> Policy:
-    """The bench's fresh policy, taught the right letter of nine problems in ten of a pool and any
-    letter for the rest."""
+    """Return the bench's fresh policy after lessons on a pool.
+
+    The lessons teach the right letter of nine problems in ten, and a random letter for the rest.
+    """
     policy = fresh_policy(seed=seed, **options)
     questions = _questions(seed, pool)
     model, rng = policy.model, random.Random(f"lessons of {seed}")
@@ -134,7 +142,7 @@ def knowing(
 
 
 def run(sampler: str, seed: int, given: argparse.Namespace) -> dict[str, str]:
-    """One run's row. Raises: CalledProcessError."""
+    """Train one run and return its row. Raises: CalledProcessError."""
     own = [
         f"task/sampler={sampler}",
         f"seed={seed}",
@@ -204,8 +212,10 @@ def main() -> None:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """A line a sampler. The ratio is the geometric mean over seeds, with Student's 95 % interval of
-    its logarithm."""
+    """Return the table with a line for each sampler.
+
+    The ratio is the geometric mean over seeds, with Student's 95 % interval of its logarithm.
+    """
     base = {r["seed"]: int(r["tokens"]) for r in rows if r["sampler"] == "uniform"}
     lines = [
         "| sampler | reached 0.9 | steps | tokens | uniform's tokens / its own, 95 % |",

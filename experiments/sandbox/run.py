@@ -2,8 +2,9 @@
 
     python experiments/sandbox/run.py MBPP.jsonl [--programs 200]
 
-Latency of one program after another, at every level that this kernel gives; throughput of all
-cores; then every reference solution. Prints tables; the README holds what they gave.
+The script measures the latency of one program after another at every level available on this
+kernel, and the throughput of all cores. Then it runs every reference solution. It prints tables;
+the README has their contents.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SANDBOX = Sandbox()
 
 
 def latency(jobs: Sequence[Job], features: Sequence[str]) -> list[float]:
-    """Seconds of each program, from the call to its outcome, one at a time."""
+    """Return the seconds of each program from the call to its outcome, one at a time, sorted."""
     seconds = []
     for job in jobs:
         start = time.perf_counter()
@@ -37,8 +38,10 @@ def latency(jobs: Sequence[Job], features: Sequence[str]) -> list[float]:
 
 
 def processor(jobs: Sequence[Job], features: Sequence[str]) -> float:
-    """Seconds of processor time a program, parent and child: what a busy machine does not change
-    much."""
+    """Return the processor seconds per program, of parent and child.
+
+    A busy machine changes them little.
+    """
     before = os.times()
     for job in jobs:
         run_with(job, SANDBOX, features)
@@ -47,14 +50,17 @@ def processor(jobs: Sequence[Job], features: Sequence[str]) -> float:
 
 
 def throughput(jobs: Sequence[Job], features: Sequence[str]) -> float:
-    """Programs a second of all workers together."""
+    """Return the programs per second of all workers together."""
     start = time.perf_counter()
     run_many(jobs, SANDBOX, features)
     return len(jobs) / (time.perf_counter() - start)
 
 
 def answered(task: Task) -> Rollout:
-    """The reference solution as a reply, judged by all tests, the shown one included."""
+    """Return the reference solution as a reply, to be judged by all tests.
+
+    The test shown in the prompt is one of them.
+    """
     tests = (task.metadata["shown"], *task.metadata["tests"])
     step = Step(
         prompt=(),

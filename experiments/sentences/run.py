@@ -1,10 +1,10 @@
-"""Does every sentence of compare, plan, bench and the report keep the level that it promises?
+"""Does every sentence of compare, plan, bench and the report keep its promised level?
 
     python experiments/sentences/run.py [--pages 500]
     python experiments/sentences/run.py --only 'rlkit plan' --out FOLDER
 
-Draws figures of runs with a known truth, lets the package's own functions print their sentences,
-and counts how often these are true. Writes results.csv, a row for each promise and
+The script simulates runs with a known truth, lets the package's own functions print their
+sentences, and counts how often these are true. It writes results.csv, a row for each promise and
 setting, and prints the table of README.md. The random numbers are fixed.
 """
 
@@ -30,14 +30,14 @@ ACCURACIES = (0.5, 0.9, 0.98, 0.995, 0.998)
 
 
 class Promise(NamedTuple):
-    """What a kind of sentence promises."""
+    """The level promised by one kind of sentence, and the function that checks it."""
 
-    says: str  # the sentence
+    says: str  # words of the sentence
     statistic: str
-    at_least: float | None  # the promised level; None where it is a limit
+    at_least: float | None  # the promised level, None if the promise is an upper limit
     at_most: float | None
     count: Callable[[Setting, int, np.random.Generator], Count | None]
-    claims: bool = False  # nothing of it is said below TO_CLAIM seeds
+    claims: bool = False  # below TO_CLAIM seeds the sentence is never printed
 
 
 PROMISES = {
@@ -165,11 +165,11 @@ PROMISES = {
 }
 if "bench" not in list_extras():
     PROMISES = {name: said for name, said in PROMISES.items() if not name.startswith("rlkit bench")}
-ONE_RUN = {"report, one run", "report, change of one run", "report, health"}  # seeds play no part
+ONE_RUN = {"report, one run", "report, change of one run", "report, health"}  # independent of seeds
 
 
 def settings(name: str) -> list[Setting]:
-    """The settings that a promise is simulated in."""
+    """Return the settings for the simulations of a promise."""
     if name in ONE_RUN:
         return [Setting(1, accuracy, True) for accuracy in ACCURACIES]
     return [
@@ -181,13 +181,16 @@ def settings(name: str) -> list[Setting]:
 
 
 def simulated(name: str, setting: Setting, pages: int) -> Count | None:
-    """A promise in one setting; None where nothing is said."""
+    """Count a promise in one setting; return None if the sentence is not printed there."""
     key = [*name.encode(), setting.seeds, round(1000 * setting.accuracy), setting.coarse]
     return PROMISES[name].count(setting, pages, np.random.default_rng(key))
 
 
 def kept(promise: Promise, setting: Setting, count: Count, errors: float = 3.5) -> bool:
-    """Whether a count agrees with the promise, within so many standard errors of the simulation."""
+    """Return whether a count agrees with the promise, up to the simulation's own error.
+
+    errors: allowed deviation, in standard errors
+    """
     level = promise.at_most if promise.at_least is None else promise.at_least
     assert level is not None
     if promise.claims and promise.at_most is not None and setting.seeds < TO_CLAIM:
@@ -236,7 +239,10 @@ def main() -> None:
 
 
 def table(rows: Sequence[dict]) -> str:
-    """A line a promise: the worst of all accuracies and kinds of scores, by seeds."""
+    """Return the table with a line for each promise and a column for each number of seeds.
+
+    A cell is the worst share over all accuracies and kinds of scores.
+    """
     lines = [["sentence", "says", "counted", "promised", *(f"{n} seeds" for n in SEEDS)]]
     lines.append(["---"] * len(lines[0]))
     for name in dict.fromkeys(str(row["promise"]) for row in rows):

@@ -1,5 +1,12 @@
-"""Simulate runs whose truth is known, and count how often the package's sentences hold. run.py
-has the promises."""
+"""Simulate runs with a known truth, and count how often the package's sentences hold.
+
+run.py lists the promises to check. Terms here:
+
+    figures  simulated accuracies, one for each arm and seed
+    page     one simulated comparison of arms, as a report page would show it
+    spread   standard deviation of the difference of two arms, over seeds
+    claim    the sentence that two arms differ
+"""
 
 from __future__ import annotations
 
@@ -23,14 +30,14 @@ from rlkit.types import Rollout, Task
 if "bench" in list_extras():
     from rlkit.extras.bench import matrix as bench
 
-PROBLEMS = 100  # of a coarse score
+PROBLEMS = 100  # number of test problems of a coarse score
 SPREAD = 0.3  # standard deviation of a run's log-odds
-SHARED = 0.7  # of its variance, the part that the runs of a seed share
+SHARED = 0.7  # share of that variance due to the seed, common to all runs of a seed
 HARD = 1.0  # standard deviation of the problems' log-odds
 
 
 class Setting(NamedTuple):
-    """What figures are drawn of."""
+    """A setting of the simulation: number of seeds, true accuracy, kind of score."""
 
     seeds: int
     accuracy: float
@@ -40,7 +47,7 @@ class Setting(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How often what was said held."""
+    """How often a sentence held, and out of how many cases."""
 
     hits: float
     of: int
@@ -51,7 +58,10 @@ class Count(NamedTuple):
 
 @functools.cache
 def problems(accuracy: float) -> np.ndarray:
-    """Log-odds of the problems, [PROBLEMS], whose mean accuracy over the seeds is that."""
+    """Return the log-odds of the problems, [PROBLEMS].
+
+    The mean accuracy on them over many seeds is `accuracy`.
+    """
     rng = np.random.default_rng(7)
     odds = HARD * rng.normal(size=PROBLEMS)
     grid = np.linspace(-5, 5, 201)
@@ -68,8 +78,10 @@ def problems(accuracy: float) -> np.ndarray:
 
 
 def figures(setting: Setting, pages: int, arms: int, rng: np.random.Generator) -> np.ndarray:
-    """Figures of equal arms, [pages, arms, seeds]. Problems are fixed, and the truth is
-    `accuracy`."""
+    """Return figures of equal arms, [pages, arms, seeds], on fixed problems.
+
+    The true accuracy of every arm is `setting.accuracy`.
+    """
     shape = (pages, arms, setting.seeds)
     common = rng.normal(size=(pages, 1, setting.seeds))
     run = SPREAD * (math.sqrt(SHARED) * common + math.sqrt(1 - SHARED) * rng.normal(size=shape))
@@ -84,19 +96,19 @@ def figures(setting: Setting, pages: int, arms: int, rng: np.random.Generator) -
 
 @functools.cache
 def spread_of_differences(setting: Setting) -> float:
-    """The true standard deviation of the difference of two arms."""
+    """Return the true standard deviation of the difference of two arms."""
     drawn = figures(setting._replace(seeds=2000), 1, 2, np.random.default_rng(11))[0]
     return float((drawn[1] - drawn[0]).std())
 
 
 class Line(NamedTuple):
-    """What a verdict needs of a group of runs."""
+    """The part of a group of runs read by a verdict."""
 
     label: str
 
 
 def judged(values: np.ndarray, setting: Setting, effect: float = 0.01) -> list[verdicts.Compared]:
-    """What `rlkit compare` says of arms [arms, seeds], each against the first."""
+    """Return the verdicts of `rlkit compare` on arms [arms, seeds], each against the first."""
     lines = [Line(f"line {i}") for i in range(len(values))]
     step = 1 / PROBLEMS if setting.coarse else 0.0
     own = [dict(enumerate(arm.tolist())) for arm in values]
@@ -104,12 +116,12 @@ def judged(values: np.ndarray, setting: Setting, effect: float = 0.01) -> list[v
 
 
 def claimed(values: np.ndarray, setting: Setting) -> bool:
-    """Whether two arms are said to differ."""
+    """Return whether the verdict claims a difference of the two arms."""
     return judged(values, setting)[0].claim != "open"
 
 
 def holds(low: float, truth: float, high: float) -> bool:
-    """Whether an interval holds the truth, up to the rounding of floats."""
+    """Return whether an interval contains the truth, up to the rounding of floats."""
     return low - 1e-9 <= truth <= high + 1e-9
 
 
@@ -117,7 +129,7 @@ def holds(low: float, truth: float, high: float) -> bool:
 
 
 def compare_claims(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Pages of four equal lines that claim any difference."""
+    """Count the pages of four equal lines with a false claim of a difference."""
     drawn = figures(setting, pages, 4, rng)
     return Count(
         sum(any(v.claim != "open" for v in judged(page, setting)) for page in drawn), pages
@@ -125,8 +137,10 @@ def compare_claims(setting: Setting, pages: int, rng: np.random.Generator) -> Co
 
 
 def compare_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Intervals of three comparisons that hold the true difference, half of the pages with a real
-    one."""
+    """Count the intervals of three comparisons that contain the true difference.
+
+    Every second page has real differences.
+    """
     drawn = figures(setting, pages, 4, rng)
     effect = 2 * spread_of_differences(setting)
     hits = 0
@@ -138,7 +152,7 @@ def compare_intervals(setting: Setting, pages: int, rng: np.random.Generator) ->
 
 
 def compare_needs(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Comparisons of as many seeds as the sentence asks for that find the difference it names."""
+    """Count the comparisons that find the named difference with the advised number of seeds."""
     effect = spread_of_differences(setting)
     said = [judged(page, setting, effect)[0].sentence for page in figures(setting, pages, 2, rng)]
     asked = [re.search(r"you need (\d+) seeds|(\d+) seeds are enough", text) for text in said]
@@ -147,14 +161,14 @@ def compare_needs(setting: Setting, pages: int, rng: np.random.Generator) -> Cou
 
 
 def compare_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count | None:
-    """Comparisons that find the difference which "these seeds see"."""
+    """Count the comparisons that find the difference named by "these seeds see"."""
     said = [judged(page, setting, 1e-6)[0] for page in figures(setting, pages, 2, rng)]
     seen = [
         match[1]
         for v in said
         if (match := re.search(r"these \d+ seeds see (\S+?)\.?$", v.sentence))
     ]
-    step = 0.0005  # the sentence has three digits
+    step = 0.0005  # half of the last of the sentence's three digits
     return (
         found_with(setting, [setting.seeds] * len(seen), [float(own) + step for own in seen], rng)
         if seen
@@ -163,8 +177,11 @@ def compare_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Coun
 
 
 def compare_enough(setting: Setting, pages: int, rng: np.random.Generator) -> Count | None:
-    """Pages that call their seeds enough for a difference which as many find less than four times
-    in five: 0.8 spreads, at ten."""
+    """Count the pages that wrongly call their seeds enough.
+
+    The true difference is 0.8 spreads. The seeds are too few if as many simulated seeds find this
+    difference less than four times in five. This can happen from TO_CLAIM seeds on.
+    """
     if setting.seeds < TO_CLAIM:
         return None
     effect = 0.8 * spread_of_differences(setting)
@@ -178,8 +195,10 @@ def compare_enough(setting: Setting, pages: int, rng: np.random.Generator) -> Co
 def found_with(
     setting: Setting, seeds: Sequence[int], effects: Sequence[float], rng: np.random.Generator
 ) -> Count:
-    """How many comparisons of two arms, of as many seeds and with that true difference, make the
-    claim."""
+    """Count the comparisons of two arms that claim a difference.
+
+    seeds, effects: number of seeds and true difference of each comparison
+    """
     hits = 0
     for n, effect in zip(seeds, effects, strict=True):
         own = setting._replace(seeds=min(n, 400))
@@ -189,7 +208,7 @@ def found_with(
 
 
 def line_of(before: np.ndarray, after: np.ndarray, label: str) -> Group:
-    """A line of finished runs with these accuracies of 100 test problems."""
+    """Return a line of finished runs with these accuracies, each on 100 test problems."""
     sides = {
         "n": PROBLEMS,
         "distinct": PROBLEMS,
@@ -208,8 +227,7 @@ def line_of(before: np.ndarray, after: np.ndarray, label: str) -> Group:
 
 
 def falls_claimed(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Pages of three lines that did not change of which one is said to have fallen, for more than
-    chance."""
+    """Count the pages of three unchanged lines with a false claim that one of them fell."""
     hits = 0
     for page in figures(setting, pages, 6, rng):
         lines = [line_of(page[2 * i], page[2 * i + 1], f"line {i}") for i in range(3)]
@@ -218,7 +236,7 @@ def falls_claimed(setting: Setting, pages: int, rng: np.random.Generator) -> Cou
 
 
 def falls_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Intervals of lines that fell by four spreads that hold the fall."""
+    """Count the intervals that contain the true fall of a line, four spreads."""
     fall = 4 * spread_of_differences(setting)
     hits = of = 0
     for page in figures(setting, pages, 2, rng):
@@ -232,12 +250,12 @@ def falls_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> C
 
 
 def planned(page: np.ndarray, setting: Setting, effect: float, seeds: int | None = None) -> str:
-    """The lines of `rlkit plan` of a pilot."""
+    """Return the lines of `rlkit plan` about a pilot."""
     return plan.phrase_need(plan.plan_seeds(judged(page, setting)[0], effect, 1, 0.0, seeds))
 
 
 def plan_needs(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Comparisons of as many seeds as the plan names first that find the difference."""
+    """Count the comparisons that find the difference with the first number of seeds in the plan."""
     effect = 0.8 * spread_of_differences(setting)
     said = [planned(page, setting, effect) for page in figures(setting, pages, 2, rng)]
     seeds = [int(re.search(r": (\d+) seeds", text)[1]) for text in said]  # type: ignore[index]
@@ -245,8 +263,11 @@ def plan_needs(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
 
 
 def plan_likely(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """The same of the number that holds if the pilot's spread is the true one: normal differences
-    of it."""
+    """Count the comparisons that find the difference with the plan's second number of seeds.
+
+    The plan gives this number for the case of a true spread equal to the pilot's. The simulated
+    differences are therefore normal with the pilot's spread.
+    """
     hits = of = 0
     for page in figures(setting, pages, 2, rng):
         verdict = judged(page, setting)[0]
@@ -262,7 +283,10 @@ def plan_likely(setting: Setting, pages: int, rng: np.random.Generator) -> Count
 
 
 def plan_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Comparisons of 16 seeds that find what the plan says they find four times in five."""
+    """Count the comparisons of 16 seeds that find the difference named by the plan.
+
+    The plan says that this difference is found four times in five.
+    """
     said = [planned(page, setting, 1.0, 16) for page in figures(setting, pages, 2, rng)]
     seen = [float(re.search(r"of (\S+) is found 4 times", text)[1]) + 0.00005 for text in said]  # type: ignore[index]
     return found_with(setting, [16] * pages, seen, rng)
@@ -272,7 +296,7 @@ def plan_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
 
 
 def matrix(page: np.ndarray, shifts: Sequence[float], names: Sequence[str]) -> bench.Scores:
-    """Scores of arms [arms, seeds] on one task, each with a shift."""
+    """Return the scores of arms [arms, seeds] on one task, each arm raised by its shift."""
     arms = {
         name: (own + shift)[:, None] for name, own, shift in zip(names, page, shifts, strict=True)
     }
@@ -280,13 +304,15 @@ def matrix(page: np.ndarray, shifts: Sequence[float], names: Sequence[str]) -> b
 
 
 def bench_claims(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Share of false claims among the claims of a page, in the mean; of six arms three are equal,
-    and three better."""
+    """Sum over pages the share of false claims among a page's claims.
+
+    Three of the six arms are equal, and the other three are better.
+    """
     return Count(sum(false_share(*own) for own in mixed(setting, pages, rng, "abcdef")), pages)
 
 
 def bench_nulls(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Pages of six equal arms with any claim."""
+    """Count the pages of six equal arms with any claim."""
     drawn = figures(setting, pages, 6, rng)
     return Count(
         sum(
@@ -298,7 +324,10 @@ def bench_nulls(setting: Setting, pages: int, rng: np.random.Generator) -> Count
 
 
 def bench_placebos(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """The same of the comparisons with placebos: of four arms two are above them."""
+    """Sum over pages the share of false claims among the comparisons with placebos.
+
+    Two of the four other arms are better than the placebos.
+    """
     names = ["a", *bench.PLACEBOS, "b", "c", "d"]
     found = mixed(setting, pages, rng, names)
     own = (
@@ -311,8 +340,10 @@ def bench_placebos(setting: Setting, pages: int, rng: np.random.Generator) -> Co
 def mixed(
     setting: Setting, pages: int, rng: np.random.Generator, names: Sequence[str]
 ) -> Iterator[tuple[list[bench.Pair], dict[str, float]]]:
-    """Pages of six arms, of which the last three are better by 1, 2 and 3 spreads: their pairs and
-    the truth of each arm."""
+    """Yield the pairs of a page of six arms, and the true shift of each arm.
+
+    The last three arms are better than the others by 1, 2 and 3 spreads.
+    """
     spread = spread_of_differences(setting)
     shifts = [0.0, 0.0, 0.0, spread, 2 * spread, 3 * spread]
     for page in figures(setting, pages, 6, rng):
@@ -323,13 +354,13 @@ def mixed(
 
 
 def false_share(pairs: Sequence[bench.Pair], truth: dict[str, float]) -> float:
-    """Of the claims, how many name an arm as better that is not; 0 without claims."""
+    """Return the share of claims that wrongly name an arm as better; 0 without claims."""
     claims = [p.order() for p in pairs if p.q <= ALPHA]
     return sum(truth[better] <= truth[other] for better, other in claims) / max(1, len(claims))
 
 
 def bench_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Share of the claims of a page whose interval misses the truth, in the mean."""
+    """Sum over pages the share of a page's claims with an interval that misses the truth."""
     total = 0.0
     for pairs, truth in mixed(setting, pages, rng, "abcdef"):
         told = [p for p in pairs if p.q <= ALPHA]
@@ -339,8 +370,11 @@ def bench_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> C
 
 
 def bench_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count | None:
-    """Pairs with the difference that a page of equal arms says would be seen that another page
-    claims."""
+    """Count the pages that claim the difference advertised by another page.
+
+    A page of equal arms says how large a difference it would see. Another page then gets an arm
+    that is better by this difference.
+    """
     if setting.seeds < TO_CLAIM:
         return None
     hits = 0
@@ -353,21 +387,24 @@ def bench_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count 
 
 
 def bench_means(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Intervals of an arm's mean score that hold it."""
+    """Count the intervals of an arm's mean score that contain the true mean."""
     hits = of = 0
     for page in figures(setting, pages, 3, rng):
         found = matrix(page, [0.0] * 3, "abc")
         _, low, high = bench.score_interval(found.of["a"][:, 0].tolist(), found.step(0))
         hits += holds(low, setting.accuracy, high)
-        of += not math.isnan(low)  # scores that are all equal have none
+        of += not math.isnan(low)  # equal scores have no interval
     return Count(hits, of)
 
 
 def bench_iqm(setting: Setting, pages: int, rng: np.random.Generator) -> Count | None:
-    """Intervals of the interquartile mean over two tasks that hold that of very many seeds."""
+    """Count the intervals of the interquartile mean over two tasks that contain its true value.
+
+    The true value is the interquartile mean of 20,000 seeds.
+    """
     if setting.seeds < TO_CLAIM:
         return None
-    pages //= 4  # each redraws its seeds a thousand times
+    pages //= 4  # each page resamples its seeds a thousand times
     truth = iqm(figures(setting._replace(seeds=20_000), 1, 2, rng)[0].T)
     step = 1 / PROBLEMS if setting.coarse else 0.0
     hits = 0
@@ -381,25 +418,25 @@ def bench_iqm(setting: Setting, pages: int, rng: np.random.Generator) -> Count |
 
 
 def row_of(before: np.ndarray, after: np.ndarray) -> tables.HeldOutRow:
-    """The row of a line in "Before and after"."""
+    """Return the row of a line in the table "Before and after"."""
     (row,) = tables.tabulate_held_out([line_of(before, after, "line")])
     return row
 
 
 def report_means(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Intervals of an accuracy over seeds that hold it."""
+    """Count the intervals of an accuracy over seeds that contain the true accuracy."""
     rows = [row_of(*page) for page in figures(setting, pages, 2, rng)]
     return Count(sum(holds(row.after.low, setting.accuracy, row.after.high) for row in rows), pages)
 
 
 def report_changes(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Intervals of a change over seeds that hold it: none."""
+    """Count the intervals of a change over seeds that contain the true change, 0."""
     rows = [row_of(*page) for page in figures(setting, pages, 2, rng)]
     return Count(sum(holds(row.change.low, 0.0, row.change.high) for row in rows), pages)
 
 
 def report_marks(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Lines that did not change and are marked as better or worse."""
+    """Count the unchanged lines that are marked as better or worse."""
     rows = [row_of(*page) for page in figures(setting, pages, 2, rng)]
     return Count(
         sum(tables.mark_change(row.change, claims=row.claims()) != "open" for row in rows), pages
@@ -407,14 +444,16 @@ def report_marks(setting: Setting, pages: int, rng: np.random.Generator) -> Coun
 
 
 def one_run(setting: Setting, rng: np.random.Generator) -> tuple[dict, dict]:
-    """Two evaluations of a policy on 7 · 43 rows of fresh problems, some of which stand in the file
-    more often than others."""
+    """Return two evaluations of one policy on about 7 · 43 rows of 43 fresh problems.
+
+    Each problem stands in 1 to 13 rows of the file.
+    """
     sizes = 1 + rng.integers(13, size=43)
     sides = []
     for _ in range(2):
         right = (
             rng.random(43) < setting.accuracy
-        )  # a problem that a policy solves, it solves in every row
+        )  # a problem is solved in all of its rows or in none
         tasks = [Task(str(i), ({"role": "user", "content": str(i)},)) for i in range(43)]
         rollouts = [
             Rollout(tasks[i], (), reward=float(right[i]))
@@ -426,7 +465,10 @@ def one_run(setting: Setting, rng: np.random.Generator) -> tuple[dict, dict]:
 
 
 def run_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Intervals of one run's accuracy, over problems of which rows repeat some, that hold it."""
+    """Count the intervals of one run's accuracy that contain the true accuracy.
+
+    Some of the run's problems occur in several rows.
+    """
     sides = [one_run(setting, rng)[0] for _ in range(pages)]
     return Count(
         sum(holds(side["interval"][0], setting.accuracy, side["interval"][1]) for side in sides),
@@ -435,7 +477,7 @@ def run_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> Cou
 
 
 def run_changes(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Intervals of one run's change that hold it: none."""
+    """Count the intervals of one run's change that contain the true change, 0."""
     hits = 0
     for _ in range(pages):
         own = [
@@ -447,8 +489,10 @@ def run_changes(setting: Setting, pages: int, rng: np.random.Generator) -> Count
 
 
 def health(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Healthy runs of 30 steps, of which every figure varies by chance alone, that a check of the
-    whole run speaks of."""
+    """Count the healthy runs of 30 steps with a false warning by a check of the whole run.
+
+    Every figure of these runs varies by chance alone.
+    """
     step = {"kl.coef": 0.0, "reward.terms.shadow.weight": 0.0}
     hits = 0
     for _ in range(pages):

@@ -1,13 +1,14 @@
-"""Count the tokens of the package, and those of the functions that `rlkit train` enters.
+"""Count the tokens of the package, and of the functions entered by `rlkit train`.
 
     python experiments/size/run.py                a table: the core's folders, then each extra
     python experiments/size/run.py --entered      the functions that the default run enters
 
-Tokens are those of Python's `tokenize` without comments, docstrings, newlines and indentation, so
-that neither wide nor short lines save any. The second form trains the default for two steps in a
-temporary folder with `sys.setprofile`. It counts each function of rlkit that the process or one of
-its threads entered, without the functions inside it that were not entered. What child processes
-enter is not seen.
+Tokens are those of Python's `tokenize` without comments, docstrings, newlines and indentation. The
+width of the lines therefore does not matter.
+
+The second form trains the default for two steps in a temporary folder with `sys.setprofile`. It
+counts each function of rlkit entered by the process or one of its threads. An inner function counts
+only if it was entered itself. Child processes are not seen.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def token_lines(text: str) -> list[int]:
-    """Return the line of each token of a file that counts.
+    """Return the line number of each counted token of a file.
 
-    An f-string is one token, as it was before Python 3.12 split it.
+    An f-string is one token, as before Python 3.12.
     """
     found = []
     depth = 0
@@ -86,7 +87,9 @@ def dense_places(tree: ast.Module) -> dict[str, list[int]]:
     """Return the lines that pack several steps into one expression, by kind.
 
     packed: a tuple of values assigned to a tuple of names, unless the names are swapped
+
     walrus: := outside comprehensions and outside the test of `while`
+
     nested: a conditional expression inside another
     """
     found: dict[str, list[int]] = {"packed": [], "walrus": [], "nested": []}
@@ -108,7 +111,7 @@ def dense_places(tree: ast.Module) -> dict[str, list[int]]:
 
 
 def is_packed(node: ast.Assign) -> bool:
-    """Return whether an assignment gives several names values of their own."""
+    """Return whether an assignment gives several names a value each, and is no swap."""
     target = node.targets[0]
     if not isinstance(target, ast.Tuple) or not isinstance(node.value, ast.Tuple):
         return False
@@ -118,13 +121,13 @@ def is_packed(node: ast.Assign) -> bool:
 
 
 def room_of(file: Path) -> str:
-    """Return the extra that a file is of, else "core"."""
+    """Return the extra to which a file belongs, or "core"."""
     parts = file.relative_to(PACKAGE).parts
     return parts[1] if parts[0] == "extras" and len(parts) > 2 else "core"
 
 
 def table() -> str:
-    """Return tokens, lines, tokens a line, files and the longest function by folder, as a table."""
+    """Return a table by folder: tokens, lines, tokens per line, files and the longest function."""
     rows: dict[str, Counter[str]] = {}
     longest: dict[str, tuple[int, str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
@@ -152,7 +155,10 @@ def table() -> str:
 
 
 def enter_default_run() -> dict[Path, set[tuple[int, str]]]:
-    """Train the default for two steps. Return file → first line and name of what was entered."""
+    """Train the default run for two steps and record the entered functions.
+
+    Returns: file → first line and name of each entered function.
+    """
     entered: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -193,7 +199,7 @@ def count_entered(file: Path, entered: set[tuple[int, str]]) -> int:
         start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         assert node.end_lineno is not None
         lines = set(range(start, node.end_lineno + 1))
-        # An inner function comes after the one around it, so its own lines are decided last.
+        # Inner functions come after the function around them, so their lines are decided last.
         inside = inside | lines if (start, node.name) in entered else inside - lines
     return sum(line in inside for line in token_lines(text))
 

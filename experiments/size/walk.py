@@ -1,12 +1,11 @@
-"""The walk of a step's rollouts through the code that trains: files that it enters, and how often
-it comes back to one that it has left.
+"""Follow a batch through the training code: which files it enters, and how often it comes back.
 
     python experiments/size/walk.py [older checkout]
 
-Counted by `sys.setprofile` in one RL step of the default run: calls of functions of rlkit/training
-and rlkit/algorithm.py that are given a batch, in their order. What only cuts a batch into rows is
-left out (CUTS). Calls that follow one another in one file are one visit, and micro-batches count
-once: a step from one function to another is counted where it is made first.
+The script counts calls by `sys.setprofile` in one RL step of the default run. A call counts if it
+goes to a function of rlkit/training or rlkit/algorithm.py and passes a batch. Functions that only
+cut a batch into rows are left out (CUTS). Consecutive calls in one file are one visit.
+Micro-batches count once: a repeated pair of caller and callee counts only the first time.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ HERE = Path(__file__).resolve().parents[2]
 
 
 def walked() -> list[tuple[str, str]]:
-    """(file, function) of every call with a batch, in order, repeats left out."""
+    """Return (file, function) of every call with a batch, in order."""
     import rlkit
     from rlkit.types import Batch
 
     root = Path(rlkit.__file__).parent
     x = rlkit.experiment("trainer.steps=1", "batch.prompts=4", "kl=k3", "reference=frozen")
-    for _ in rlkit.steps(x):  # imports, caches and compiled code
+    for _ in rlkit.steps(x):  # load imports and caches, and compile code
         pass
     calls: list[tuple[str, str]] = []
 
@@ -63,7 +62,7 @@ def walked() -> list[tuple[str, str]]:
 
 
 def summary(calls: list[tuple[str, str]]) -> dict[str, object]:
-    """Files, and returns to a file that was left before."""
+    """Return the number of files and of returns to an earlier file, and the files in order."""
     visits: list[str] = []
     arrows = set()
     before = ("", "")

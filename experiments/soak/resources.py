@@ -1,4 +1,4 @@
-"""A callback that notes, after every RL step, what the process holds: a part for `callbacks`."""
+"""A callback for `callbacks`: it records the process's resources after every RL step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Any
 
 
 def resources(run: Path, /) -> Any:
-    """Writes resources.jsonl into the run folder: step, rss (MiB), handles, children, seconds since
-    the run's first step, yardstick (s)."""
+    """Return a callback that writes resources.jsonl into the run folder.
+
+    A row has step, rss (MiB), handles, children, seconds since the run's first step, and yardstick
+    (s).
+    """
     import lightning as L
     import torch
 
     matrix, product = torch.ones(256, 256), torch.empty(256, 256)
 
     def yardstick() -> float:
-        """Seconds of a fixed piece of work, in Python and in torch: how fast the machine is just
-        now, whatever the run does."""
+        """Return the seconds of a fixed piece of work in Python and torch.
+
+        They show how fast the machine is at the moment, independently of the run.
+        """
         begun = time.perf_counter()
         sum(i * i for i in range(20_000))
         for _ in range(10):
@@ -43,8 +48,10 @@ def resources(run: Path, /) -> Any:
 
 
 def held() -> dict[str, float]:
-    """Resident memory in MiB, open file handles and living child processes of this process
-    (Linux)."""
+    """Return this process's resident memory in MiB, open file handles and child processes.
+
+    It works on Linux only.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     children = [
         pid

@@ -1,8 +1,10 @@
-"""Does a long run leak? `python experiments/soak/run.py` trains 3,000 steps of 2 × 4 short rollouts
-with tools and checks what it holds.
+"""Does a long run leak memory, file handles or processes?
 
-Exit status 1 where a law is broken. `--steps 150` is the short version of the test suite, which
-does not look at the time.
+    python experiments/soak/run.py --out FOLDER [--steps 3000]
+
+The script trains 3,000 steps of 2 × 4 short rollouts with tools, and checks the resources recorded
+after every step. Exit status 1: a law is broken. `--steps 150` is the short version of the test
+suite and does not check the time.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ OVERRIDES = (
 
 
 def main() -> int:
-    """Trains, reads what the callback has noted, prints the laws and whether they hold."""
+    """Train, read the recorded resources, print the broken laws, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument(
@@ -70,18 +72,17 @@ def main() -> int:
 
 
 def broken(rows: list[dict], *, settled: int, timed: bool) -> list[str]:
-    """The laws that do not hold, as sentences.
+    """Return the broken laws as sentences.
 
-    Medians of the first third of the steps after `settled` are held against those of the last
-    third: what is resident at the end of a step moves by a percent from one step to the next.
+    Medians of the first third of the steps after `settled` are compared with medians of the last
+    third. Medians are needed because resident memory changes by a percent from one step to the
+    next.
 
     Args:
-      rows: of resources.jsonl.
-      settled: the step from which on nothing may grow: memory by 1 % at most, handles and children
-        not at all.
-      timed: whether seconds per step have to be flat too, counted in yardsticks (a fixed piece of
-        work, done after every step), since machines are not equally fast all the time: 10 % slower
-        at most.
+      rows: rows of resources.jsonl.
+      settled: from this step on, memory may grow by 1 % at most, handles and children not at all.
+      timed: whether to check the seconds per step too. They may grow by 10 % at most, measured in
+        yardsticks: a fixed piece of work after every step, because a machine's speed varies.
     """
     third = (len(rows) - settled) // 3
     parts = rows[settled : settled + third], rows[-third:]

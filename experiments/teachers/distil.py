@@ -1,14 +1,14 @@
-"""Distils a trained policy into the start: how far a third of GRPO's steps goes, on several seeds.
+"""How far does distillation from a GRPO run get in a third of the run's steps?
 
     python experiments/teachers/distil.py [--seeds 0 1 2] [--steps 6] [--only opd "opd, exact"] \\
         [--teacher-steps 60]
 
-For every seed: `rlkit train` with the defaults (GRPO, 20 steps on the embedded model) makes the
-teacher, and then every variant starts again from model=tiny with `teacher=path`, without a reward
-in its loss. A row a run in results.csv; runs that it holds are not repeated. `--teacher-steps`:
-GRPO goes on for that many steps before it teaches; its row and those of its students say so in
-their names. Accuracies are greedy. `target`: the first step whose validation accuracy is at least
-0.97.
+For every seed, `rlkit train` with the defaults (GRPO, 20 steps on the embedded model) makes the
+teacher. Every variant then starts again from model=tiny with `teacher=path`, without a reward in
+its loss. results.csv has a row for each run; runs with a row are not repeated. With
+`--teacher-steps` the teacher trains for this many steps instead, and the names of its row and of
+its students' rows say so. Accuracies are greedy. `target` is the first step with a validation
+accuracy of at least 0.97.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ VARIANTS = {
 
 
 def trained(overrides: Sequence[str], folder: Path) -> Path:
-    """The run folder of `rlkit train`. Raises: CalledProcessError."""
+    """Run `rlkit train` and return its run folder. Raises: CalledProcessError."""
     command = [sys.executable, "-m", "rlkit", "train", *overrides]
     subprocess.run(
         command,
@@ -72,7 +72,7 @@ def trained(overrides: Sequence[str], folder: Path) -> Path:
 
 
 def row(variant: str, seed: int, run: Path) -> dict[str, str]:
-    """One run's row."""
+    """Return one run's row."""
     summary = json.loads((run / "summary.json").read_text())
     curve = {
         r["step"]: r

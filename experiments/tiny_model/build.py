@@ -1,13 +1,13 @@
-"""Builds the embedded tiny model: tokenizer, warm-up on conversations of mixed quality, weights,
-measured accuracy.
+"""Build the embedded tiny model: tokenizer, warm-up, weights, and measured accuracy.
 
     python experiments/tiny_model/build.py [--out rlkit/models/tiny] [--steps 800] [--seed 0]
 
-The demonstrations are wrong on purpose, and *systematically* so: most demonstrations with a verb of
-loss add where they should subtract, most that share equally leave the division out, most with a
-distractor add it. So the model starts bad in greedy decoding too, not only when sampled, and there
-is behaviour for reinforcement learning to find. A small share has random slips. Everything follows
-from the seed; held-out problems never appear (see rlkit.tasks.arithmetic).
+The warm-up trains on conversations of mixed quality. The demonstrations are wrong on purpose, and
+*systematically*: with a verb of loss, most add where they should subtract; with equal sharing, most
+leave out the division; with a distractor, most add it. The model therefore starts badly in greedy
+decoding too, not only in sampling, and reinforcement learning has a behaviour to find. A small
+share has random slips. Everything follows from the seed; held-out problems never appear (see
+rlkit.tasks.arithmetic).
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ from rlkit.rewards import Reward, Term, numeric, weighted_sum
 from rlkit.tasks._arithmetic import Problem, arithmetic, compute_value, draw_from_splits, expression
 from rlkit.types import Message
 
-WARM_UP_SEED = (
-    1_000_003  # of the problems; training uses small seeds, so warm-up problems are others
-)
+WARM_UP_SEED = 1_000_003  # seed of the problems; training uses small seeds, so its problems differ
 SYSTEMATIC = {
     "loses": 0.85,
     "shares": 0.85,
     "distractor": 0.75,
-}  # share of demonstrations that get this kind wrong
+}  # kind → share of demonstrations that get the kind wrong
 RANDOM_SLIPS = 0.08
 WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -48,7 +46,7 @@ TEMPLATE = Path(__file__).resolve().parents[2] / "rlkit/models/tiny/chat_templat
 
 
 def demonstration(p: Problem, rng: random.Random, *, slips: bool = True) -> list[tuple[str, str]]:
-    """A conversation as (role, text) turns: assistant, tool, assistant."""
+    """Return a conversation as (role, text) turns: assistant, tool, assistant."""
     operations = list(p.operations)
     if slips:
         operations = systematic_slip(p, rng)
@@ -79,7 +77,7 @@ def demonstration(p: Problem, rng: random.Random, *, slips: bool = True) -> list
 
 
 def systematic_slip(p: Problem, rng: random.Random) -> list[tuple[str, int]]:
-    """The operations of a problem, with the systematic slips of its kinds."""
+    """Return the operations of a problem, with the systematic slips of its kinds."""
     operations = []
     for (operator, x), kind in zip(p.operations, p.kinds, strict=False):
         slip = rng.random() < SYSTEMATIC.get(kind, 0.0)
@@ -98,7 +96,7 @@ def systematic_slip(p: Problem, rng: random.Random) -> list[tuple[str, int]]:
 def conversations(
     count: int, seed: int, *, slips: bool = True
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """`count` warm-up problems with a demonstration each."""
+    """Yield `count` warm-up problems, each with a demonstration."""
     rng = random.Random(seed)
     for i in range(count):
         p = draw_from_splits(
@@ -111,8 +109,10 @@ def conversations(
 
 
 def corpus(count: int) -> Iterator[str]:
-    """The pieces that are ever encoded: scaffolding and contents, apart, as rlkit.models.chat
-    encodes them."""
+    """Yield the training texts of the tokenizer: scaffolding and contents, apart.
+
+    rlkit.models.chat encodes them apart in the same way.
+    """
     for question, turns in conversations(count, seed=7):
         yield question
         for role, text in turns:
@@ -126,7 +126,7 @@ def corpus(count: int) -> Iterator[str]:
 
 
 def rendered_scaffold() -> list[str]:
-    """The template's own text around the contents, split at control tokens."""
+    """Return the template's own text around the contents, split at control tokens."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     tools = [tool_schema(calculator)]
@@ -144,8 +144,10 @@ def rendered_scaffold() -> list[str]:
 
 
 def build_tokenizer(vocabulary: int, out: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; digits stay single, everything else may merge across words, so that sequences
-    are short."""
+    """Train a byte-level BPE tokenizer and save it.
+
+    Digits stay single. Everything else may merge across words, so that sequences are short.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -180,7 +182,7 @@ def build_tokenizer(vocabulary: int, out: Path) -> PreTrainedTokenizerFast:
 def encode_conversation(
     renderer: Renderer, tools: list, question: str, turns: list[tuple[str, str]]
 ) -> tuple[list[int], list[bool]]:
-    """Ids and loss mask, through the same functions that encode a rollout."""
+    """Return ids and loss mask of a conversation, by the same functions that encode a rollout."""
     end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = encode_prompt(renderer, [{"role": "user", "content": question}], tools)
     mask = [False] * len(ids)
@@ -203,7 +205,7 @@ def encode_conversation(
 def encoded_conversations(
     renderer: Renderer, count: int, seed: int
 ) -> Iterator[tuple[list[int], list[bool]]]:
-    """Ids and loss masks of `count` warm-up conversations."""
+    """Yield ids and loss masks of `count` warm-up conversations."""
     tools = [tool_schema(calculator)]
     return (
         encode_conversation(renderer, tools, *conversation)
@@ -221,8 +223,10 @@ def warm_up(
     lr: float,
     log,
 ) -> None:
-    """Supervised training on demonstrations that never repeat: ids and loss masks, steps × batch of
-    them."""
+    """Train on demonstrations, each of them only once.
+
+    stream: ids and loss masks, at least steps × batch of them
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=lr, total_steps=steps, pct_start=0.1
@@ -248,7 +252,7 @@ def warm_up(
 
 
 def build_model(vocabulary: int, renderer: Renderer) -> Qwen3ForCausalLM:
-    """A Qwen3 of under a million parameters."""
+    """Return a Qwen3 of under a million parameters."""
     tokenizer = renderer.tokenizer
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -282,14 +286,14 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # the same sums in the same order on every machine of a kind
+    torch.set_num_threads(1)  # one thread: the same sums in the same order on similar machines
     lines = []
 
     def log(line: str) -> None:
         print(line, flush=True)
         lines.append(line)
 
-    # Built beside the target and moved at the end: a reader never sees a new tokenizer with old
+    # Build beside the target and move at the end: a reader never sees a new tokenizer with old
     # weights.
     part = arguments.out.with_name(arguments.out.name + ".part")
     tokenizer = build_tokenizer(arguments.vocabulary, part)
@@ -319,7 +323,10 @@ def main() -> None:
 
 
 def measure(path: Path, n: int = 1000) -> dict:
-    """Held-out accuracy of the saved model, greedy and sampled, and greedy by kind of problem."""
+    """Return the held-out accuracy of the saved model.
+
+    It is measured greedy, sampled, and greedy by kind of problem.
+    """
     environment = tool_use(tools={"calculator": calculator})
     reward = Reward("numeric", {"numeric": Term(1.0, numeric)}, weighted_sum)
     tasks = arithmetic(split="test", max_samples=n)

@@ -1,11 +1,10 @@
-"""Builds the warm start of guess_number: the tiny model after a warm-up on games of a mediocre
-player.
+"""Build the warm start of guess_number: the tiny model, trained on games of a mediocre player.
 
     python experiments/tiny_model/build_guess.py [--out rlkit/models/tiny] [--steps 100] [--seed 0]
 
-The player halves the bounds, but most of its turns it is stubborn and says its last number again.
-So the form is right, and there is much to gain. Only the guesses are trained on, in the very token
-stream of the environment. Everything follows from the seed.
+The player halves the bounds, but in most turns he stubbornly repeats his last number. The model
+thus learns the form of the game, and has much to gain. Only the guesses are trained on, in the
+exact token stream of the environment. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from rlkit.models.chat import Renderer, continuation, encode_prompt, encode_scaf
 from rlkit.tasks import guess_number as games
 from rlkit.types import Message
 
-STUBBORN = 0.6  # share of the guesses after the first that only repeat the last one
-POOL = 128  # games that are put in order of their length, so that a batch has little padding
-LOW, HIGH, TURNS = 1, 20, 50  # those of experiment=guess_number_ppo
+STUBBORN = 0.6  # share of the guesses after the first that repeat the guess before
+POOL = 128  # games sorted by length at a time, so that a batch has little padding
+LOW, HIGH, TURNS = 1, 20, 50  # as in experiment=guess_number_ppo
 
 
 def game(rng: random.Random) -> list[tuple[str, str]]:
-    """The turns of a game as (role, text), the last guess being right, or the fiftieth."""
+    """Return the turns of a game as (role, text). The last guess is right, or the fiftieth."""
     number, low, high = rng.randint(LOW, HIGH), LOW, HIGH
     turns: list[tuple[str, str]] = []
     guess = (low + high) // 2
@@ -47,7 +46,7 @@ def game(rng: random.Random) -> list[tuple[str, str]]:
 def encoded_games(
     renderer: Renderer, count: int, seed: int
 ) -> Iterator[tuple[list[int], list[bool]]]:
-    """Ids and loss masks of `count` games, through the same functions that encode a rollout."""
+    """Yield ids and loss masks of `count` games, by the same functions that encode a rollout."""
     rng = random.Random(seed)
     end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     prompt = encode_prompt(renderer, list(games(max_samples=1, low=LOW, high=HIGH)[0].messages))
@@ -81,7 +80,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # the same sums in the same order on every machine of a kind
+    torch.set_num_threads(1)  # one thread: the same sums in the same order on similar machines
     lines = []
 
     def log(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Rewards, a tool and an engine with a fault each, and rows with faults, for run.py."""
+"""Faults for run.py: rewards, a tool and an engine with one fault each, and faulty rows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlkit.tasks import arithmetic
 from rlkit.types import Policy, Rollout, Task
 
 ROWS = 4096
-EASY = {"buys", "finds", "gets"}  # operations that the embedded model has learned without slips
-LONG = 1_000_003  # numbers in the embedded model's warm-up have two digits
+EASY = {"buys", "finds", "gets"}  # operations learned by the embedded model without errors
+LONG = 1_000_003  # factor; the numbers in the embedded model's warm-up have two digits
 
 
 def unread(rollout: Rollout) -> float | None:
-    """Reads only half of the truths: those of odd numbers."""
+    """Score only odd answers, so that half of the tasks have no reward."""
     return numeric(rollout) if int(rollout.task.answer) % 2 else None
 
 
 def hackable(rollout: Rollout) -> float:
-    """Pays any reply of twenty characters."""
+    """Give the full reward to any reply of twenty characters."""
     return min(1.0, len(rollout.final_content) / 20)
 
 
@@ -38,12 +38,12 @@ def calculator(expression: str) -> str:
 
 
 class Stale(Cached):
-    """An engine that goes on with the weights that it saw first."""
+    """An engine that keeps sampling with the first weights it was given."""
 
     old: Policy | None = None
 
     async def load(self, weights: Policy, version: int) -> None:
-        """Claims the version, and keeps the weights."""
+        """Claim the new version, but keep the first weights."""
         if self.old is None:
             self.old = weights._replace(model=copy.deepcopy(weights.model))
         await super().load(self.old, version)
@@ -53,7 +53,7 @@ class Stale(Cached):
 
 
 def write_rows(kind: str, seed: int, file: Path) -> Path:
-    """Write the rows of a fault in the data: problems of task=arithmetic, chosen or changed."""
+    """Write rows with a fault in the data, made from problems of task=arithmetic."""
     tasks = arithmetic(split="train", seed=seed, max_samples=ROWS)
     if kind == "easy":
         tasks = [task for task in tasks if kinds_of(task) <= EASY]
@@ -73,12 +73,12 @@ def write_rows(kind: str, seed: int, file: Path) -> Path:
 
 
 def lengthen(task: Task) -> Task:
-    """A problem of sums with all of its numbers, and its answer, multiplied."""
+    """Multiply all numbers of a sum, and its answer, by LONG."""
     content = re.sub(r"\d+", lambda found: str(LONG * int(found[0])), task.messages[0]["content"])
     message = {"role": "user", "content": content}
     return task._replace(messages=(message,), answer=str(LONG * int(task.answer)))
 
 
 def kinds_of(task: Task) -> set[str]:
-    """The operations of a problem, and whether it has a distractor."""
+    """Return the kinds of a problem's operations, and "distractor" if the problem has one."""
     return set(task.metadata["kinds"])

@@ -1,13 +1,14 @@
-"""What does rldoctor 0.2 say of the same runs?
+"""What does rldoctor 0.2 find in the same runs?
 
     python -m venv /tmp/rldoctor && /tmp/rldoctor/bin/pip install rldoctor==0.2
     python experiments/why/rldoctor.py /tmp/rldoctor/bin/rl-doctor [--runs outputs/why]
     python experiments/why/rldoctor.py /tmp/rldoctor/bin/rl-doctor --folders outputs/latest
 
-It reads metrics alone. Each run's are written under the names that it knows (`rl-doctor fields`).
-Its findings of the severities WARNING and CRITICAL are kept in their order. It names no settings
-and no parts, so NAMED lists, generously, each detector whose text could lead to the planted cause.
-rldoctor.csv gets a row a run; the table is of the seeds of one half.
+rldoctor reads only metrics. This script writes each run's metrics under rldoctor's names
+(`rl-doctor fields`) and keeps its findings of the severities WARNING and CRITICAL, in their order.
+rldoctor names no settings and no parts of a run. NAMED therefore lists, generously, each detector
+with a text that could lead to the planted cause. rldoctor.csv gets a row for each run; the table
+covers the seeds of one half.
 
     named  place of such a detector among the findings, 0 if there is none
 """
@@ -30,7 +31,7 @@ from run import KINDS, half_of, sum_up  # noqa: E402
 from rlkit.runs.reading import read_run  # noqa: E402
 
 FILE = HERE / "rldoctor.csv"
-# its name → metrics of rlkit, the first that a run has
+# Name in rldoctor → metrics of rlkit; the first metric found in the run is used.
 FIELDS: Mapping[str, Sequence[str]] = {
     "reward": ("reward/mean",),
     "reward_std": ("reward/std",),
@@ -50,7 +51,7 @@ FIELDS: Mapping[str, Sequence[str]] = {
     "explained_variance": ("value/explained_variance",),
     "step_time": ("perf/step_s",),
 }
-# planted fault → detectors whose text could lead to it
+# Planted fault → detectors with a text that could lead to the fault.
 NAMED: Mapping[str, Sequence[str]] = {
     "rate_low": ("kl_drift", "gradient_pathology", "plateau"),
     "rate_high": ("kl_drift", "gradient_pathology", "clip_saturation", "entropy_collapse"),
@@ -67,7 +68,7 @@ COLUMNS = ("kind", "seed", "half", "named", "first", "second", "findings", "susp
 
 
 def write_log(folder: Path, file: Path) -> None:
-    """Write a run's metrics under the names that rldoctor knows."""
+    """Write a run's metrics under rldoctor's names."""
     run = read_run(folder)
     with file.open("w") as out:
         for row in run.rows:
@@ -79,7 +80,7 @@ def write_log(folder: Path, file: Path) -> None:
 
 
 def name_detectors(program: str, folder: Path) -> list[str]:
-    """The detectors with a warning, in the order of the report."""
+    """Return the detectors with a warning, in the order of the report."""
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "log.jsonl"
         write_log(folder, log)

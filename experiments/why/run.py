@@ -1,17 +1,18 @@
-"""Does `rlkit why` name a planted fault? Sixteen kinds of faults on ten seeds, and thirty healthy
-runs.
+"""Does `rlkit why` name a planted fault, and does it stay silent about healthy runs?
 
     python experiments/why/run.py --half tune [--runs outputs/why] [--only kl tool] [--most 20]
     python experiments/why/run.py --half fresh
 
-Limits of the checks are tuned on the even seeds up to 8. The odd seeds up to 9 were reported once;
-the seeds 11 to 19 are reported for the limits of today. A run is ten RL steps of 64 rollouts on one
-thread. rows.csv gets a row a run, and the same command goes on after an interruption. Runs stay in
---runs without their checkpoints. To diagnose them again after a change of the checks, delete their
-rows: a finished run is not trained twice. With --train runs are only trained.
+There are sixteen kinds of faults on ten seeds, and thirty healthy runs. A run is ten RL steps of 64
+rollouts on one thread. The limits of the checks are tuned on the even seeds up to 8. The odd seeds
+up to 9 were reported once; the seeds 11 to 19 are reported for today's limits.
+
+rows.csv gets a row for each run, and the same command continues after an interruption. Runs stay in
+--runs without their checkpoints. To diagnose runs again after a change of the checks, delete their
+rows: a finished run is not trained twice. With --train the runs are only trained.
 
     named      place of the planted cause among the findings, 0 if it is not among them
-    suspected  the cause that the last lines of the run name
+    suspected  the cause named by the last lines of the run
     seconds    processor time of the diagnosis, and of the run unless it was trained before
 """
 
@@ -54,7 +55,7 @@ BASE = (
     "callbacks.samples.every=1000",
     "callbacks.completions.every=0",
 )
-# ROWS is replaced by the path of the rows of the fault, START by a policy that knows the task
+# ROWS is replaced by the path of the fault's rows, and START by a policy that knows the task.
 OWN_ROWS = ("task=jsonl", "task.path=ROWS", "task.validation=0", "task.held_out=0")
 # kind → overrides
 FAULTS: Mapping[str, Sequence[str]] = {
@@ -94,8 +95,10 @@ Row = Mapping[str, object]
 
 
 def train(kind: str, seed: int, folder: Path) -> None:
-    """Train a run in its folder, in this process. Raises: RuntimeError with the last lines of its
-    output."""
+    """Train a run in its folder, in this process.
+
+    Raises: RuntimeError with the last lines of its output.
+    """
     words = [*BASE, *KINDS[kind], f"seed={seed}"]
     if "START" in " ".join(words):
         start = folder.parents[1] / "start"
@@ -111,7 +114,7 @@ def train(kind: str, seed: int, folder: Path) -> None:
 
 def run_command(words: Sequence[str], folder: Path) -> None:
     """Run `rlkit train` in a folder. Raises: RuntimeError with the last lines of its output."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a call that was interrupted
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted call
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out):
         status = main_command(["train", *words, f"hydra.run.dir={folder}"])
@@ -120,7 +123,7 @@ def run_command(words: Sequence[str], folder: Path) -> None:
 
 
 def row_of(kind: str, seed: int, folder: Path) -> dict[str, object]:
-    """What the findings say of a run."""
+    """Diagnose a run and return its row."""
     e = read_evidence(folder)
     findings, _ = diagnose(e, str(folder), Arguments([], trusted=True), attack=False)
     causes = [finding.cause for finding in findings]
@@ -140,7 +143,10 @@ def row_of(kind: str, seed: int, folder: Path) -> dict[str, object]:
 
 
 def half_of(seed: int) -> str:
-    """Even seeds are tuned on. The odd seeds up to 9 were reported once, and looked at since."""
+    """Return "tune" for even seeds and "report" for odd seeds, up to 9; "fresh" for later seeds.
+
+    The limits are tuned on the even seeds. The odd seeds were reported once, and looked at since.
+    """
     if seed > 9:
         return "fresh"
     return "report" if seed % 2 else "tune"
@@ -157,8 +163,11 @@ def add_row(row: Row) -> None:
 
 
 def sum_up(rows: Sequence[Row]) -> Iterator[str]:
-    """The table of one half: of each kind how often its cause is among the first two, and what
-    stood first; then both totals, with Wilson's 95 % interval."""
+    """Yield the lines of one half's table, then the totals with Wilson's 95 % interval.
+
+    A line counts how often the cause of its kind is among the first two findings, and lists the
+    causes that were named first.
+    """
     yield "| planted | runs | among the first two | first named | last lines |"
     yield "|---|---|---|---|---|"
     for kind in KINDS:
@@ -182,7 +191,7 @@ def sum_up(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def is_named(row: Row) -> bool:
-    """Whether the planted cause is among the first two findings."""
+    """Return whether the planted cause is among the first two findings."""
     return str(row["named"]) in ("1", "2")
 
 

@@ -1,10 +1,10 @@
-"""Are recorded log-probs found again? 1,000 random tokens of a run of many turns and of an
-overlapped one.
+"""Can recorded log-probs be recomputed from a finished run?
 
     python experiments/why/tokens.py [--tokens 1000] [--runs outputs/why/tokens]
 
-Trains both runs if they are not there, draws tokens from a seed, computes the policy of each
-token's version again from the start, and writes tokens.csv: a row a run.
+The script trains two runs unless they exist: one with many turns, and one with overlapped sampling.
+It picks 1,000 random tokens of each from a fixed seed, recomputes the policy version of each token
+from the start of the run, and writes tokens.csv, a row for each run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ read_once = functools.cache(read_step)
 
 
 def draw_token(rng: random.Random, folder: Path) -> Token:
-    """A token of a random rollout of a random step."""
+    """Return a random token of a random rollout of a random step."""
     step = rng.randint(1, STEPS)
     played = read_once(folder, step)
     rollout = rng.randrange(len(played))
@@ -56,7 +56,7 @@ def draw_token(rng: random.Random, folder: Path) -> Token:
 
 
 def main() -> None:
-    """Write a row a run."""
+    """Write a row for each run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--runs", type=Path, default=Path("outputs/why/tokens"))

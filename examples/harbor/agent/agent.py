@@ -1,12 +1,13 @@
-"""An agent for the five tasks in sums/: it asks the question with a calculator, and writes the last
-reply into answer.txt. Nothing but the standard library."""
+"""An agent for the five tasks in sums/. It needs only the standard library.
+
+It asks the question with a calculator, and writes the last reply into answer.txt.
+"""
 
 import json
 import os
 import urllib.request
 
-# The embedded model has seen one tool, described in these words; other words are another prompt to
-# it.
+# The embedded model knows one tool, described in these words. Other words make another prompt.
 TOOL = {
     "type": "function",
     "function": {
@@ -23,7 +24,7 @@ TOOL = {
 
 
 def calculate(arguments: str) -> str:
-    """The value of an expression of digits and operators."""
+    """Return the value of an expression of digits and operators."""
     try:
         expression = json.loads(arguments)["expression"]
         plain = set(expression) <= set("0123456789+-*/(). ") and "**" not in expression
@@ -35,7 +36,7 @@ def calculate(arguments: str) -> str:
 
 
 def ask(messages: list) -> dict:
-    """The policy's message."""
+    """Send a request and return the policy's message."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode()
     headers = {
         "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
@@ -48,7 +49,7 @@ def ask(messages: list) -> dict:
 
 def main() -> None:
     (task,) = json.loads(os.environ["RLKIT_TASK"])["messages"]
-    # the second paragraph says where the answer belongs: that is this program's part
+    # Leave out the second paragraph, about the place of the answer: this program writes answer.txt.
     messages = [{"role": "user", "content": task["content"].split("\n\n")[0]}]
     for _ in range(4):
         reply = ask(messages)

@@ -1,5 +1,4 @@
-"""What the agents of this folder share: the question of the episode, the tool, and a place for the
-answer."""
+"""The common parts of this folder's agents: the episode's question, the tool, and `leave`."""
 
 import json
 import os
@@ -18,7 +17,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-# the same tool, for packages that take a schema
+# The same tool, for packages that take a schema.
 ADD = {
     "name": "add",
     "description": "Add two numbers.",

@@ -1,4 +1,4 @@
-"""Whether the last number that an agent left in answer.txt is the task's."""
+"""Reward 1 if the last number in answer.txt is the task's answer, else 0."""
 
 import json
 import os

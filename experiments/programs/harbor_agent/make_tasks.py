@@ -2,7 +2,8 @@
 
     python experiments/programs/harbor_agent/make_tasks.py FOLDER [--count 320]
 
-The hidden test of a task reads answer.txt, and gives 1 if it holds the larger number and no other.
+The hidden test of a task reads answer.txt. It gives 1 if the larger number is the only number
+there.
 """
 
 from __future__ import annotations

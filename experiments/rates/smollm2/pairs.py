@@ -1,4 +1,4 @@
-"""Writes train.jsonl and test.jsonl beside this file: which of two numbers is larger?
+"""Write train.jsonl and test.jsonl beside this file: which of two numbers is larger?
 
 python experiments/rates/smollm2/pairs.py
 """

@@ -1,8 +1,7 @@
-"""A CodeAgent of smolagents, unmodified: it answers with a line of Python, and its answer goes into
-answer.txt.
+"""An unmodified CodeAgent of smolagents: it answers with a line of Python.
 
-Its memory begins with two tasks that were solved, because a model of this size does not follow
-smolagents' own instructions of 2,000 tokens.
+The program writes the agent's answer into answer.txt. The agent's memory begins with two solved
+tasks, because a model of this size does not follow smolagents' own instructions of 2,000 tokens.
 """
 
 import json
@@ -14,7 +13,7 @@ from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
 SOLVED = (("58 or 731", "731"), ("904 or 26", "904"))
 
-# the second paragraph says where the answer belongs: that is this program's part
+# Leave out the second paragraph, about the place of the answer: this program writes answer.txt.
 task = json.loads(os.environ["RLKIT_TASK"])["messages"][-1]["content"].split("\n\n")[0]
 agent = CodeAgent(
     tools=[],
