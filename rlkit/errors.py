@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 TRACEBACK = "RLKIT_TRACEBACK"  # set in the environment: errors are printed with their traceback
+SHOWN = 1_000  # characters of a long line, from its beginning and again from its end
 
 
 class RLKitError(Exception):
@@ -254,8 +255,11 @@ def describe_error(error: BaseException) -> str:
 
 
 def split_error(error: BaseException) -> list[str]:
-    """The text of an error, as the terminal's lines."""
-    return [f"rlkit: {line}" for line in describe_error(error).splitlines()]
+    """Return the text of an error as the terminal's lines. The middle of a long line is left out,
+    for example of a text that a user's function returned."""
+    lines = describe_error(error).splitlines()
+    cut = [f"{x[:SHOWN]} … {x[-SHOWN:]}" if len(x) > 2 * SHOWN else x for x in lines]
+    return [f"rlkit: {line}" for line in cut]
 
 
 def describe_yaml_error(error: Any, file: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 import fuzzing
 from fuzzing import OPTIONS, PREFIX, SLOTS, SMALL, TRAIN, Case
+from rlkit.errors import ConfigError, split_error
 
 pytestmark = pytest.mark.slow
 FIRST = 20_000  # seeds that .ci/fuzz does not draw by default
@@ -212,6 +213,17 @@ def test_ctrl_c_during_the_imports_of_the_command_line_ends_without_a_traceback(
     said = "import signal, rlkit.__main__; signal.raise_signal(signal.SIGINT)"
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_line_of_an_error_can_be_read():
+    """A schedule's function returned a text of 100,000 letters, and the sentence quoted it."""
+    [line] = split_error(ConfigError(f"reward: {'x' * 100_000} is no number"))
+    assert line.startswith("rlkit: reward: xxx") and line.endswith("xxx is no number")
+    assert len(line) < 3_000
+    assert split_error(ConfigError("a.b: wrong\nc: wrong")) == [
+        "rlkit: a.b: wrong",
+        "rlkit: c: wrong",
+    ]
 
 
 def test_what_libraries_print_goes_into_no_file_where_the_streams_are_closed(tmp_path):
