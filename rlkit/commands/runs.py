@@ -166,7 +166,7 @@ def _passes(folder: Path, wanted: Sequence[str]) -> bool:
 
 
 def _is_same(value: str, *found: str | None) -> bool:
-    """Return whether one of the texts stands for the value. Numbers are compared as numbers: 3e-4
+    """Return whether one of the texts equals the value. Numbers are compared as numbers: 3e-4
     equals 0.0003."""
     for text in found:
         if text is None:

@@ -177,7 +177,7 @@ def stands(part: Any, hint: Any) -> bool:
 
 
 def is_function(base: Any) -> bool:
-    """Return whether a type hint stands for functions."""
+    """Return whether a type hint is `Callable` or a protocol with `__call__`."""
     calls = is_protocol(base) and any("__call__" in vars(own) for own in base.__mro__)
     return base is Callable or calls
 

@@ -71,8 +71,8 @@ def no_correction(response_mask: Tensor) -> Tensor:
 def automatic_correction(
     logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor
 ) -> Tensor:
-    """Return `token_correction` truncated at 2. This function stands for
-    `algorithm/correction=auto` until the run has chosen a correction.
+    """Return `token_correction` truncated at 2. `algorithm/correction=auto` is this function until
+    the run has chosen a correction.
 
     The check before the first step compares the engine's log-probs with the trainer's. If they
     agree in float32, the run uses `no_correction` instead

@@ -19,9 +19,9 @@ def interpolated_old(
 
     a = 0 gives the sampler, a = 1 the current policy. (old / μ) (π / old) = π / μ holds for every
     a. Suppose the sampler's weights are d versions older than the policy's, and a = (d - 1) / d.
-    Then π / old = (π / μ)^(1/d): one of the d equal steps from sampler to policy, and it stands for
-    this update. The current policy changes during the update, so old is computed again in every
-    minibatch.
+    Then π / old = (π / μ)^(1/d). This ratio is one of the d equal steps from sampler to policy, the
+    step of this update. The current policy changes during the update, so old is computed again in
+    every minibatch.
 
     Args:
       logprobs: [B, T] in nats, of the policy being trained; no gradient flows into it.

@@ -394,7 +394,7 @@ def check_weights(model: Any, path: str, key: str = "model.path") -> None:
 
 
 def _find_source(path: str) -> str:
-    """Return the folder, the file or the hub id that a model's path stands for.
+    """Return the folder, the file or the hub id from which a model's path is loaded.
 
     Raises: ConfigError for a model that has not been fetched yet.
     """

@@ -32,8 +32,8 @@ NEEDED = {
 
 class Words(NamedTuple):
     """Hold the guarantees missing for the rewards at one place. `lost`: word → why the guarantee
-    does not hold. `unsaid`: word → the part without a declaration, so nobody knows whether the
-    guarantee holds."""
+    does not hold. `unsaid`: word → the part without a declaration. For this word it is unknown
+    whether the guarantee holds."""
 
     lost: Mapping[str, str] = {}
     unsaid: Mapping[str, str] = {}

@@ -14,7 +14,7 @@ SOURCES = ("schedule", "algorithm")
 
 def name_problems(config: Mapping[str, Any]) -> list[str]:
     """Explain why the name of a run cannot be a folder inside outputs/. The sentence begins with
-    the config key of the name. The name `a/b` stands for a folder within a folder."""
+    the config key of the name. The name `a/b` makes a folder `b` inside a folder `a`."""
     name = config.get("name")
     if not isinstance(name, str):  # the schema reports the type
         return []

@@ -183,7 +183,7 @@ class Connection:
             self.client.set_exception(
                 ServerFailed(self.failure or f"the server {self.server.name!r} was closed")
             )
-            # mark the error as read; otherwise asyncio complains if nobody waits
+            # mark the error as read; otherwise asyncio complains if no task awaits it
             self.client.exception()
         self.log.close()
 
