@@ -38,11 +38,12 @@ from rlkit.functional import (
     turn_gae,
     whiten,
 )
+from rlkit.training.metrics import pick_counted
 from rlkit.training.update.loss import loss_weights, surrogate
 from rlkit.training.update.sampled import filter_rollouts, mark_last_tokens
 from rlkit.training.update.split import PER_ROLLOUT, select, split_into_micro_batches
 from rlkit.training.update.weighted import weigh
-from rlkit.types import QUANTITIES, Batch, Scored, TokenLogprobs, Weighted
+from rlkit.types import QUANTITIES, Batch, Scored, TokenLogprobs, Weighted, agreement
 
 POLICY_LOSSES = {"clipped": clipped, "reinforce": reinforce}
 KLS = {
@@ -441,7 +442,7 @@ def test_micro_batches_cover_every_trained_row_once_within_the_budget(budget):
     owners = [set(batch.rollout_ids[portion].tolist()) for portion in portions]
     assert sum(map(len, owners)) == len(set().union(*owners)) == 8  # no rollout is cut apart
     for portion, rollouts in zip(portions, owners, strict=True):
-        assert len(rollouts) == 1 or sum(needed(batch)[portion]) <= budget
+        assert len(rollouts) == 1 or counted(batch, portion) <= budget
 
 
 def needed(batch):
@@ -451,17 +452,53 @@ def needed(batch):
     )
 
 
+def counted(batch, portion, shared=1 / 8):
+    """Tokens of rows packed in this order: one that the row before has too counts `shared`."""
+    total = 0
+    before = ()
+    for row, length in zip(portion.tolist(), needed(batch)[portion].tolist(), strict=True):
+        own = batch.ids[row, :length].tolist()
+        same = agreement(own, before)
+        total += len(own) - same * (1 - shared)
+        before = own
+    return total
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("budget", [30, 50, 90])
+def test_a_shared_beginning_counts_once_if_the_model_packs_rows(budget, packs):
+    """Two groups of eight: prompts of 20 tokens, replies of 3."""
+    ids = torch.arange(23).repeat(16, 1)
+    ids[:, 20:] = torch.arange(16)[:, None] + 50
+    ids[8:, 0] = 40
+    batch = replace(
+        make_batch(),
+        ids=ids,
+        attention_mask=torch.ones_like(ids),
+        response_mask=torch.arange(23).expand(16, -1) >= 20,
+        rollout_ids=torch.arange(16),
+        group_ids=torch.arange(16) // 8,
+    )
+    portions = list(split_into_micro_batches(batch, budget, packs=packs))
+    assert torch.equal(torch.cat(portions), torch.arange(16))
+    shared = 1 / 8 if packs else 1
+    for portion, following in itertools.pairwise(portions):
+        assert counted(batch, portion, shared) <= budget
+        assert counted(batch, torch.cat([portion, following[:1]]), shared) > budget
+    assert len(portions) == ({30: 8, 50: 3, 90: 2} if packs else {30: 16, 50: 8, 90: 4})[budget]
+
+
 @pytest.mark.parametrize("budget", [1, 9, 20, 45, 10**6])
 def test_rows_of_a_group_stand_side_by_side_and_fill_the_budget(budget):
     """One row a rollout: what is packed together shares its prompt, and no portion ends before it
     is full."""
     batch = make_batch()
     batch = replace(batch, rollout_ids=torch.arange(12), group_ids=torch.arange(12) % 3)
-    lengths, portions = needed(batch), list(split_into_micro_batches(batch, budget))
+    portions = list(split_into_micro_batches(batch, budget))
     order = torch.cat(portions)
     assert batch.group_ids[order].tolist() == sorted(batch.group_ids[order].tolist())
     for portion, following in itertools.pairwise(portions):
-        assert lengths[portion].sum() + lengths[following[0]] > budget
+        assert counted(batch, torch.cat([portion, following[:1]])) > budget
 
 
 def test_a_rollout_longer_than_the_budget_is_a_portion_of_its_own():
@@ -470,6 +507,30 @@ def test_a_rollout_longer_than_the_budget_is_a_portion_of_its_own():
     portions = list(split_into_micro_batches(batch, 1))
     assert sorted(len(p) for p in portions) == [1, 1, 1, 1, 1, 1, 2, 3]
     assert all(len(batch.rollout_ids[p].unique()) == 1 for p in portions)
+
+
+@pytest.mark.parametrize("budget", [1, 20, 10**6])
+@pytest.mark.parametrize("kind", ["token", "rollout", "number"])
+def test_micro_batches_count_each_term_as_their_batch_does(kind, budget):
+    """A rollout without a trained token counts nowhere."""
+    batch = make_batch()
+    trained = batch.response_mask & (batch.rollout_ids != 0)[:, None]
+    batch = replace(batch, response_mask=trained)
+    number = torch.tensor(3.0)
+    value = {
+        "token": torch.arange(batch.ids.numel()).view_as(batch.ids),
+        "rollout": torch.arange(len(batch.rewards)),
+        "number": number,
+    }[kind]
+    found = []
+    for rows in split_into_micro_batches(batch, budget):
+        part = select(batch, rows)
+        own = value[rows][:, : part.ids.shape[1]] if kind == "token" else value
+        found.append(pick_counted(own, part))
+    whole_value = pick_counted(value, batch)
+    assert torch.equal(torch.cat(found).sort().values, whole_value.sort().values)
+    if kind == "rollout":
+        assert 0 not in whole_value and len(whole_value) == 7
 
 
 SEQUENCE_PARTS = {

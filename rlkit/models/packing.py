@@ -283,10 +283,7 @@ def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
         torch.backends.cuda.enable_cudnn_sdp(False)
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
-    longest = max(path.keys.shape[1] for path in packed.paths)
-    if trunk.config._attn_implementation == ATTENTION and longest <= find_whole_context(
-        trunk.config
-    ):
+    if max(path.keys.shape[1] for path in packed.paths) <= find_packed_context(trunk.config):
         if get_update_kernel(trunk).used == "fused" and serves(trunk):
             return compute_fused_states(
                 trunk, packed.ids, packed.positions, partial(_attend_all, packed)
@@ -311,6 +308,12 @@ def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
             states.gather(1, at[..., None].expand(*at.shape, states.shape[-1])).flatten(0, 1)
         )
     return torch.cat(parts)[packed.home]
+
+
+def find_packed_context(config: Any) -> float:
+    """Return the longest row that a trunk with this config reads packed, in tokens; inf without a
+    limit. Return 0 if the trunk reads every row unpacked."""
+    return find_whole_context(config) if config._attn_implementation == ATTENTION else 0
 
 
 def _read_rows(trunk: Any, packed: Packed) -> Iterator[Tensor]:

@@ -11,6 +11,8 @@ from torch import nn
 
 from rlkit.distributed import ranks
 from rlkit.functional import mix
+from rlkit.models.head import split_model
+from rlkit.models.packing import find_packed_context
 from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.system import rng
 from rlkit.system.shared_state import guard_state
@@ -89,7 +91,8 @@ class Learner:
         self.optimizers = Optimizers(
             optimizers or make_optimizers(experiment, self.model, self.critic)
         )
-        self.micro = MicroBatches(self.x.trainer.micro_batch_tokens)
+        context = find_packed_context(split_model(self.model)[0].config)
+        self.micro = MicroBatches(self.x.trainer.micro_batch_tokens, packed_context=context)
         self.kept = ReferenceStates(self.experiment, self.model)
         self.enter_phase()
         self.rl_step = 0

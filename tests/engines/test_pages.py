@@ -57,9 +57,10 @@ def consistent(slots: Slots) -> None:
         assert pages.table[number].tolist() == own + [0] * (pages.columns - len(own))
         assert int(slots.room[number]) in (0, len(own) * pages.page)
     for row in rows:  # no one writes into a page that another reads
-        if not row.reads or row.known:
-            after = row.known // pages.page
-            assert all(pages.holders[page] == 1 for page in row.pages[after:])
+        alike = [own for own in rows if own.reads and own.prompt == row.prompt]
+        readers = alike if row.reads and row.saved is None else [row]
+        for page in row.pages[row.known // pages.page :]:
+            assert pages.holders[page] == sum(page in own.pages for own in readers)
 
 
 @pytest.mark.parametrize("seed", cases(range(20), 3))
@@ -68,6 +69,7 @@ def test_every_page_is_free_or_held_whatever_happens(seed):
     rng = random.Random(seed)
     slots = Slots(Pages(96, 4, 96, CPU))
     openings = [tuple(rng.randrange(9) for _ in range(n)) for n in (5, 16, 17, 40)]
+    openings += [(*openings[3][:33], 9, *range(n)) for n in (0, 1, 14, 20)]
     asked: dict[int, tuple[int, ...]] = {}
     cuts = 0
     for turn in range(300):
@@ -179,8 +181,8 @@ def test_rows_that_give_way_go_on_where_they_were(small, complete, monkeypatch, 
 
 
 def test_the_cache_is_made_once_and_no_row_is_read_twice(small, complete, monkeypatch):
-    """Ten calls whose contexts grow: the first design made a new cache for each and drew the rows
-    again."""
+    """Ten calls whose contexts grow and share no beginning: the first design made a new cache for
+    each and drew the rows again."""
     read, made, own = [], [], Passes.read
 
     def watched(self, rows):
@@ -193,11 +195,52 @@ def test_the_cache_is_made_once_and_no_row_is_read_twice(small, complete, monkey
     )
     engine = Cached()
     for call in range(1, 11):
-        contexts = [tuple(range(100, 100 + 10 * call + i)) for i in range(5)]
+        contexts = [(50 + i, *range(100, 100 + 10 * call + i)) for i in range(5)]
         complete(engine, small, contexts, range(5), max_new_tokens=8)
         assert sum(read) == sum(map(len, contexts))
         read.clear()
     assert len(made) == 4  # keys and values of two layers
+
+
+@pytest.mark.parametrize("slots", [3, 64])
+def test_a_beginning_shared_by_all_prompts_is_read_once(small, complete, monkeypatch, slots):
+    """Ten prompts of two samples each: 40 common tokens, of which two pages of 16 are shared, and 9
+    own ones. The replies are those of prompts that are read alone."""
+    rng = random.Random(4)
+    common = tuple(rng.randrange(100, 700) for _ in range(40))
+    prompts = [(*common, *(rng.randrange(100, 700) for _ in range(9))) for _ in range(10)]
+    contexts = [prompt for prompt in prompts for _ in range(2)]
+    seeds = [mix(2, i) for i in range(20)]
+    alone = [
+        complete(Cached(), small, [context], [seed], max_new_tokens=8)[0]
+        for context, seed in zip(contexts, seeds, strict=True)
+    ]
+    read, own = [], Passes.read
+
+    def watched(self, rows):
+        read.extend(len(row.context) - row.known for row in rows)
+        return own(self, rows)
+
+    monkeypatch.setattr(Passes, "read", watched)
+    found = complete(Cached(max_rows=slots), small, contexts, seeds, max_new_tokens=8)
+    assert tokens(found) == tokens(alone)
+    for ours, theirs in zip(found, alone, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-5
+        )
+    if slots == 64:
+        assert sorted(read) == [49 - 32] * 9 + [49]
+
+
+def test_few_tokens_in_common_hold_no_prompt_back(small, complete, monkeypatch):
+    """A page in common and five prompts: a pass of its own would cost more than it saves."""
+    passes, own = [], Passes.read
+    monkeypatch.setattr(
+        Passes, "read", lambda self, rows: (passes.append(len(rows)), own(self, rows))[1]
+    )
+    prompts = [(*range(100, 116), 50 + i, 60, 61) for i in range(5)]
+    complete(Cached(), small, prompts, range(5), max_new_tokens=4)
+    assert passes == [5]
 
 
 # ----------------------------------------------------------------------------------------- its size

@@ -32,6 +32,9 @@ from rlkit.engines.cached.slots import Row, Slots
 from rlkit.types import Generation, Policy, SamplingParams
 
 MOST_READ = 1 << 14  # the most tokens read in one pass, padding included
+MOST_SEEN = (
+    1 << 16
+)  # the most tokens whose keys and values a pass copies out of the pages of its rows
 # Reading a few contexts costs more than letting them wait. The contexts of waiting rows are read in
 # two cases. In the first case, these rows are at least 1 / READ_AT of the rows in slots. In the
 # second case, the numbers of steps that they have waited add up to at least (rows in slots) / WAIT.
@@ -245,7 +248,7 @@ class Scheduler:
         firsts: dict[Any, Row] = {}  # (a prompt, its shared pages) → the row that reads the prompt
         sources = []
         for row in rows:
-            alone = row.known or row.saved is not None
+            alone = row.tokens or row.saved is not None  # a part of the context is the row's own
             shared = (row.prompt, tuple(row.pages[: len(row.prompt) // page]))
             sources.append(row if alone else firsts.setdefault(shared, row))
         last: dict[int, Tensor] = {}  # slot → hidden state of the context's last token
@@ -268,6 +271,7 @@ class Scheduler:
             self.sampler.go_on(self.tensor(slots), saved)
         for row in rows:
             self.slots.begin(row)
+        self.changed |= bool(self.slots.queue)  # a row in the queue may share pages now
         states = torch.stack([last[source.slot] for source in sources])
         self.sampler.draw(at, self.passes.logits(states))
         self.parts = []
@@ -345,20 +349,25 @@ class Scheduler:
 
 def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Yield groups of rows, each to be read in one pass. In a group, either no row has cached
-    tokens, or every row has cached tokens. A pass has at most MOST_READ tokens with padding, unless
-    the group has only one row."""
+    tokens, or every row has cached tokens. Unless it has only one row, a pass reads at most
+    MOST_READ tokens with padding, and its contexts have at most MOST_SEEN tokens with padding."""
     part: list[Row] = []
     width = 0
+    longest = 0
     for row in rows:
-        mine = len(row.context) - row.known
+        width = max(width, len(row.context) - row.known)
+        longest = max(longest, len(row.context))
+        many = len(part) + 1
         if part and (
-            max(width, mine) * (len(part) + 1) > MOST_READ or bool(row.known) != bool(part[0].known)
+            width * many > MOST_READ
+            or longest * many > MOST_SEEN
+            or bool(row.known) != bool(part[0].known)
         ):
             yield part
             part = []
-            width = 0
+            width = len(row.context) - row.known
+            longest = len(row.context)
         part.append(row)
-        width = max(width, mine)
     if part:
         yield part
 

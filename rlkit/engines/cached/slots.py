@@ -13,6 +13,7 @@ and seeds alone.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -28,6 +29,9 @@ from rlkit.types import agreement
 AHEAD = 4
 PLENTY = 2 * AHEAD
 FOREVER = 1 << 60  # a number of steps that no run reaches
+# An additional pass over one prompt takes as long as reading this many tokens in a larger pass. The
+# number is an assumption.
+PASS = 256
 
 
 @dataclass(eq=False)
@@ -99,6 +103,7 @@ class Slots:
         self.held: dict[int, Row] = {}  # key → an episode waiting for its environment
         # prompt → a row in a slot; the model has read this prompt
         self.read: dict[tuple[int, ...], Row] = {}
+        self.prompts: list[tuple[int, ...]] = []  # the keys of `read` in lexicographic order
         self.stopped: list[int] = []  # slots left by a row before its completion had ended
         self.start, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
         self.clock = 0
@@ -193,6 +198,7 @@ class Slots:
         slot = row.slot
         if self.read.get(row.prompt) is row:
             del self.read[row.prompt]
+            del self.prompts[bisect_left(self.prompts, row.prompt)]
         self.rows[slot] = None
         self.pages.write(slot, ())
         self.most[slot] = self.room[slot] = 0
@@ -205,7 +211,7 @@ class Slots:
         for slot in range(len(self.rows)):
             self.pages.write(slot, ())
         self.queue, self.rows, self.stopped = [], [], []
-        self.held, self.read = {}, {}
+        self.held, self.read, self.prompts = {}, {}, []
         self.most[:] = self.room[:] = 0
 
     # -------------------------------------------------------------------------------------- filling
@@ -221,13 +227,35 @@ class Slots:
         active = len(self.rows) - len(holes)
         # prompt → the first row with this prompt among the rows that enter in this call
         firsts: dict[tuple[int, ...], Row] = {}
+        one_first = not active and self._share_beginning()
         for slot in free:
+            if not self.queue or (one_first and firsts and self.queue[-1].prompt not in firsts):
+                break
             # Each row that is being sampled needs a new page now and then. Without a margin of free
             # pages, a row could enter a slot and lose this slot again after a few steps.
-            if not self.queue or not self._admit(slot, firsts, active):
+            if not self._admit(slot, firsts, active):
                 break
             active += 1
         return self._close([slot for slot in holes if self.rows[slot] is None])
+
+    def _share_beginning(self) -> bool:
+        """Return whether all prompts in the queue share so long a beginning, for example a system
+        prompt with tools, that one prompt should be read before the others enter a slot."""
+        prompts = {row.prompt for row in self.queue}
+        pages = agreement(min(prompts), max(prompts)) // self.pages.page if prompts else 0
+        return (len(prompts) - 1) * pages * self.pages.page > PASS
+
+    def _find_beginning(self, prompt: tuple[int, ...]) -> list[int]:
+        """Return the pages of the longest beginning of a prompt that the model has read for a row
+        in a slot. The last token is never part of it, because its hidden state gives the first new
+        token."""
+        at = bisect_left(self.prompts, prompt)
+        best: list[int] = []
+        for other in self.prompts[max(0, at - 1) : at + 1]:
+            shared = min(agreement(prompt, other), len(prompt) - 1) // self.pages.page
+            if shared > len(best):
+                best = self.read[other].pages[:shared]
+        return best
 
     def _admit(self, slot: int, firsts: dict[tuple[int, ...], Row], margin: int) -> bool:
         """Give a slot and pages to the next row of the queue, if at least `margin` pages stay free.
@@ -239,9 +267,9 @@ class Slots:
         known = row.known
         if fresh and row.prompt in firsts:
             shared = firsts[row.prompt].pages[: len(context) // self.pages.page]
-        elif fresh and row.prompt in self.read:
-            # the last token must be read again, because its hidden state gives the first new token
-            shared = self.read[row.prompt].pages[: (len(context) - 1) // self.pages.page]
+            known = firsts[row.prompt].known
+        elif fresh:
+            shared = self._find_beginning(row.prompt)
             known = len(shared) * self.pages.page
         wanted = self.pages.span(len(context) + 1) - len(row.pages) - len(shared)
         if not self._find(wanted + margin, row):
@@ -255,7 +283,7 @@ class Slots:
         row.slot = slot
         self.room[slot] = len(row.pages) * self.pages.page
         self.pages.write(slot, row.pages)
-        if fresh and not known:
+        if fresh:
             firsts.setdefault(row.prompt, row)
         return True
 
@@ -338,7 +366,9 @@ class Slots:
         """Sample tokens for a row from now on. The model has read the row's context."""
         row.known = len(row.context)
         row.reads = False
-        self.read.setdefault(row.prompt, row)
+        if row.prompt not in self.read:
+            self.read[row.prompt] = row
+            insort(self.prompts, row.prompt)
         self.start[row.slot] = self.clock - row.known
         self.most[row.slot] = row.need
         self.safe = -1

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rlkit.training.update.split import SHARED
 from rlkit.types import Rollout
 
 SHARE = 0.5  # assumed length of a reply of unknown length, as a share of its limit
@@ -206,14 +207,15 @@ def size_room(
     Args:
       of: the sizes of the step.
       minibatches: number of minibatches of the step.
-      micro: the most tokens of a micro-batch. In this limit, a prompt counts once for each of its
-        samples.
+      micro: the most tokens of a micro-batch, counted as `split_into_micro_batches` does.
       vocabulary: entries of the logits of one token.
       chunk: the most entries of logits held at once.
       rows: the most rollouts decoded at once.
     """
     rollouts = max(1.0, of.rollouts / minibatches)
-    share = min(1.0, max(micro, of.row) / (rollouts * of.row)) * rollouts / of.rollouts
+    own = of.packed * rollouts / of.rollouts
+    counted = own + (rollouts * of.row - own) / SHARED
+    share = min(1.0, max(micro, of.row) / counted) * rollouts / of.rollouts
     entries = min(chunk, share * of.sampled * vocabulary)
     return Room(share * of.packed, entries, of.packed * min(1.0, rows / of.rollouts))
 

@@ -4,6 +4,7 @@ change of the config that saves memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,10 +29,17 @@ class OutOfMemory(RLKitError, MemoryError):
 
 class MicroBatches:
     """Hold the size of a run's micro-batches. The size begins with trainer.micro_batch_tokens, and
-    is halved each time memory runs out."""
+    is halved each time memory runs out.
 
-    def __init__(self, tokens: int):
+    Args:
+      tokens: trainer.micro_batch_tokens.
+      packed_context: the longest row that the model reads packed, in tokens. If a batch has a
+        longer row, the tokens shared between its rows count in each row.
+    """
+
+    def __init__(self, tokens: int, *, packed_context: float = math.inf):
         self.tokens = tokens
+        self.packed_context = packed_context
         self.halvings = 0
         self.minibatch: Minibatch | None = None  # the minibatch of the running or failed update
 
@@ -46,14 +54,20 @@ class MicroBatches:
         the same number of micro-batches. A rank with too few micro-batches gets additional ones
         with results that do not count."""
         if ranks.size() == 1:
-            return ((rows, True) for rows in split_into_micro_batches(batch, self.limit))
+            return ((rows, True) for rows in self.split(batch))
         lengths = batch.attention_mask.sum(1)
         own = ranks.assign_groups(lengths, batch.group_ids[batch.rollout_ids])
         mine = replace(batch, response_mask=batch.response_mask & own[:, None])
         return ranks.pad_work(
-            list(split_into_micro_batches(mine, self.limit)),
+            list(self.split(mine)),
             spare=lambda: list(split_into_micro_batches(batch, 1))[-1],
         )
+
+    def split(self, batch: Batch) -> Iterator[Tensor]:
+        """Split a batch into micro-batches of at most `limit` tokens; yield the numbers of the rows
+        in each."""
+        packs = batch.ids.shape[1] <= self.packed_context
+        return split_into_micro_batches(batch, self.limit, packs=packs)
 
     def retry_halved(
         self, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None
@@ -91,10 +105,7 @@ class MicroBatches:
     def halve(self, batch: Batch, message: str) -> None:
         """Halve the number of tokens in a micro-batch. Raise OutOfMemory if smaller micro-batches
         would not split the batch further."""
-        splits = any(
-            len(set(batch.rollout_ids[rows].tolist())) > 1
-            for rows in split_into_micro_batches(batch, self.limit)
-        )
+        splits = any(len(set(batch.rollout_ids[rows].tolist())) > 1 for rows in self.split(batch))
         if ranks.size() > 1 or not splits:
             one = (
                 "each is one rollout already: lower generation.max_new_tokens, or set"

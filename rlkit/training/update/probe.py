@@ -11,13 +11,12 @@ from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import pack
 from rlkit.training.activations import longest_lengths
 from rlkit.training.update.record import Update
-from rlkit.training.update.split import split_into_micro_batches
 from rlkit.types import Batch, Rollout, Step, Task
 
 
 def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
-    """Run a forward and backward pass on a micro-batch of the longest possible rollouts. During
-    these passes, memory for the optimizer's moments is reserved.
+    """Run a forward and backward pass on a full micro-batch of the longest possible rollouts.
+    During these passes, memory for the optimizer's moments is reserved.
 
     The caller does this before the first step on a GPU. If memory is too small, the run then fails
     in the first minute and not in the first hour.
@@ -35,7 +34,7 @@ def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
             if p.requires_grad
             for _ in range(2)
         ]
-        for part in split_into_micro_batches(batch, u.micro.limit):
+        for part in u.micro.split(batch):
             packed = pack(batch.ids[part], batch.response_mask[part])
             scores = forward_logprobs(u.model, packed, temperature=u.temperature, critic=u.critic)
             loss = scores.logprobs.sum() + (0.0 if scores.values is None else scores.values.sum())
@@ -48,8 +47,9 @@ def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
 
 
 def build_longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
-    """Build a batch of rollouts with the greatest possible length, as many as fit into one
-    micro-batch. The first tasks, the environment and the model limit the length."""
+    """Build a batch of rollouts with the greatest possible length. They are as many as one
+    minibatch has, or as fill one micro-batch even if their prompts took no space. The first tasks,
+    the environment and the model limit the length."""
     x = u.x
     prompt, width = longest_lengths(x, u.policy, tasks)
     embedding: Any = u.model.get_input_embeddings()  # type: ignore[operator]
@@ -60,7 +60,9 @@ def build_longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
     # A group shares its prompt, as in a run, because shared prompts may change the kernels of
     # attention.
     rollouts = []
-    for row in range(max(1, u.micro.limit // width)):
+    fill = -(-u.micro.limit // max(1, width - prompt))
+    most = -(-x.batch.prompts * x.batch.group_size // x.algorithm.minibatches)
+    for row in range(min(fill, most)):
         group = row // x.batch.group_size
         reply = ids(prompt, width, row)
         step = Step((), ids(0, prompt, group), reply, (0.0,) * len(reply), "stop")

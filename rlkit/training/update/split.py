@@ -24,6 +24,10 @@ PER_ROLLOUT = (
     "reply_lengths",
     "greedy_rewards",
 )
+# In a micro-batch, this many tokens that a row shares with the row before it count as one token.
+# Linear layers compute a shared token once, but attention copies its keys and values for each row.
+# Under grouped-query attention these take less than an eighth of a token's activations.
+SHARED = 8
 
 
 def select(batch: Rows, rows: Tensor) -> Rows:
@@ -62,35 +66,53 @@ def split_into_minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> lis
     return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
 
 
-def split_into_micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
+def split_into_micro_batches(
+    batch: Batch, max_tokens: int, *, packs: bool = True
+) -> Iterator[Tensor]:
     """Yield the row numbers of one micro-batch after another. Each micro-batch takes as many rows
     as fit into `max_tokens` tokens. Rollouts of a group are neighbours.
 
     Rows of one rollout stay together, because a ratio or a mean over a sequence needs all of its
     tokens. Therefore a micro-batch has at least one rollout, even if this rollout alone exceeds
-    `max_tokens`. A row counts up to its last trained token. Tokens shared between rows
-    (`rlkit.models.packing`) count in each row. Rows without a trained token are left out, because
-    they would add nothing to any sum.
+    `max_tokens`. A row counts up to its last trained token. A beginning that it shares with the row
+    before it is packed only once (`rlkit.models.packing`), so these tokens count as 1 / SHARED
+    tokens each. Rows without a trained token are left out, because they would add nothing to any
+    sum.
+
+    Args:
+      packs: False if the model reads these rows unpacked. Shared tokens then count in each row.
     """
-    lengths = (
-        (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device))
-        .amax(1)
-        .tolist()
-    )
+    ids = batch.ids.cpu().numpy()
+    last = batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device)
+    lengths = last.amax(1).tolist()
     owners = batch.rollout_ids.tolist()
     groups = batch.group_ids.tolist()
     rollouts: dict[int, list[int]] = {}
     for row in sorted(range(len(lengths)), key=lambda row: (groups[owners[row]], owners[row])):
         if lengths[row]:
             rollouts.setdefault(owners[row], []).append(row)
+
+    def count(rows: list[int], before: int | None) -> int:
+        """Return the tokens of these rows behind the row `before`, times SHARED."""
+        total = 0
+        for row in rows:
+            total += SHARED * lengths[row]
+            if packs and before is not None:
+                both = min(lengths[row], lengths[before])
+                equal = ids[row, :both] == ids[before, :both]
+                total -= (SHARED - 1) * (both if equal.all() else int(equal.argmin()))
+            before = row
+        return total
+
     chosen = list[int]()
     size = 0
     for rows in rollouts.values():
-        more = sum(lengths[row] for row in rows)
-        if chosen and size + more > max_tokens:
+        more = count(rows, chosen[-1] if chosen else None)
+        if chosen and size + more > SHARED * max_tokens:
             yield torch.tensor(chosen, device=batch.ids.device)
             chosen = []
             size = 0
+            more = count(rows, None)
         chosen += rows
         size += more
     if chosen:

@@ -108,10 +108,11 @@ def test_room_follows_the_limits_of_the_run():
     limits = {"micro": 10_000, "vocabulary": 1000, "chunk": 10**9, "rows": 256}
     room = size_room(STEP, minibatches=2, **limits)
     assert room == Room(STEP.packed / 2, 16 * 50 * 1000, STEP.packed)
-    part = size_room(STEP, minibatches=2, **limits | {"micro": 640, "chunk": 5000, "rows": 8})
-    assert part == Room(STEP.packed / 8, 5000, STEP.packed / 4)
+    group = 100 + 8 * 60 + 7 * 100 / 8  # a shared token counts an eighth
+    part = size_room(STEP, minibatches=2, **limits | {"micro": group, "chunk": 5000, "rows": 8})
+    assert part == pytest.approx(Room(STEP.packed / 4, 5000, STEP.packed / 4))
     one = size_room(STEP, minibatches=2, **limits | {"micro": 1})  # a rollout is never cut
-    assert one.tokens == pytest.approx(STEP.packed / 32)
+    assert one.tokens == pytest.approx(STEP.packed / 4 * STEP.row / group)
 
 
 def test_memory_grows_from_what_was_measured_and_never_shrinks():
