@@ -718,6 +718,26 @@ def test_the_first_prompt_and_the_last_exchange_always_stay(tiny):
 
 
 @pytest.mark.parametrize("history", ["keep_thinking", "strip_thinking"])
+def test_a_dropped_exchange_stays_dropped_where_there_is_room_again(tiny, history):
+    """The first exchange is long, so that dropping it makes room for all that follow."""
+    env = single_turn()._replace(
+        next_prompt=lambda r, i: "and" if i else "go on " * 40,
+        max_steps=4,
+        overflow="drop_oldest",
+        history=history,
+    )
+    free = one(tiny, Scripted(say=lambda *_: "a"), env, max_new_tokens=8)
+    limit = free.steps[1].prompt_length + 8
+    rollout = one(
+        tiny._replace(context_length=limit), Scripted(say=lambda *_: "a"), env, max_new_tokens=8
+    )
+    assert [s.dropped for s in rollout.steps] == [0, 0, 1, 1]
+    first, second = (step.prompt_length for step in free.steps[:2])
+    for n in (2, 3):
+        assert rollout.context(n) == free.context(n)[:first] + free.context(n)[second:]
+
+
+@pytest.mark.parametrize("history", ["keep_thinking", "strip_thinking"])
 def test_an_episode_stores_what_is_said_once(tiny, history):
     """Each step once held its whole context: tokens, memory and file grew with the square of the
     turns."""
