@@ -69,6 +69,7 @@ class MatrixRun(NamedTuple):
     seed: int
     overrides: tuple[str, ...]
     folder: Path
+    note: str = ""  # shown in the run's line, after its arm
 
 
 Row = dict[str, Any]
@@ -138,7 +139,7 @@ def run_all(
 
     def line(job: RunJob) -> str:
         cell = places[job.folder]
-        name = f"{cell.task}  {cell.arm}  seed {cell.seed}"
+        name = f"{cell.task}  {cell.arm}{cell.note}  seed {cell.seed}"
         return end_line(job, sweep, len(todo), name, "reward")
 
     found = {job.number: job._replace(status="finished") for job in todo}
@@ -321,14 +322,18 @@ def compare_arms(found: Scores) -> list[Pair]:
     return [out[place] for place in places]
 
 
-def format_page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
+def format_page(rows: Sequence[Row], failed: Mapping[Path, str], rates: str = "") -> str:
     """Write the page in Markdown: scores by task, over tasks, what can be claimed and what cannot,
-    and the cost of the runs."""
+    and the cost of the runs.
+
+    Args:
+      rates: the section on the rates chosen for the arms, if they were chosen.
+    """
     found = arrange_scores(rows)
     n = len(found.seeds)
     arms = list(found.of)
     size = f"{len(arms)} arms, {len(found.tasks)} task{'s' * (len(found.tasks) > 1)}, {n} seeds"
-    shared = ", every arm at one shared rate" if shares_rate(rows) else ""
+    shared = ", every arm at one shared rate" if shares_rate(rows) and not rates else ""
     parts = [
         f"# rlkit bench{shared}\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."
     ]
@@ -346,6 +351,7 @@ def format_page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
                     *parts,
                     "Fewer than two seeds have a run of every arm, so nothing is compared.",
                     tabulate_budgets(rows),
+                    *filter(None, [rates]),
                 ]
             )
             + "\n"
@@ -358,7 +364,8 @@ def format_page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
         "## What can be claimed",
         list_claims(found),
     ]
-    return "\n\n".join([*parts, "## What the runs spent", tabulate_budgets(rows)]) + "\n"
+    parts += ["## What the runs spent", tabulate_budgets(rows), *filter(None, [rates])]
+    return "\n\n".join(parts) + "\n"
 
 
 def shares_rate(rows: Sequence[Row]) -> bool:

@@ -19,7 +19,9 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.experiment import experiment as configured
 from rlkit.config.schema import build
+from rlkit.errors import ConfigError
 from rlkit.extras.bench import matrix as bench
+from rlkit.extras.bench import rates
 from rlkit.extras.bench.fresh import Opinions, fresh_policy, random_reply
 from rlkit.extras.bench.lists import listed, paid, priced
 from rlkit.extras.bench.tasks import LETTERS, Chain, Lake, Value, average_value, draw_holes
@@ -496,6 +498,8 @@ def test_regret_is_1_at_random_and_0_at_best():
         (["algorithms=grpp"], "grpp"),
         (["algorithms=grpo", "seeds=x"], "whole number"),
         (["arms=nowhere.yaml"], "nowhere.yaml"),
+        (["algorithms=grpo", "rates=1e-3,2e-3"], "5 or more learning rates"),
+        (["algorithms=grpo", "rates=1e-3,2e-3,4e-3,8e-3,x"], "5 or more learning rates"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_does(words, expected, capsys):
@@ -579,6 +583,85 @@ def test_a_matrix_runs_and_goes_on_where_it_was(tmp_path, capsys):
             by_task.startswith(f"| {arm} | {value:.3f} #") and f"| {value:.3f} |" in over_tasks
         )  # no interval of two seeds
         assert spent.startswith(f"| noisy | {arm} | 4 | 256 |")  # two updates a step for all
+
+
+def trial(rate, regret, seed, task="needle", arm="grpo"):
+    return rate, {"task": task, "arm": arm, "seed": seed, "regret": regret}
+
+
+def test_each_arm_takes_the_rate_of_its_highest_mean_score():
+    """Of equal scores the lower rate; a rate that lacks a seed is none to choose."""
+    names = ["1e-3", "3e-3", "1e-2", "3e-2", "1e-1"]
+    regrets = {"1e-3": 0.9, "3e-3": 0.4, "1e-2": 0.2, "3e-2": 0.2, "1e-1": 0.1}
+    seeds = list(rates.SEEDS)
+    rows = [
+        trial(rate, regret + (0.05 if seed % 2 else -0.05), seed)
+        for rate, regret in regrets.items()
+        for seed in seeds
+        if (rate, seed) != ("1e-1", seeds[-1])
+    ]
+    rows += [trial("1e-3", 0.0, seed, arm="rloo") for seed in seeds]
+    rows += [trial("1e-3", 0.0, seeds[0], arm="lost")]
+    chosen = rates.choose_rates(rows, names)
+    grpo = chosen["needle", "grpo"]
+    assert (grpo.rate, grpo.edge) == ("1e-2", False)
+    assert grpo.score == pytest.approx(0.8)
+    assert grpo.near == pytest.approx((0.8 + 0.8) / 2)  # 3e-3 is further away than a factor of 3
+    assert chosen["needle", "rloo"] == rates.Choice("1e-3", 1.0, 1.0, edge=True)
+    assert ("needle", "lost") not in chosen
+    page = rates.tabulate_rates(chosen, ["needle"], ["grpo", "rloo", "lost", *bench.PLACEBOS])
+    assert page.endswith(
+        "| grpo | 1e-2, 0.800, 0.800 |\n| rloo | 1e-3*, 1.000, 1.000 |\n| lost | none |"
+    )
+
+
+def test_arms_run_at_their_own_rates_and_placebos_at_that_of_the_task(tmp_path):
+    arms = {"grpo": ("algorithm=grpo",), "lost": ("algorithm=rloo",)} | bench.PLACEBOS
+    cells = bench.matrix(tmp_path, ["needle"], arms, [0, 1], ["trainer.steps=2"])
+    chosen = {("needle", "grpo"): rates.Choice("1e-2", 1.0, 1.0, edge=False)}
+    found = rates.with_rates(cells, chosen)
+    assert [(cell.arm, cell.seed) for cell in found] == [
+        (arm, seed) for seed in (0, 1) for arm in arms if arm != "lost"
+    ]
+    for cell in found:
+        assert ("optimizer.lr=1e-2" in cell.overrides) == (cell.arm == "grpo")
+    tried = rates.list_trials(tmp_path, ["needle"], arms, ["1e-3", "1e-2"], ["trainer.steps=2"])
+    assert {cell.seed for cell in tried} == set(rates.SEEDS)
+    assert not {cell.arm for cell in tried} & bench.PLACEBOS.keys()
+    for cell, rate in tried.items():
+        assert cell.overrides[-2:] == (f"optimizer.lr={rate}", f"seed={cell.seed}")
+        assert rate in cell.folder.parts and cell.folder not in {own.folder for own in found}
+
+
+def test_an_arm_with_a_rate_of_its_own_has_none_to_choose():
+    with pytest.raises(ConfigError, match=r"the arm fast sets optimizer\.lr itself"):
+        rates.read_rates("1e-3,2e-3,4e-3,8e-3,2e-2", {"fast": ("optimizer.lr=1",)})
+    given = "8e-3,1e-3,2e-3,4e-3,2e-2"
+    assert rates.read_rates(given, {"grpo": ()}) == ["1e-3", "2e-3", "4e-3", "8e-3", "2e-2"]
+
+
+@pytest.mark.slow
+def test_a_matrix_chooses_rates_first_and_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rates, "SEEDS", range(100, 102))
+    words = ["bench", "algorithms=grpo", "tasks=noisy", "placebo=false", f"folder={tmp_path}"]
+    words += ["jobs=1", "seeds=2", "trainer.steps=2", "evaluation.n=16", "model.steps=5"]
+    words += ["rates=1e-3,2e-3,4e-3,8e-3,1e-30"]
+    assert main(words) == 0
+    assert "12 of 12 jobs finished" in capsys.readouterr().out
+    tried = list(csv.DictReader((tmp_path / "rates.csv").read_text().splitlines()))
+    assert len(tried) == 10
+    means = {
+        rate: sum(1 - float(row["regret"]) for row in tried if row["rate"] == rate) / 2
+        for rate in ("1e-30", "1e-3", "2e-3", "4e-3", "8e-3")
+    }
+    best = max(means, key=means.get)
+    rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
+    assert [row["seed"] for row in rows] == ["0", "1"]
+    assert all(f"optimizer.lr={best}" in row["overrides"].split() for row in rows)
+    page = (tmp_path / "README.md").read_text()
+    assert f"| grpo | {best}" in page and "one shared rate" not in page
+    assert main(words) == 0
+    assert "10 runs, 10 of them done earlier" in capsys.readouterr().out
 
 
 OUTSIDE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ SETTINGS = {
     "algorithms": "",
     "arms": "",
     "tasks": "",
+    "rates": "",
     "seeds": "3",
     "placebo": "true",
     "jobs": "",
@@ -37,6 +39,7 @@ def command(arguments: Arguments) -> Answer:
     algorithms=A,B  options of algorithm, an arm each
     arms=FILE       or a YAML file of `name: [override, …]`
     tasks=A,B       of experiment/bench; all by default
+    rates=R,R,…     learning rates; each arm first chooses its own on each task
     seeds=N         3 by default
     placebo=false   without the arms that cannot learn
     jobs=N          runs at the same time; by default the cores
@@ -48,6 +51,7 @@ def command(arguments: Arguments) -> Answer:
         rlkit bench arms=arms.yaml jobs=2
     """
     from rlkit.extras.bench import matrix as bench
+    from rlkit.extras.bench import rates as trials
 
     given = {key: find_option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
     common = drop(arguments.overrides, *SETTINGS)
@@ -57,22 +61,34 @@ def command(arguments: Arguments) -> Answer:
     arms = read_arms(given) | (bench.PLACEBOS if given["placebo"] == "true" else {})
     folder = Path(given["folder"])
     tasks = read_tasks(given["tasks"], arguments.config_dir)
+    rates = trials.read_rates(given["rates"], arms) if given["rates"] else []
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
     compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
     began = time.time()
+    run = partial(
+        bench.run_all,
+        folder=folder,
+        jobs=int(given["jobs"] or count_cores()),
+        config_dir=arguments.config_dir,
+    )
     with owner.own_folder(folder, takeover=find_option(common, "takeover") == "true"):
-        done, received = bench.run_all(
-            cells,
-            folder,
-            jobs=int(given["jobs"] or count_cores()),
-            config_dir=arguments.config_dir,
-        )
+        section = ""
+        tried = trials.list_trials(folder, tasks, arms, rates, common)
+        planned = len(tried) + len(cells)
+        done, received = run(list(tried)) if tried else ([], [])
+        if tried:
+            chosen = trials.choose_rates(trials.write_trials(folder, tried), rates)
+            section = trials.tabulate_rates(chosen, tasks, list(arms))
+            cells = trials.with_rates(cells, chosen)
+        if cells and not received:
+            scored, received = run(cells)
+            done = [*done, *scored]
         failed = {job.folder: job.reason for job in done if job.status == "failed"}
         rows = [row for cell in cells if (row := bench.read_row(cell))]
-        compared, page = write_page(folder, rows, failed) if rows else ([], "")
+        compared, page = write_page(folder, rows, failed, section) if rows else ([], "")
     finished = sum(job.status == "finished" for job in done)
-    lines = [page, sum_up(done, len(cells), began)]
-    if finished < len(cells):
+    lines = [page, sum_up(done, planned, began)]
+    if finished < planned:
         lines.append(f"to go on         rlkit bench {shlex.join(arguments.words)}")
     text = "\n".join(filter(None, lines))
     if not rows and not received:
@@ -81,21 +97,25 @@ def command(arguments: Arguments) -> Answer:
         raise RLKitError(f"rlkit bench: no run has a score; the first said: {said}")
     data = {
         "folder": str(folder),
-        "runs": len(cells),
+        "runs": planned,
         "finished": finished,
         "failed": {str(place): why for place, why in failed.items()},
         "rows": rows,
         "comparisons": compared,
     }
-    status = 128 + received[0] if received else int(finished < len(cells))
+    status = 128 + received[0] if received else int(finished < planned)
     return Answer(data, text, status)
 
 
 def write_page(
-    folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]
+    folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str], section: str
 ) -> tuple[list[dict[str, Any]], str]:
     """Write results.csv, comparisons.csv and README.md from the runs' rows. Return the comparisons,
-    and the page with the files' place, to print."""
+    and the page with the files' place, to print.
+
+    Args:
+      section: see `matrix.format_page`.
+    """
     from rlkit.extras.bench import matrix as bench
 
     bench.write_rows(folder / "results.csv", rows)
@@ -108,7 +128,7 @@ def write_page(
         bench.write_rows(folder / "comparisons.csv", compared)
     else:
         (folder / "comparisons.csv").unlink(missing_ok=True)  # left by an earlier, larger matrix
-    text = bench.format_page(rows, failed)
+    text = bench.format_page(rows, failed, section)
     write_atomic(folder / "README.md", text.encode())
     places = f"rows             {folder / 'results.csv'}\npage             {folder / 'README.md'}"
     return compared, f"\n{text}\n{places}"
