@@ -214,9 +214,12 @@ def pretrained_model(
     return _dequantize(model) if "gguf_file" in place else model
 
 
-def find_adapters_base(path: str) -> str | None:
+def find_adapters_base(path: str, above: tuple[Path, ...] = ()) -> str | None:
     """Return the path of the base model for a folder of adapters. Return None for any other path.
+    The base may be a folder of adapters itself.
 
+    Args:
+      above: the folders of adapters whose base, or base of a base, this path is.
     Raises: ConfigError if the folder of adapters names no base model.
     """
     folder = Path(_find_source(path))
@@ -227,11 +230,12 @@ def find_adapters_base(path: str) -> str | None:
         base = json.loads(config.read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         base = None
-    if not isinstance(base, str) or not base or Path(base) == folder:
+    if not isinstance(base, str) or not base or folder in above:
         raise ConfigError(
-            f"model.path={path}: {config.name} names no base model; write its path there as"
+            f"model.path={path}: {config.name} leads to no base model; write its path there as"
             " base_model_name_or_path"
         )
+    find_adapters_base(base, (*above, folder))  # refuses folders that name one another
     return base
 
 

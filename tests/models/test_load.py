@@ -75,8 +75,20 @@ def test_a_folder_of_adapters_is_its_base_with_them_added(tiny, tmp_path, monkey
 @pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": None}, []])
 def test_adapters_without_a_base_are_refused(named, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(named))
-    with pytest.raises(ConfigError, match="names no base model"):
+    with pytest.raises(ConfigError, match="leads to no base model"):
         pretrained_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("bases", [["a"], ["b", "a"], ["b", "c", "b"]], ids="-".join)
+def test_adapters_that_name_one_another_are_refused(bases, tmp_path):
+    """They were followed until Python's stack was full."""
+    for name, base in zip("abc", bases, strict=False):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {"base_model_name_or_path": str(tmp_path / base)}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="leads to no base model"):
+        pretrained_config(str(tmp_path / "a"))
 
 
 def test_bf16_weights_are_not_trained():
