@@ -156,6 +156,39 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
+def test_the_loss_falls_by_the_entropy_times_its_coefficient():
+    """A bonus: descending the loss raises the entropy of every trained token."""
+    a = algorithm(entropy_coef=0.1)
+    batch = prepared(a)
+    logprobs = policy_logprobs(batch)
+    entropy = torch.rand(batch.ids.shape, dtype=torch.float64).requires_grad_()
+    loss, _ = surrogate(batch, TokenLogprobs(logprobs, entropy), a, KLS["none"])
+    (gradient,) = torch.autograd.grad(loss, entropy)
+    expected = -0.1 * batch.weights.double() * batch.response_mask
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+    without, _ = surrogate(
+        batch, TokenLogprobs(logprobs, torch.zeros_like(entropy)), a, KLS["none"]
+    )
+    gained = float((expected * entropy.detach()).sum())
+    assert float((loss - without).detach()) == pytest.approx(gained, rel=1e-10)
+
+
+def test_a_baseline_counts_the_kl_of_rollouts_that_are_not_trained():
+    """Rollout 3 is masked; its KL lowers its reward, and with it the baseline of its group."""
+    kl = KL("k3", k3, coef=0.3, placement="reward", in_baseline=True)
+    a = algorithm(advantage=group_mean)
+    batch = make_batch()
+    masked = batch.response_mask & (batch.rollout_ids != 3)[:, None]
+    batch = replace(batch, response_mask=masked)
+    gap = batch.logprobs_ref - batch.logprobs_old
+    penalty = 0.3 * (gap.exp() - gap - 1) * batch.sampled_mask
+    of_rollouts = torch.zeros(9, dtype=torch.float64).index_add(0, ROLLOUTS, penalty.sum(1))
+    assert of_rollouts[3] > 0
+    by_hand = weigh(replace(batch, rewards=batch.rewards - of_rollouts), a, KLS["none"])
+    got = weigh(batch, a, kl).advantages
+    torch.testing.assert_close(got, by_hand.advantages, rtol=1e-10, atol=1e-12)
+
+
 # ------------------------------------------------------------------------------------ parts by name
 
 

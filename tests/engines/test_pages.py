@@ -232,6 +232,17 @@ def test_a_beginning_shared_by_all_prompts_is_read_once(small, complete, monkeyp
         assert sorted(read) == [49 - 32] * 9 + [49]
 
 
+@pytest.mark.parametrize("length", [31, 32, 33])
+def test_a_sample_that_enters_later_reads_the_last_token_again(small, complete, length):
+    """Its hidden state gives the first new token, also where a prompt fills its pages."""
+    context = tuple(range(100, 100 + length))
+    replies = [
+        complete(Cached(max_rows=slots), small, [context] * 4, range(4), max_new_tokens=6)
+        for slots in (1, 4)
+    ]
+    assert tokens(replies[0]) == tokens(replies[1])
+
+
 def test_few_tokens_in_common_hold_no_prompt_back(small, complete, monkeypatch):
     """A page in common and five prompts: a pass of its own would cost more than it saves."""
     passes, own = [], Passes.read

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from parametrise import cases, product
+from rlkit.config.compose import compose, experiment
 from rlkit.models import LoRA, forward_logprobs, pack
 from rlkit.models.load import add_lora
 from rlkit.training import references as reference
+from rlkit.training.reference_states import ReferenceStates
+from rlkit.training.schedules.progress import Progress
 
 IDS = torch.tensor([[20, 21, 22, 23, 24], [30, 31, 32, 33, 34]])
 MASK = torch.tensor([[False, False, True, True, True], [False, True, True, False, True]])
@@ -50,6 +53,24 @@ def test_frozen_does_not_move_when_the_policy_does(model):
     state = kept.update(state, model, step=1, kl=0.1)
     assert not torch.equal(scores(model), start)
     assert torch.equal(reference_scores(kept, state, model), start)
+
+
+@pytest.mark.parametrize("reset", [[], ["reference"]])
+def test_a_phase_that_resets_the_reference_compares_with_the_policy_of_that_moment(model, reset):
+    x = experiment(
+        compose(["schedule=on_reward", "kl=k3", "reference=frozen", "trainer.accelerator=cpu"])
+    )
+    refine = x.schedule.phases["refine"]._replace(reset=reset)
+    x = x._replace(schedule=x.schedule._replace(phases=x.schedule.phases | {"refine": refine}))
+    start = scores(model)
+    states = ReferenceStates(x, model)
+    train_one_step(model)
+    fresh = states.enter(Progress(step=1, phase=1, since=1), x.reference)
+    with states.reference(x.reference) as scored:
+        found = forward_logprobs(scored, pack(IDS, MASK))[0]
+    assert fresh == bool(reset)
+    assert torch.equal(found, scores(model) if reset else start)
+    assert states.is_policy(x.reference) == bool(reset)
 
 
 def test_frozen_shares_no_memory_with_the_policy_and_takes_no_gradient(model):
