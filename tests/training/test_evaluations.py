@@ -25,11 +25,11 @@ from rlkit.statistics import wilson
 from rlkit.system import shards
 from rlkit.training.callbacks import evaluation
 from rlkit.training.callbacks.checkpoints import load_checkpoint
-from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut
+from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut, flat_start
 from rlkit.training.experiment import TaskSource
 from rlkit.training.run import describe_end
 from rlkit.training.schedules import Schedule, adaptive
-from rlkit.types import SPLITS, Splits, Task
+from rlkit.types import SPLITS, Rollout, Splits, Task
 
 TASK = Task("t", ({"role": "user", "content": "?"},), "1")
 ALL = Splits([TASK], [TASK], [TASK])
@@ -41,14 +41,11 @@ class Played(HeldOut):
 
     def evaluate(self, trainer, module, split):
         if not getattr(self.tasks, split):
-            return {}
+            return {}, []
         accuracy = {"validation": 0.1 * module.rl_step, "test": 1.0}[split]
         self.results.setdefault(split, {})[module.rl_step] = {"split": split, "accuracy": accuracy}
-        return {
-            f"{PREFIXES[split]}accuracy": accuracy,
-            f"{PREFIXES[split]}reward": accuracy,
-            "perf/eval_s": 1.0,
-        }
+        row = {f"{PREFIXES[split]}{name}": accuracy for name in ("accuracy", "reward")}
+        return row | {"perf/eval_s": 1.0}, []
 
 
 def play(folder, *, steps: int, every: int, stop_at: float | None = None, tasks=ALL):
@@ -323,6 +320,57 @@ def test_a_run_that_ends_below_its_start_says_so_first(tmp_path):
         "warning: this run ended below its start: test accuracy 0.750 → 0.250"
     )
     assert "below its start" not in said(46) + said(60)
+
+
+def answers(*right, truncation=""):
+    """Rollouts with these rewards."""
+    return [
+        Rollout(TASK, (), reward=float(own), rewards={"r": float(own)}, truncation=truncation)
+        for own in right
+    ]
+
+
+def test_a_start_that_teaches_nothing_is_named_before_the_first_step():
+    assert flat_start(answers(*[0] * 15)) is None  # too few to judge
+    assert flat_start(answers(*[0] * 15, 1)) is None
+    assert flat_start([]) is None
+    assert "warm the model up (experiment=sft)" in flat_start(answers(*[0] * 16))
+    assert "16 of them were cut, so raise generation.max_new_tokens" in flat_start(
+        answers(*[0] * 16, truncation="length")
+    )
+    assert "choose harder problems" in flat_start(answers(*[1] * 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm, warned", [("grpo", True), ("sft", False)])
+def test_the_warning_of_the_start_stands_before_the_first_step(algorithm, warned, tmp_path, capsys):
+    """A run with algorithm=sft need not be right at its start."""
+    rows = [{"prompt": f"Say {i}.", "answer": "123456789"} for i in range(40)]
+    if algorithm == "sft":
+        messages = [{"role": "assistant", "content": "no"}]
+        rows = [
+            {"messages": [{"role": "user", "content": row["prompt"]}, *messages]} for row in rows
+        ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [
+        f"algorithm={algorithm}",
+        f"task={'conversations' if algorithm == 'sft' else 'jsonl'}",
+        f"task.path={tmp_path / 'rows.jsonl'}",
+        "task.held_out=0.5",
+        "kl=none",
+        "reference=none",
+        "batch.prompts=2",
+        f"batch.group_size={1 if algorithm == 'sft' else 2}",
+        "generation.max_new_tokens=8",
+        "trainer.steps=1",
+        "evaluation.n=16",
+        "logger=none",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+    assert main(["train", *words]) == 0
+    said = capsys.readouterr().out
+    start, _, _ = said.partition("step 1/1")
+    assert ("answers before training is right" in start) == warned
 
 
 def test_an_evaluation_moves_nobodys_random_numbers(tmp_path, monkeypatch):

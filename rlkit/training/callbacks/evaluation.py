@@ -6,7 +6,7 @@ problem."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import lightning as L
 
 from rlkit.distributed import ranks
 from rlkit.episodes import append_step
-from rlkit.episodes.evaluation import greedy_accuracy
+from rlkit.episodes.evaluation import greedy_accuracy, is_correct
 from rlkit.system import rng
 from rlkit.system.files import report_write_errors
 from rlkit.system.rows import append_row
@@ -24,8 +24,9 @@ from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.callbacks.pathologies import INTERVALS
 from rlkit.training.callbacks.terminal import describe_sampling, format_held_out
 from rlkit.training.experiment import Evaluation
-from rlkit.types import Split, Splits
+from rlkit.types import Rollout, Split, Splits
 
+JUDGED = 16  # fewest answers before training that are judged
 KEPT = 16  # rollouts that an evaluation writes, always of the same tasks to show changes
 # split → prefix of the names of its metrics in a row of metrics.jsonl
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}
@@ -57,8 +58,9 @@ class HeldOut(L.Callback):
         resumed = module.rl_step or any(self.results.values())
         if resumed or not (self.tasks.validation or self.tasks.test):
             return  # a resumed run has already written its first row
-        row = self.evaluate(trainer, module, "validation")
-        row |= self.evaluate(trainer, module, "test")
+        row, rollouts = self.evaluate(trainer, module, "validation")
+        for_test, others = self.evaluate(trainer, module, "test")
+        row |= for_test
         module.metrics = row
         if ranks.rank() == 0:
             append_row(self.metrics, module.rl_step, row)
@@ -74,28 +76,33 @@ class HeldOut(L.Callback):
         trainer.print(
             f"before: {format_held_out(row)} on {counts} problems, {describe_sampling(temperature)}"
         )
+        advice = flat_start([*rollouts, *others])
+        if advice and module.experiment.algorithm.episodes is None:  # the policy samples episodes
+            trainer.print(f"warning: {advice}")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         every = module.experiment.evaluation.every
         stop_at = module.experiment.evaluation.stop_at
         if every and (trainer.should_stop or module.rl_step % every == 0):
-            module.metrics |= self.evaluate(trainer, module, "validation")
+            module.metrics |= self.evaluate(trainer, module, "validation")[0]
             if stop_at is not None and module.metrics.get("eval/accuracy", -1.0) >= stop_at:
                 trainer.should_stop = True
         if trainer.should_stop:
             spent = module.metrics.get("perf/eval_s", 0.0)
-            row = self.evaluate(trainer, module, "test")
+            row = self.evaluate(trainer, module, "test")[0]
             if row:
                 module.metrics |= row | {"perf/eval_s": spent + row["perf/eval_s"]}
 
-    def evaluate(self, trainer: L.Trainer, module: Any, split: Split) -> dict[str, float]:
-        """Play and score the tasks of a split once, and return the metrics. If the split has no
-        tasks, return an empty mapping."""
+    def evaluate(
+        self, trainer: L.Trainer, module: Any, split: Split
+    ) -> tuple[dict[str, float], list[Rollout]]:
+        """Play and score the tasks of a split once. Return the metrics and the rollouts; both are
+        empty if the split has no tasks."""
         started = time.perf_counter()
         tasks = self.tasks._asdict()[split]
         x = module.experiment
         if not tasks:
-            return {}
+            return {}, []
         forward = trainer.strategy.precision_plugin.forward_context
         watch = limit_evaluation(
             x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}"
@@ -114,9 +121,30 @@ class HeldOut(L.Callback):
             with report_write_errors(f"held_out/{split}/ of step {module.rl_step}"):
                 folder = self.metrics.parent / "held_out" / split
                 append_step(folder, module.rl_step, rollouts[:KEPT])
-        return flatten_result(result, PREFIXES[split]) | {
-            "perf/eval_s": time.perf_counter() - started
-        }
+        row = flatten_result(result, PREFIXES[split])
+        return row | {"perf/eval_s": time.perf_counter() - started}, rollouts
+
+
+def flat_start(rollouts: Sequence[Rollout]) -> str | None:
+    """Advise what to change if all answers before training are right, or none. Return None
+    otherwise, and if there are fewer than JUDGED answers."""
+    n = len(rollouts)
+    right = sum(map(is_correct, rollouts))
+    if n < JUDGED or 0 < right < n:
+        return None
+    if right:
+        return (
+            f"all {n} answers before training are right, so there is little to learn: choose harder"
+            " problems (task)"
+        )
+    cut = sum(rollout.truncation == "length" for rollout in rollouts)
+    remedy = (
+        "choose easier problems (task), put worked examples into the prompts, or warm the model up"
+        " (experiment=sft)"
+    )
+    if 2 * cut > n:
+        remedy = f"{cut} of them were cut, so raise generation.max_new_tokens"
+    return f"none of {n} answers before training is right: {remedy}"
 
 
 def limit_evaluation(settings: Evaluation, name: str) -> AbstractContextManager[None]:
