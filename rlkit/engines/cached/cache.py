@@ -33,8 +33,8 @@ class Pages:
         `c · page` to `(c + 1) · page - 1`, or 0 if the slot has no page for these positions. The
         host writes `entries`, and `flush` copies the changed rows to the device. On a CPU,
         `entries` and `table` share their memory.
-      holders: the number of rows that hold each page. Samples of one prompt share the prompt's full
-        pages.
+      holders: the number of rows that hold each page. Rows share the full pages of a common
+        beginning of their prompts.
 
     Args:
       tokens: capacity of all pages together in tokens, > 0, rounded up to whole pages.

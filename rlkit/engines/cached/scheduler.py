@@ -5,12 +5,15 @@ next tokens are sampled, and when the host checks for ended completions.
                ▲                                                                        │
                └── the next prompt of the same episode; its shared beginning is kept ───┘
 
-An episode keeps its pages until it is released, so a turn costs only its new tokens. Equal prompts,
-such as the prompts of one group's samples, are read once. The host reads no tensor in a decoding
-step. Every slot in use goes through the model, and slots with no token to sample are masked.
-Therefore a step on CUDA can be captured as a graph, for a few numbers of slots and pages. The host
-checks for ended completions only every few steps. Pages and graphs stay in place from call to call,
-as long as the weights stay in place.
+An episode keeps its pages until it is released, so a turn costs only its new tokens. Prompts share
+the pages of their common beginning: the samples of a group share their whole prompt, and prompts
+with one system prompt, the same tools or the same worked examples share these. If the prompts of a
+call share much, the first one is read alone before the others.
+
+The host reads no tensor in a decoding step. Every slot in use goes through the model, and slots
+with no token to sample are masked. Therefore a step on CUDA can be captured as a graph, for a few
+numbers of slots and pages. The host checks for ended completions only every few steps. Pages and
+graphs stay in place from call to call, as long as the weights stay in place.
 """
 
 from __future__ import annotations
