@@ -37,7 +37,7 @@ PAGES = [
 ]
 PRESETS = [conf_dir() / "experiment" / f"{name}.yaml" for name in presets()]
 
-REFUSED = "rlkit train algorithm=grp optimizer.lrr=1"  # shown for its message
+REFUSED = "rlkit train algorithm=grp"  # shown for its message
 # A part of a command → why it cannot be run here; its config is composed and checked all the same.
 CANNOT = {
     "model=qwen3": "needs the model's weights",
