@@ -15,6 +15,7 @@ from parametrise import AGGREGATIONS, combinations, each
 from rlkit.algorithm import KL, Algorithm, Critic, call, list_inputs
 from rlkit.functional import (
     clipped,
+    clipped_squared_error,
     forward,
     gae,
     gmpo,
@@ -39,7 +40,7 @@ from rlkit.functional import (
     whiten,
 )
 from rlkit.training.metrics import pick_counted
-from rlkit.training.update.loss import loss_weights, surrogate
+from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
 from rlkit.training.update.sampled import filter_rollouts, mark_last_tokens
 from rlkit.training.update.split import PER_ROLLOUT, select, split_into_micro_batches
 from rlkit.training.update.weighted import weigh
@@ -171,6 +172,25 @@ def test_the_loss_falls_by_the_entropy_times_its_coefficient():
     )
     gained = float((expected * entropy.detach()).sum())
     assert float((loss - without).detach()) == pytest.approx(gained, rel=1e-10)
+
+
+def test_values_are_clipped_around_those_before_the_update():
+    """The value moved from 0.5 to 2 and the return is 3, so a clip at 0.2 leaves no gradient."""
+    batch = prepared(algorithm())
+    shape = batch.ids.shape
+    batch = replace(
+        batch,
+        values=torch.full(shape, 0.5, dtype=torch.float64),
+        returns=torch.full(shape, 3.0, dtype=torch.float64),
+    )
+    now = torch.full(shape, 2.0, dtype=torch.float64).requires_grad_()
+    zeros = torch.zeros(shape)
+    critic = Critic(loss=functools.partial(clipped_squared_error, clip=0.2))
+    loss, terms = value_surrogate(batch, TokenLogprobs(zeros, zeros, now), critic)
+    (gradient,) = torch.autograd.grad(loss, now)
+    assert gradient.count_nonzero() == 0
+    held = terms["value_loss"][batch.response_mask]
+    assert held == pytest.approx(torch.full_like(held, (3 - 0.7) ** 2 / 2))
 
 
 def test_a_baseline_counts_the_kl_of_rollouts_that_are_not_trained():

@@ -186,6 +186,7 @@ def test_corrections_by_hand():
     assert all(q <= 0.05 for q in c.false_discovery([0.05, 0.04, 0.049]))
     assert c.false_discovery([0.01, 0.02], dependent=True) == pytest.approx([0.03, 0.03])
     assert c.holm([0.04, math.nan, 0.01])[::2] == pytest.approx([0.04, 0.02])
+    assert c.holm([0.03, 0.01, 0.04, 0.2]) == pytest.approx([0.09, 0.04, 0.09, 0.2])
 
 
 def test_no_effect_is_claimed_in_one_of_twenty_families():
