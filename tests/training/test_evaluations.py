@@ -388,5 +388,5 @@ def test_an_evaluation_moves_nobodys_random_numbers(tmp_path, monkeypatch):
     x = experiment(compose(["evaluation.n=1"]))
     module = SimpleNamespace(experiment=x, policy=None, model=None, rl_step=3)
     before = random.getstate()
-    row = HeldOut(ALL, tmp_path / "metrics.jsonl", {}).evaluate(trainer, module, "validation")
+    row, _ = HeldOut(ALL, tmp_path / "metrics.jsonl", {}).evaluate(trainer, module, "validation")
     assert row["eval/accuracy"] == 0.5 and random.getstate() == before

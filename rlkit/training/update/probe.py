@@ -34,11 +34,11 @@ def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
             if p.requires_grad
             for _ in range(2)
         ]
-        for part in u.micro.split(batch):
-            packed = pack(batch.ids[part], batch.response_mask[part])
-            scores = forward_logprobs(u.model, packed, temperature=u.temperature, critic=u.critic)
-            loss = scores.logprobs.sum() + (0.0 if scores.values is None else scores.values.sum())
-            loss.backward()
+        part = next(u.micro.split(batch))  # the first micro-batch is full
+        packed = pack(batch.ids[part], batch.response_mask[part])
+        scores = forward_logprobs(u.model, packed, temperature=u.temperature, critic=u.critic)
+        loss = scores.logprobs.sum() + (0.0 if scores.values is None else scores.values.sum())
+        loss.backward()
         del moments
 
     u.micro.retry_halved(batch, work)
