@@ -303,6 +303,22 @@ def test_the_group_filter_masks_whole_prompts():
     assert float(weights.sum()) == pytest.approx(1.0, abs=1e-6)  # float32 weights
 
 
+def test_a_reward_that_the_overlong_rule_changes_changes_the_last_token_of_the_rollout():
+    """So the rewards of the tokens still sum up to the reward of the rollout."""
+    batch = make_batch()
+    change = torch.arange(9.0, dtype=torch.float64) / 10
+
+    def overlong(rewards):
+        return rewards - change, torch.ones(9, dtype=torch.bool)
+
+    got = filter_rollouts(batch, algorithm(overlong=overlong))
+    torch.testing.assert_close(got.rewards, batch.rewards - change, equal_nan=True)
+    sums = torch.zeros(9, dtype=torch.float64).index_add(0, ROLLOUTS, got.token_rewards.sum(1))
+    scored_ones = ~batch.rewards.isnan() & (batch.lengths > 0)
+    torch.testing.assert_close(sums[scored_ones], -change[scored_ones])
+    assert (got.token_rewards != 0).sum(1).max() == 1
+
+
 def test_baselines_see_the_rollouts_that_the_filter_drops():
     """Filtering is of the update, not of the statistics: the advantage is the same, masked or
     not."""
