@@ -180,6 +180,17 @@ def test_rows_that_give_way_go_on_where_they_were(small, complete, monkeypatch, 
     assert bounded.decoder.pages.keys[0].shape[1] == 200 // 16 + 2  # 208 tokens and the spare page
 
 
+@pytest.mark.slow
+def test_samples_of_a_short_prompt_that_give_way_keep_their_own_tokens(small, complete):
+    """The prompt fills no page, so nothing but the tokens tells the contexts of the rows apart."""
+    contexts = [tuple(range(100, 108))] * 6
+    seeds = [mix(5, i) for i in range(6)]
+    settings = {"max_new_tokens": 60}
+    free = complete(Cached(), small, contexts, seeds, **settings)
+    bounded = Cached(max_cached_tokens=130)
+    assert tokens(complete(bounded, small, contexts, seeds, **settings)) == tokens(free)
+
+
 def test_the_cache_is_made_once_and_no_row_is_read_twice(small, complete, monkeypatch):
     """Ten calls whose contexts grow and share no beginning: the first design made a new cache for
     each and drew the rows again."""

@@ -73,6 +73,30 @@ def test_target_kl_bounds_the_mean_over_the_tokens_of_all_micro_batches(tiny):
         assert found["optim/ended_by_target_kl"] == 2 - updates
 
 
+def test_a_micro_batch_that_pads_the_work_of_a_rank_changes_no_weight(tiny):
+    """A rank with fewer micro-batches than others repeats some of its rows, which do not count."""
+
+    def train(pads: bool) -> list[torch.Tensor]:
+        words = ["algorithm=reinforce", "optimizer.lr=1e-3", "schedule=constant"]
+        learner = learner_of(tiny, *words, "trainer.micro_batch_tokens=40")
+        real = learner.micro.of
+
+        def pad(batch):
+            work = list(real(batch))
+            assert len(work) > 1
+            return [*work, (work[0][0], False)]
+
+        if pads:
+            learner.micro.of = pad
+        learner.step(rollouts_of(tiny))
+        return list(learner.model.parameters())
+
+    start = list(tiny.model.parameters())
+    plain, padded = train(False), train(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, padded, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(plain, start, strict=True))
+
+
 # ------------------------------------------------------------------------- updates that are skipped
 
 
