@@ -245,7 +245,7 @@ def test_a_beginning_shared_by_all_prompts_is_read_once(small, complete, monkeyp
 
 @pytest.mark.parametrize("length, shared", [(31, 1), (32, 1), (33, 2)])
 def test_a_sample_that_enters_later_reads_the_last_token_again(length, shared):
-    """Its hidden state gives the first new token, also where a prompt fills its pages."""
+    """This token's hidden state gives the first new one, even if the prompt fills its pages."""
     slots = Slots(Pages(400, 4, 96, CPU))
     prompt = tuple(range(length))
     slots.submit(0, prompt, 0, 60)
