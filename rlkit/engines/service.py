@@ -75,7 +75,7 @@ class Service:
     event loop at a time."""
 
     def __init__(self) -> None:
-        self.busy_s = 0.0  # seconds spent in the decoder
+        self.busy_s = 0.0  # seconds spent in the decoder, and in giving it new weights
         self.late_s = 0.0  # seconds during which decoding waited for the episodes due in a round
         self.decoder: Decoder | None = None
         self.version = 0
@@ -122,7 +122,9 @@ class Service:
                 " change only between episodes; await their completions, and call release(key) for"
                 " each episode that is over"
             )
+        begun = time.perf_counter()
         self.decoder = self.make_decoder(weights)
+        self.busy_s += time.perf_counter() - begun
         self.version = version
         self.failure = None
 

@@ -426,3 +426,17 @@ def test_a_service_lives_on_in_a_second_loop():
     assert not service.kept and run(service.generate(1, (1,), 0, SamplingParams())).token_ids == (
         7,
     )
+
+
+def test_giving_the_engine_new_weights_counts_as_its_work(monkeypatch):
+    """Under adapters it computes copies of all weights, which is no time of the sessions."""
+    seconds = iter((1.0, 4.5))
+    monkeypatch.setattr("time.perf_counter", lambda: next(seconds))
+
+    class Slow(Service):
+        def make_decoder(self, policy):
+            return Recorder()
+
+    engine = Slow()
+    asyncio.run(engine.load(None, 1))
+    assert engine.busy_s == 3.5

@@ -60,9 +60,9 @@ class Trunk:
 
     @torch.no_grad()
     def derive(self, make: Callable[[], Tensor]) -> Tensor:
-        """Call `make`, and return the tensor that `make` computes from weights. `refresh` computes
-        the same tensor again, in place."""
-        self.derived.append((make(), make))
+        """Call `make`, which computes a tensor from weights, and return that tensor as a contiguous
+        one. `refresh` computes it again, in place."""
+        self.derived.append((make().contiguous(), make))
         return self.derived[-1][0]
 
     @torch.no_grad()

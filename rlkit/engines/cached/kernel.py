@@ -304,15 +304,17 @@ def _inputs(layer: Any) -> list[nn.Linear]:
 
 
 def tile_matrix(weight: Tensor) -> Tensor:
-    """Return a copy of a matrix [N, H] in the layout that the C file reads. The copy consists of
-    tiles of TILE rows, and zeros fill up the last tile.
+    """Return a view of a matrix [N, H] with the axes of the layout that the C file reads: tiles of
+    TILE rows, where zeros fill up the last tile. `Trunk.derive` makes the view contiguous; copying
+    it without a buffer in between takes a third of the time.
 
     Returns: [N / TILE, H, TILE], or in bfloat16 [N / TILE, H / 2, TILE, 2].
     """
-    rows = nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE))
+    missing = -len(weight) % TILE
+    rows = nn_functional.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()
     if weight.dtype == torch.bfloat16:
-        return rows.view(-1, TILE, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
-    return rows.view(-1, TILE, weight.shape[1]).transpose(1, 2).contiguous()
+        return rows.view(-1, TILE, weight.shape[1] // 2, 2).transpose(1, 2)
+    return rows.view(-1, TILE, weight.shape[1]).transpose(1, 2)
 
 
 def join_weights(group: Group, half: bool) -> Tensor:
@@ -321,7 +323,8 @@ def join_weights(group: Group, half: bool) -> Tensor:
     weight."""
     if half:
         return tile_matrix(torch.cat([part.base.weight for part in group.parts]))
-    weight = torch.cat([merge_weight(part, torch.float32) for part in group.parts])
+    weights = [merge_weight(part, torch.float32) for part in group.parts]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     return tile_matrix(weight if group.norm is None else weight * group.norm.weight)
 
 
