@@ -287,15 +287,13 @@ def model_folder(size: str, folder: Path) -> str:
     """Write a model of this size to a folder and return its path.
 
     The model has random weights and the embedded tokenizer. "0.6b-shape" has the weights of
-    `shape`; "smollm2_135m" is the model fetched by `rlkit get`.
+    `shape`.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlkit.models.load import TINY, find_fetched_folder, pretrained_config, pretrained_tokenizer
+    from rlkit.models.load import TINY, pretrained_config, pretrained_tokenizer
 
-    if size == "smollm2_135m":
-        return str(find_fetched_folder(size))
     if size == "0.6b-shape":
         shape("qwen3_0.6b-shape", "cpu").save_pretrained(folder / "model")
         pretrained_tokenizer("tiny").save_pretrained(folder / "model")
@@ -415,19 +413,24 @@ MARKS: dict[str, Any] = {}  # times and rows recorded by a clock in this process
 
 def clock(run: Path, /) -> Any:
     """Return a callback that records the start of training, and the end and row of each RL step.
+    `ends` are times of the clock, `worked` those of the process's processors.
 
     The end of a step comes after its metrics and other callbacks.
     """
     import lightning as L
 
-    MARKS.update(ends=[], rows=[])
+    MARKS.update(ends=[], worked=[], rows=[])
+
+    def note() -> None:
+        MARKS["ends"].append(time.perf_counter())
+        MARKS["worked"].append(time.process_time())
 
     class Clock(L.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            MARKS["ends"].append(time.perf_counter())
+            note()
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            MARKS["ends"].append(time.perf_counter())
+            note()
             MARKS["rows"].append(module.metrics)
             MARKS["policy"] = module.policy
 
@@ -460,5 +463,9 @@ def steps_of(overrides: Sequence[str], folder: Path) -> tuple[list[float], list[
     )
     if status:
         raise RuntimeError(f"rlkit train {' '.join(overrides)} ended with {status}")
-    ends = MARKS["ends"]
-    return [b - a for a, b in itertools.pairwise(ends)], MARKS["rows"]
+    return differences(MARKS["ends"]), MARKS["rows"]
+
+
+def differences(times: Sequence[float]) -> list[float]:
+    """Return the seconds between each time and the next."""
+    return [b - a for a, b in itertools.pairwise(times)]

@@ -2,17 +2,21 @@
 
     python experiments/benchmarks/decode.py [--rows 64 256] [--tokens 96] \\
         [--vllm-python /tmp/vllm/bin/python]
+    python experiments/benchmarks/decode.py --model smollm2_135m [--lora 16] --threads 1 \\
+        --rows 8 32 64 --tokens 32 [--vllm-python /tmp/vllm/bin/python]
     python experiments/benchmarks/decode.py --device cuda --model qwen3_0.6b-shape \\
         --rows 512 --prompt 512 --tokens 512 --rounds 2
 
 The engines are `transformers` (Hugging Face generate), `cached`, and their peers. The model is the
-embedded one with prompts of the default task in groups of 8, or random weights in a known model's
-shape with random prompts of one length. No reply ends before its limit, so all engines sample the
-same number of tokens, each with its log-prob, at temperature 1.
+embedded one or SmolLM2-135M (after `rlkit get smollm2_135m`) with prompts of the default task in
+groups of 8, or random weights in a known model's shape with random prompts of one length. With
+--lora the model has adapters of this rank on all projections, which change nothing yet; vLLM gets
+the model without them. No reply ends before its limit, so all engines sample the same number of
+tokens, each with its log-prob, at temperature 1.
 
-Rounds alternate between the engines. decode.csv has medians and the median of the paired ratios.
-Each round reads the prompts again. The seconds include this reading, but tokens of prompts are not
-counted.
+Rounds alternate between the engines. decode.csv, or decode_smollm2.csv, has medians and the median
+of the paired ratios. Each round reads the prompts again. The seconds include this reading, but
+tokens of prompts are not counted.
 
 `continuous` is transformers' continuous batching (`generate_batch`, its manager kept between
 rounds). On a CPU it is so slow that it takes part in only one round. `vllm` runs in a process of
@@ -45,7 +49,7 @@ from served import completions
 
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import mix
-from rlkit.models import encode_prompt, load_policy
+from rlkit.models import LoRA, encode_prompt, load_policy
 from rlkit.tasks import arithmetic
 from rlkit.types import Policy
 
@@ -58,13 +62,15 @@ Engine = Callable[[Contexts, int], Any]  # (contexts, new tokens) → replies
 # ---------------------------------------------------------------------------------- what is decoded
 
 
-def policy_of(model: str, device: str) -> Policy:
-    """Return the embedded policy, or its tokenizer with random weights in another shape.
+def policy_of(model: str, device: str, rank: int) -> Policy:
+    """Return the embedded policy or SmolLM2, or the embedded tokenizer with random weights in
+    another shape.
 
-    Neither policy ends a reply by itself.
+    No policy ends a reply by itself.
     """
-    policy = load_policy(path="tiny")._replace(eos_token_ids=bench.NEVER)
-    if model != "tiny":
+    path = "get:smollm2_135m" if model == "smollm2_135m" else "tiny"
+    policy = load_policy(path=path, lora=LoRA(rank=rank))._replace(eos_token_ids=bench.NEVER)
+    if model.endswith("-shape"):
         shaped = bench.shape(model, device)
         policy = policy._replace(model=shaped, context_length=shaped.config.max_position_embeddings)
     policy.model.to(device)
@@ -176,7 +182,8 @@ def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Itera
     The process loads the model once and decodes the same prompts at each request.
     """
     with tempfile.TemporaryDirectory() as folder:
-        policy.model.save_pretrained(folder)
+        bare = policy_of(asked.model, "cpu", 0) if asked.lora else policy
+        bare.model.save_pretrained(folder)
         policy.renderer.tokenizer.save_pretrained(folder)
         given = {
             "contexts": contexts,
@@ -314,6 +321,7 @@ def alternate(
         out.append(
             {
                 "model": given.model,
+                "lora": given.lora,
                 "engine": name,
                 "rows": rows,
                 "prompt_tokens": round(statistics.fmean(map(len, contexts))),
@@ -343,7 +351,10 @@ def main() -> None:
         type=int,
         help="tokens of random prompts; without it, prompts of the default task",
     )
-    parser.add_argument("--model", choices=("tiny", "qwen3_0.6b-shape"), default="tiny")
+    parser.add_argument(
+        "--model", choices=("tiny", "smollm2_135m", "qwen3_0.6b-shape"), default="tiny"
+    )
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: none")
     parser.add_argument(
         "--engines",
         nargs="+",
@@ -358,10 +369,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.quick:
         given.rows, given.tokens, given.rounds = [8], 4, 1
-    if given.model != "tiny" and given.prompt is None:
+    if given.model.endswith("-shape") and given.prompt is None:
         given.prompt = 512
     torch.set_num_threads(given.threads)
-    policy = policy_of(given.model, given.device)
+    policy = policy_of(given.model, given.device, given.lora)
     if given.once:
         for n in given.rows:
             contexts = prompts(policy, n, given.prompt)
@@ -382,7 +393,8 @@ def main() -> None:
             ],
             threads=1,
         )
-    bench.write(given.out, "decode", [row | last for row in rows])
+    table = "decode_smollm2" if given.model == "smollm2_135m" else "decode"
+    bench.write(given.out, table, [row | last for row in rows])
 
 
 if __name__ == "__main__":

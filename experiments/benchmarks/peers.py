@@ -3,6 +3,8 @@
     bash experiments/benchmarks/peers_env.sh /tmp/peers
     python experiments/benchmarks/peers.py --python /tmp/peers/bin/python
     python experiments/benchmarks/peers.py --python /tmp/peers/bin/python --curve
+    python experiments/benchmarks/peers.py --python /tmp/peers/bin/python --settings --threads 1 \
+        --rounds 1
 
 Both sides have the same prompts in the same order, and the same model, group size, reward, loss
 (grpo: sequence means, group standard deviation) and number of threads. They make one update per
@@ -10,10 +12,14 @@ step by AdamW at a constant rate, in float32 on a CPU and with bfloat16 autocast
 no checkpoints of activations or models and no evaluation. An update is one micro-batch. With
 --micro-batches TRL splits it by rows, and rlkit by tokens into about as many.
 
-The model is the embedded one, SmolLM2-135M (--model smollm2_135m, fetched before by `rlkit get`) or
-random weights of another size. Only the embedded model solves problems. Replies of the others get 0
-or 1 by their text, so that every group has a signal. --lora trains adapters of this rank on all
-projections.
+The model is the embedded one or random weights of another size. Only the embedded model solves
+problems. Replies of the others get 0 or 1 by their text, so that every group has a signal. --lora
+trains adapters of this rank on all projections.
+
+`--settings` compares both on SmolLM2-135M (after `rlkit get smollm2_135m`), in the settings with
+these names in SETTINGS. rlkit then takes its micro-batches from the model's suggestions, and TRL's
+have the numbers of rows in TRL_ROWS. `processor_s` are the seconds of the process's processors: on
+one thread they are the seconds of a step without those of other processes.
 
 Each measurement is its own process, and the sides alternate. `forced` replies never end, so that
 both sides sample exactly the same number of tokens; `natural` replies end by themselves. A step's
@@ -21,11 +27,11 @@ seconds run from the end of a step to the end of the next, and contain everythin
 in between. TRL samples by its transformers backend, or with --vllm by vLLM in its own process
 (colocate). rlkit samples by its default engine.
 
-peers.csv, or peers_MODEL.csv for another model, has a row for each side, length and beta. Peak
-memory is the most resident memory; `above_import_mib` is the peak without the memory in use before
-the model was loaded. On a GPU both are figures of torch's allocator. peers_curve.csv (--curve) has
-the accuracy on each step's own samples for each seed, and the greedy accuracy on held-out problems
-at the end.
+peers.csv, or peers_MODEL.csv for another model, has a row for each side, length and beta;
+peers_smollm2.csv has one for each side, setting and number of rows. Peak memory is the most
+resident memory; `above_import_mib` is the peak without the memory in use before the model was
+loaded. On a GPU both are figures of torch's allocator. peers_curve.csv (--curve) has the accuracy
+on each step's own samples for each seed, and the greedy accuracy on held-out problems at the end.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +52,43 @@ import bench
 
 TARGETS = {"seconds": 1 / 3, "memory": 1 / 2}
 HELD_OUT = 256
+SIZES = ("lora", "prompts", "group", "tokens", "steps")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "4x8x64": {"tasks": "stories", "prompts": 4, "group": 8, "tokens": 64, "lora": 16},
+    "2x8x32": {"tasks": "stories", "prompts": 2, "group": 8, "tokens": 32, "lora": 16},
+    "8x8x3": {"tasks": "pairs", "prompts": 8, "group": 8, "tokens": 3, "lora": 16},
+    # Groups of two are the smallest with advantages: of 114 tokens of a row 50 are shared by two.
+    "16x2x64": {"tasks": "pairs", "prompts": 16, "group": 2, "tokens": 64, "lora": 16},
+    "4x8x64_all_weights": {"tasks": "stories", "prompts": 4, "group": 8, "tokens": 64, "lora": 0},
+}
+# Rows of TRL's micro-batches; 16 in the other settings.
+TRL_ROWS = {"4x8x64": (8, 16, 32), "2x8x32": (8, 16), "8x8x3": (16, 64)}
 
 
 # -------------------------------------------------------------------------------- in both processes
 
 
+def write_problems(given: dict[str, Any]) -> str:
+    """Write the rows of a setting to the current folder, and return the file's path."""
+    import check_forecast
+
+    rows = {"stories": check_forecast.stories, "pairs": check_forecast.pairs}[given["tasks"]](400)
+    path = Path.cwd() / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def problems(given: dict[str, Any]) -> list[Any]:
     """Return the tasks of the run, in the order of rlkit's stream."""
     from rlkit.episodes.stream import StreamState, take
-    from rlkit.tasks import arithmetic
+    from rlkit.tasks import arithmetic, jsonl
 
+    own = given["tasks"] != "arithmetic"
+    fields = {"prompt": "prompt", "answer": "answer"}
     return take(
-        arithmetic(split="train"),
+        jsonl(path=write_problems(given), split="train", seed=0, fields=fields)
+        if own
+        else arithmetic(split="train"),
         StreamState(epoch=0, position=0),
         given["prompts"] * given["steps"],
         seed=given["seed"],
@@ -129,7 +161,14 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
     before = baseline(given)
     rows = given["prompts"] * given["group"] // given["micro_batches"]
     reward = "solved" if given["model"] == "tiny" else "spread"
+    room = rows * (longest_prompt(given) + given["tokens"])
+    model = (
+        [f"model.path={given['model']}", f"trainer.micro_batch_tokens={room}"]
+        if given["tasks"] == "arithmetic"
+        else ["model=smollm2_135m", "task=jsonl", f"task.path={write_problems(given)}"]
+    )
     overrides = [
+        *model,
         *(["model._target_=bench.endless"] if given["lengths"] == "forced" else []),
         "environment=single_turn",
         "reward=numeric",
@@ -144,13 +183,12 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         f"trainer.steps={given['steps']}",
         f"trainer.threads={given['threads']}",
         f"trainer.accelerator={'gpu' if given['device'] == 'cuda' else 'cpu'}",
-        f"model.path={given['model']}",
         f"model.lora.rank={given['lora']}",
-        f"trainer.micro_batch_tokens={rows * (longest_prompt(given) + given['tokens'])}",
     ]
     seconds, metrics = bench.steps_of(overrides, Path.cwd() / "run")
     return {
         "seconds": seconds,
+        "processor": bench.differences(bench.MARKS["worked"]),
         "tokens": [row["perf/tokens_per_s"] * row["perf/step_s"] for row in metrics],
         "sampled": [row["tokens/sampled"] for row in metrics],
         "updates": [
@@ -232,13 +270,18 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
         ]
 
     ends: list[float] = []
+    worked: list[float] = []
+
+    def note() -> None:
+        ends.append(time.perf_counter())
+        worked.append(time.process_time())
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
+            note()
 
         def on_log(self, *_: Any, **__: Any) -> None:  # after each step's metrics are logged
-            ends.append(time.perf_counter())
+            note()
 
     trainer = GRPOTrainer(
         model=str(TINY) if given["model"] == "tiny" else given["model"],
@@ -258,10 +301,11 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     trainer.train()
     history = [row for row in trainer.state.log_history if "reward" in row]
     totals = [0.0, *(row["num_tokens"] for row in history)]
-    seconds = [b - a for a, b in itertools.pairwise(ends)][: given["steps"]]
+    seconds = bench.differences(ends)[: given["steps"]]
     assert len(seconds) == len(history) == given["steps"], (len(seconds), len(history))
     return {
         "seconds": seconds,
+        "processor": bench.differences(worked)[: given["steps"]],
         "tokens": [b - a for a, b in itertools.pairwise(totals)],
         "sampled": [rows * row["completions/mean_length"] for row in history],
         "updates": [1] * len(history),
@@ -317,7 +361,13 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
         for side, own in runs.items()
     }
     most = {side: statistics.median(run["peak"] for run in own) for side, own in runs.items()}
-    pairs = [ours / theirs for ours, theirs in zip(steps["rlkit"], steps["trl"], strict=True)]
+    worked = {
+        side: [statistics.median(run["processor"][1:]) for run in own] for side, own in runs.items()
+    }
+    pairs, works = (
+        [ours / theirs for ours, theirs in zip(own["rlkit"], own["trl"], strict=True)]
+        for own in (steps, worked)
+    )
     rows = []
     for side, own in runs.items():
         seconds = statistics.median(steps[side])
@@ -340,7 +390,9 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
                 ),
                 "peak_mib": round(most[side]),
                 "above_import_mib": round(above[side]),
+                "processor_s": round(statistics.median(worked[side]), 3),
                 "time_of_trl": round(statistics.median(pairs), 3) if side == "rlkit" else 1.0,
+                "processor_of_trl": round(statistics.median(works), 3) if side == "rlkit" else 1.0,
                 "memory_of_trl": (
                     round(above["rlkit"] / above["trl"], 3) if side == "rlkit" else 1.0
                 ),
@@ -351,6 +403,29 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
                 },
             }
         )
+    return rows
+
+
+def compare_settings(
+    names: Sequence[str], given: dict[str, Any], options: Any
+) -> list[dict[str, Any]]:
+    """Return two rows for each setting on SmolLM2 and number of rows in TRL's micro-batches."""
+    from rlkit.models.load import find_fetched_folder
+
+    rows = []
+    for name in names:
+        setting = given | SETTINGS[name]
+        setting |= {
+            "model": str(find_fetched_folder("smollm2_135m")),
+            "lengths": "forced",
+            "beta": 0.0,
+            "steps": options.steps,
+        }
+        for size in TRL_ROWS.get(name, (16,)):
+            case = setting | {"micro_batches": setting["prompts"] * setting["group"] // size}
+            own = {"setting": name, "trl_rows": size, "rounds": options.rounds}
+            own |= {key: case[key] for key in SIZES}
+            rows += [own | row for row in compare(case, options.python, options.rounds)]
     return rows
 
 
@@ -400,9 +475,12 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1])
     parser.add_argument(
         "--model",
-        choices=(*bench.SIZES, "0.6b-shape", "smollm2_135m"),
+        choices=(*bench.SIZES, "0.6b-shape"),
         default="0.9",
-        help="millions of parameters, random but for 0.9; or a model's name",
+        help="millions of parameters, random but for 0.9; or a shape's name",
+    )
+    parser.add_argument(
+        "--settings", nargs="*", choices=SETTINGS, help="on SmolLM2-135M; all without a name"
     )
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: all weights")
     parser.add_argument(
@@ -447,12 +525,15 @@ def main() -> None:
         "trl": peer_version(options.python),
         "vllm": options.vllm,
     }
-    sizes = {"model": options.model} | {
-        name: given[name] for name in ("lora", "prompts", "group", "tokens", "steps")
-    }
+    if options.settings is not None:
+        rows = compare_settings(options.settings or [*SETTINGS], given, options)
+        bench.write(options.out, "peers_smollm2", [row | last for row in rows])
+        return
+    sizes = {"model": options.model} | {name: given[name] for name in SIZES}
     with tempfile.TemporaryDirectory() as folder:
         given |= {
             "model": bench.model_folder(options.model, Path(folder)),
+            "tasks": "arithmetic",
             "micro_batches": options.micro_batches[0],
         }
         if options.curve:

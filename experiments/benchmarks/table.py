@@ -45,11 +45,13 @@ def steps_and_memory(given: Any) -> tuple[list[dict[str, Any]], list[dict[str, A
     asked = size | {
         "threads": given.threads,
         "device": "cpu",
+        "lora": 0,
         "vllm": False,
         "lr": 3e-4,
         "seed": 0,
         "held_out": False,
         "model": "tiny",
+        "tasks": "arithmetic",
     }
     table, rows = [], []
     for name, (lengths, beta, goal) in STEPS.items():

@@ -129,6 +129,33 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
+def test_a_flip_is_the_first_difference_of_a_reply(benchmarks):
+    """Equal replies, one that differs in its second token and goes on, one that ends earlier."""
+    from flips import count_flips
+
+    ours, theirs = (
+        [SimpleNamespace(token_ids=ids) for ids in side]
+        for side in (((1, 2), (1, 2, 3), (1, 2)), ((1, 2), (1, 5, 6), (1,)))
+    )
+    assert count_flips(ours, theirs) == (2, 2 + 2 + 2)
+
+
+def test_both_sides_of_a_setting_have_the_same_prompts(benchmarks, tmp_path, monkeypatch):
+    """TRL gets the tasks as a list, and rlkit reads the file in the order of its own stream."""
+    import peers
+
+    import rlkit
+    from rlkit.episodes.stream import StreamState, take
+
+    monkeypatch.chdir(tmp_path)
+    given = peers.SETTINGS["2x8x32"] | {"steps": 3, "seed": 5}
+    path = peers.write_problems(given)
+    x = rlkit.experiment("task=jsonl", f"task.path={path}", "environment=single_turn", "seed=5")
+    tasks = x.task(split="train")
+    own = take(tasks, StreamState(epoch=0, position=0), 6, seed=5)[0]
+    assert [task.messages for task in own] == [task.messages for task in peers.problems(given)]
+
+
 def test_rows_of_other_devices_stay_in_a_table(benchmarks, tmp_path, capsys):
     """Figures of a GPU do not wipe out those of a CPU, nor the other way round; figures of the same
     device are replaced."""
