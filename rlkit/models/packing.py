@@ -201,9 +201,7 @@ def _lay_out(rows: Any, lengths: Any) -> _Forest:
         length = lengths[row]
         shared = 0
         if before >= 0:
-            both = min(length, lengths[before])
-            differs = rows[row, :both] != rows[before, :both]
-            shared = int(differs.argmax()) if differs.any() else int(both)
+            shared = count_shared(rows[row, :length], rows[before, : lengths[before]])
             index[row, :shared] = index[before, :shared]
         before = row
         new = int(length) - shared
@@ -215,6 +213,13 @@ def _lay_out(rows: Any, lengths: Any) -> _Forest:
         size += new
         added.append((row, shared))
     return _Forest(index, added, tokens, depths, size)
+
+
+def count_shared(a: Any, b: Any) -> int:
+    """Return the number of equal tokens at the beginning of two arrays."""
+    both = min(len(a), len(b))
+    differs = a[:both] != b[:both]
+    return int(differs.argmax()) if differs.any() else both
 
 
 def _place_part(

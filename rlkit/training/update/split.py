@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlkit.algorithm import Algorithm
+from rlkit.models.packing import count_shared
 from rlkit.types import Batch
 
 Rows = TypeVar("Rows", bound=Batch)
@@ -98,9 +99,8 @@ def split_into_micro_batches(
         for row in rows:
             total += SHARED * lengths[row]
             if packs and before is not None:
-                both = min(lengths[row], lengths[before])
-                equal = ids[row, :both] == ids[before, :both]
-                total -= (SHARED - 1) * (both if equal.all() else int(equal.argmin()))
+                own, theirs = (ids[i, : lengths[i]] for i in (row, before))
+                total -= (SHARED - 1) * count_shared(own, theirs)
             before = row
         return total
 
