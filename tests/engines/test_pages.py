@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import random
 import sys
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from parametrise import cases
-from rlkit.engines import Cached
+from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached import cache, engine
 from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.passes import Passes
 from rlkit.engines.cached.slots import Slots
 from rlkit.functional import mix
+from rlkit.models import LoRA, add_lora
 from rlkit.system import device
 from rlkit.types import SamplingParams
 
@@ -241,6 +243,68 @@ def test_a_beginning_shared_by_all_prompts_is_read_once(small, complete, monkeyp
         )
     if slots == 64:
         assert sorted(read) == [49 - 32] * 9 + [49]
+
+
+@pytest.mark.parametrize("case", cases(range(40), 4))
+def test_shared_beginnings_change_no_reply(small, complete, monkeypatch, case):
+    """Prompts from a random tree, in any slots and cache, over turns that go on or are rewritten,
+    with and without adapters and a thinking budget: the replies are the reference engine's, and at
+    every filling the pages are held by whoever reads them."""
+    rng = random.Random(case)
+
+    def some(length):
+        return tuple(rng.randrange(100, 700) for _ in range(length))
+
+    tree = [some(rng.choice((3, 16, 30, 48)))]
+    for _ in range(4):
+        tree.append(
+            (*rng.choice(tree)[: rng.choice((15, 16, 17, 99))], *some(rng.randrange(1, 20)))
+        )
+    contexts = [rng.choice(tree)[:90] for _ in range(12)]
+    policy = small
+    if rng.random() < 0.5:
+        torch.manual_seed(case)
+        policy = small._replace(model=add_lora(copy.deepcopy(small.model), LoRA(rank=2)))
+        for name, weight in policy.model.named_parameters():
+            weight.data += 0.1 * torch.randn_like(weight) if "lora" in name else 0
+    limits = {
+        "max_rows": rng.choice((1, 2, 3, 64)),
+        "max_cached_tokens": rng.choice((None, 200, 330)),
+        "check_every": rng.choice((1, 8)),
+    }
+    params = {"max_new_tokens": 12, "max_thinking_tokens": rng.choice((None, 3))}
+
+    def play(engine):
+        seen, held, draw = {}, dict(enumerate(contexts)), random.Random(case)
+        rests = [[draw.randrange(100, 700) for _ in range(7)] for _ in range(12)]
+        cuts = [draw.choice((999, draw.randrange(1, 90))) for _ in range(12)]  # written anew
+
+        def follow(index, reply):
+            seen.setdefault(index, []).append(reply._replace(versions=()))
+            if len(seen[index]) == 2:
+                return None
+            whole = held[index] + reply.token_ids
+            held[index] = (*whole[: cuts[index]], *rests[index])
+            return held[index], mix(case, index)
+
+        complete(engine, policy, contexts, [mix(case, i, 1) for i in range(12)], follow, **params)
+        return [reply for _, replies in sorted(seen.items()) for reply in replies]
+
+    fill = Slots.fill
+
+    def checked(self):
+        moves = fill(self)
+        consistent(self)
+        return moves
+
+    monkeypatch.setattr(Slots, "fill", checked)
+    found, expected = play(Cached(**limits)), play(Transformers())
+    assert tokens(found) == tokens(expected)
+    assert [reply.forced for reply in found] == [reply.forced for reply in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("length, shared", [(31, 1), (32, 1), (33, 2)])
