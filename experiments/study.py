@@ -339,7 +339,13 @@ def main() -> None:
             )
             for name, seed in wanted
         ]
-        for row in (run.result() for run in as_completed(runs)):
+        failed = []
+        for run in as_completed(runs):
+            if run.exception():
+                failed.append(run.exception())
+                print(f"a run failed; the others go on: {failed[-1]}", flush=True)
+                continue
+            row = run.result()
             print(
                 {
                     key: row[key]
@@ -349,6 +355,8 @@ def main() -> None:
             )
             rows.append(row)
             write(path, rows, list(variants))
+    if failed:
+        sys.exit(f"{len(failed)} of {len(wanted)} runs failed; the same command tries them again")
     print(table(rows, list(variants)))
     plot(rows, list(variants), study["title"], arguments.folder / "accuracy.png")
 
