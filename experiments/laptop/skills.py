@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from rlkit.environments import calculator
 from rlkit.environments.tool_parsers import load_json
 from rlkit.rewards import final_answer, no_gold
 from rlkit.tasks import arithmetic
+from rlkit.tasks import gsm8k as read_gsm8k
 from rlkit.tasks.splits import check_split, choose_split
 from rlkit.types import Message, Rollout, Split, Task, gives
 
@@ -207,6 +209,28 @@ def words_with_tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> 
             },
         )
         for i, task in enumerate(two_steps(split, seed, max_samples))
+    ]
+
+
+# -------------------------------------------------------------- GSM8K: real problems of this kind
+
+
+def gsm8k(*, path: str, split: Split, seed: int = 0, max_samples: int | None = None) -> list[Task]:
+    """Return GSM8K's problems without a tool; `metadata["messages"]` has the solution, without its
+    annotations for a calculator. Arguments as of `rlkit.tasks.gsm8k`."""
+    rows = read_gsm8k(
+        path=path, split=split, seed=seed, max_samples=max_samples, environment="single_turn"
+    )
+    return [
+        task._replace(
+            metadata={
+                "messages": [
+                    *task.messages,
+                    say("assistant", re.sub("<<[^>]*>>", "", task.metadata["solution"])),
+                ]
+            }
+        )
+        for task in rows
     ]
 
 

@@ -209,3 +209,12 @@ def test_the_study_of_rates_has_its_former_rows(tmp_path):
 def test_a_seed_has_learned_by_the_rule_of_the_page(base, final, low, expected):
     row = {"base": str(base), "final": str(final), "final_low": str(low)}
     assert learned.has_learned(row) == expected
+
+
+def test_solutions_of_gsm8k_lose_the_calculator_of_their_authors(tmp_path):
+    row = {"question": "48 and half of it?", "answer": "48/2 = <<48/2=24>>24.\n#### 72"}
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n")
+    (task,) = skills.gsm8k(path=str(tmp_path), split="test")
+    assert task.metadata["messages"][-1]["content"] == "48/2 = 24.\n#### 72"
+    assert (task.answer, task.environment) == ("72", "single_turn")
