@@ -27,14 +27,15 @@ import argparse
 import csv
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
@@ -88,7 +89,9 @@ def trained(
             raise RuntimeError(
                 f"{' '.join(command)} ended with status {status}:\n{log.read_text()[-4000:]}"
             )
-        run = next(Path(folder).glob("outputs/*/*/summary.json")).parent
+        # `kept` may hold older runs with other settings.
+        ended = Path(folder).glob("outputs/*/*/summary.json")
+        run = max(ended, key=lambda path: path.stat().st_mtime).parent
         summary = json.loads((run / "summary.json").read_text())
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return (
@@ -139,6 +142,20 @@ def one_run(
     return {key: str(value) for key, value in found.items()}
 
 
+def collect(runs: Sequence[Future[Row]]) -> Iterator[Row]:
+    """Yield the row of each run as it ends. Runs that fail do not stop the others: their errors are
+    printed, and at the end the process exits with their number."""
+    failed = 0
+    for run in as_completed(runs):
+        if run.exception():
+            failed += 1
+            print(f"a run failed; the others go on: {run.exception()}", flush=True)
+        else:
+            yield run.result()
+    if failed:
+        sys.exit(f"{failed} of {len(runs)} runs failed; the same command tries them again")
+
+
 def mean_height(curve: Mapping[int, float]) -> float:
     """Return the mean validation accuracy over the run's steps.
 
@@ -150,12 +167,15 @@ def mean_height(curve: Mapping[int, float]) -> float:
 
 
 def interval(values: Sequence[float], resolution: float = 0.0) -> tuple[float, float]:
-    """Return the mean, and half the width of Student's 95 % interval; NaN below three values.
+    """Return the mean, and half the width of Student's 95 % interval; NaN where there are too few
+    values.
 
     Args:
       resolution: the smallest step of a coarse score. With it, equal differences still leave an
         interval wider than 0.
     """
+    if not values:
+        return math.nan, math.nan
     found = comparing.compare_pairs([0.0] * len(values), values, resolution=resolution)
     return found.mean, found.high - found.mean
 
@@ -306,10 +326,14 @@ def main() -> None:
     arguments = parser.parse_args()
     study = yaml.safe_load((arguments.folder / "study.yaml").read_text())
     common, once = study.get("common", []), study.get("once", [])
-    seeds = arguments.seeds or study.get("seeds", [0, 1, 2])
+    first, *others = study.get("seeds", [0, 1, 2])
+    seeds = arguments.seeds or [first, *others]
     modules = (arguments.folder / study["path"]).resolve() if "path" in study else None
     keep = arguments.keep.resolve() if arguments.keep else None
     variants = {name: [*common, *own] for name, own in study["variants"].items()}
+    for name in arguments.only or ():
+        if name not in variants:
+            parser.error(f"--only {name!r}: no such variant; there are {', '.join(variants)}")
     path = arguments.folder / "results.csv"
     rows = read(path)
     known = {(row["variant"], int(row["seed"])) for row in rows}
@@ -319,7 +343,7 @@ def main() -> None:
         for name in arguments.only or variants
         if (name, seed) not in known
     ]
-    wanted = [(name, seed) for name, seed in wanted if name not in once or seed == seeds[0]]
+    wanted = [(name, seed) for name, seed in wanted if name not in once or seed == first]
     warm_up = arguments.folder.resolve() / "warm_up"
     if "warm_up" in study and not list(warm_up.glob("outputs/*/*/model")):
         own = [*common, *study["warm_up"], "callbacks.checkpoint.model=true"]
@@ -339,13 +363,7 @@ def main() -> None:
             )
             for name, seed in wanted
         ]
-        failed = []
-        for run in as_completed(runs):
-            if run.exception():
-                failed.append(run.exception())
-                print(f"a run failed; the others go on: {failed[-1]}", flush=True)
-                continue
-            row = run.result()
+        for row in collect(runs):
             print(
                 {
                     key: row[key]
@@ -355,8 +373,6 @@ def main() -> None:
             )
             rows.append(row)
             write(path, rows, list(variants))
-    if failed:
-        sys.exit(f"{len(failed)} of {len(wanted)} runs failed; the same command tries them again")
     print(table(rows, list(variants)))
     plot(rows, list(variants), study["title"], arguments.folder / "accuracy.png")
 

@@ -94,7 +94,7 @@ def run_all(runs: Sequence[Run], path: Path, *, jobs: int, keep: Path | None) ->
 
     left = [run for run in runs if (run.name, run.seed) not in known]
     with ThreadPoolExecutor(jobs) as pool:
-        for row in pool.map(train, left):
+        for row in study.collect([pool.submit(train, run) for run in left]):
             rows.append(row)
             study.write(path, rows, [run.name for run in runs])
             print(

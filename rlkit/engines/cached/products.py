@@ -179,8 +179,9 @@ def join_factors(
     """
 
     def down() -> Tensor:
+        none = parts[0].base.weight[:0].to(dtype)  # [0, H], for parts without adapters
         factors = [part.factors.down.weight for part in parts if part.factors]
-        return torch.cat([factor.to(dtype) for factor in factors])
+        return torch.cat([none, *(factor.to(dtype) for factor in factors)])
 
     def up() -> Tensor:
         ranks = sum(len(part.factors.down.weight) for part in parts if part.factors)

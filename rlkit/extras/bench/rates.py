@@ -28,6 +28,7 @@ SEEDS = range(100, 106)  # seeds of the choice
 FEWEST = 5  # fewest rates to choose from
 NEAR = 3.0  # rates within this factor of the chosen rate count for `near`
 ROUNDING = 1e-9  # of logarithms
+DIGITS = 9  # of a mean score: the order of the seeds makes no two equal means differ
 KEY = "optimizer.lr"
 
 
@@ -36,10 +37,10 @@ class Choice(NamedTuple):
 
     Attributes:
       score: mean score at the rate.
-      near: mean score over all tried rates between rate / NEAR and rate · NEAR. It shows how much
-        an arm loses at a rate that is not its best.
-      edge: True if the rate is the lowest or the highest of the tried rates, so a better rate may
-        lie outside.
+      near: mean score over the rates between rate / NEAR and rate · NEAR whose runs all ended. It
+        shows how much an arm loses at a rate that is not its best.
+      edge: True if the rate is the lowest or the highest of the rates whose runs all ended, so a
+        better rate may lie outside.
     """
 
     rate: str
@@ -56,19 +57,18 @@ def read_rates(text: str, arms: Mapping[str, Sequence[str]]) -> list[str]:
     """
     rates = list(dict.fromkeys(filter(None, text.split(","))))
     try:
-        good = len(rates) >= FEWEST and all(0 < float(rate) < 1 for rate in rates)
+        distinct = set(map(float, rates))
+        good = len(distinct) == len(rates) >= FEWEST and all(0 < rate < 1 for rate in distinct)
     except ValueError:
         good = False
     if not good:
         raise ConfigError(
-            f"rates={text}: give {FEWEST} or more learning rates between 0 and 1, such as"
+            f"rates={text}: give {FEWEST} or more different learning rates between 0 and 1, such as"
             " rates=6e-4,1e-3,2e-3,4e-3,8e-3"
         )
     for arm, own in arms.items():
         if any(word.startswith(f"{KEY}=") for word in own):
-            raise ConfigError(
-                f"rates={text}: the arm {arm} sets {KEY} itself; remove one of the two"
-            )
+            raise ConfigError(f"rates={text}: {arm} sets {KEY} itself; remove one of the two")
     return sorted(rates, key=float)
 
 
@@ -115,7 +115,7 @@ def choose_rates(
     out: dict[tuple[str, str], Choice] = {}
     for place, found in scores.items():
         means = {
-            rate: sum(found[rate]) / len(SEEDS)
+            rate: round(math.fsum(found[rate]) / len(SEEDS), DIGITS)
             for rate in rates
             if len(found.get(rate, ())) == len(SEEDS)
         }
@@ -127,7 +127,8 @@ def choose_rates(
             for rate, mean in means.items()
             if abs(math.log(float(rate) / float(best))) < math.log(NEAR) + ROUNDING
         ]
-        out[place] = Choice(best, means[best], sum(near) / len(near), best in (rates[0], rates[-1]))
+        edge = best in (min(means, key=float), max(means, key=float))
+        out[place] = Choice(best, means[best], sum(near) / len(near), edge)
     return out
 
 
@@ -164,8 +165,8 @@ def tabulate_rates(
     ]
     note = (
         f"Each arm has the rate of its highest mean score on seeds {SEEDS[0]} to {SEEDS[-1]}, which"
-        " are in no other table. The numbers are the rate, this score, and the mean score over all"
-        f" tried rates within a factor of {NEAR:g} of the rate. * marks the lowest and the highest"
-        " of the tried rates: a better rate may lie outside."
+        " are in no other table. The numbers are the rate, this score, and the mean score over the"
+        f" rates within a factor of {NEAR:g} of the rate. Rates count if all of their runs ended; *"
+        " marks the lowest and the highest of them: a better rate may lie outside."
     )
     return f"## Rates\n\n{note}\n\n{markdown(['arm', *tasks], lines)}"

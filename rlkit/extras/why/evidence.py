@@ -19,6 +19,8 @@ from rlkit.types import Rollout, Task
 
 READ = 12  # steps with rollouts to read, spread evenly over the run
 NONE = "none"
+REFILLS = 4  # most further draws of prompts in a step, of the next remedy
+MIXED = ("algorithm/group_filter=mixed", f"algorithm.max_refills={REFILLS}")
 
 
 class Finding(NamedTuple):

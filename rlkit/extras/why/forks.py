@@ -15,7 +15,7 @@ from rlkit.config.compose import make_builder
 from rlkit.config.problems.schedules import build_first_steps
 from rlkit.episodes.stream import StreamState, take
 from rlkit.errors import ConfigError
-from rlkit.extras.why.evidence import Evidence
+from rlkit.extras.why.evidence import REFILLS, Evidence
 from rlkit.extras.why.remedies import PROBES, SAMPLES, Remedy
 from rlkit.system import rng
 from rlkit.system.device import autocast
@@ -82,9 +82,10 @@ def choose_place(folder: Path, e: Evidence, asked: int | None) -> Place:
 
 
 def choose_probes(x: Experiment, tasks: Splits, place: Place, steps: int) -> list[Task]:
-    """Choose distinct problems that come later in the stream than the prompts of the forks'
-    steps."""
-    taken = steps * x.batch.prompts
+    """Choose distinct problems that come later in the stream than the prompts of all forks' steps.
+    A step may draw further prompts in the run itself, and in the forks with MIXED."""
+    draws = 1 + max(REFILLS, x.algorithm.max_refills)
+    taken = steps * x.batch.prompts * draws
     drawn, _ = take(tasks.train, place.stream, taken + 2 * PROBES, seed=x.seed)
     return list({identify_problem(task): task for task in drawn[taken:]}.values())[:PROBES]
 

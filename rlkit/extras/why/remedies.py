@@ -3,11 +3,12 @@ come first, then general remedies for a run that stands still."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from rlkit.extras.why.evidence import NONE, Evidence, Finding
+from rlkit.extras.why.evidence import MIXED, NONE, Evidence, Finding
 
 STEPS = 8  # RL steps of a fork
 PROBES = 64  # further prompts to measure every fork on
@@ -29,7 +30,9 @@ def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
     out: dict[tuple[str, ...], Remedy] = {}
     for remedy in (*named, *list_general_remedies(e)):
         keys = [override.partition("=")[0].lstrip("+~") for override in remedy.overrides]
-        if not any(key.split(".")[0].split("/")[0] in UNTRIED for key in keys):
+        unknown = any(override.endswith("=nan") for override in remedy.overrides)
+        tried = not any(key.split(".")[0].split("/")[0] in UNTRIED for key in keys)
+        if tried and not unknown:  # a scheduled number has no multiple
             known = out.get(remedy.overrides, remedy)
             out[remedy.overrides] = max(known, remedy, key=lambda own: " " in own.title)
     return list(out.values())
@@ -48,8 +51,7 @@ def list_general_remedies(e: Evidence) -> Iterator[Remedy]:
     size = e.number("batch.group_size")
     if e.mean("group/frac_zero_std") > 0.3:
         yield Remedy("Groups twice as large", (f"batch.group_size={2 * size:.0f}",))
-        mixed = ("algorithm/group_filter=mixed", "algorithm.max_refills=4")
-        yield Remedy("Prompts that are solved sometimes", mixed)
+        yield Remedy("Prompts that are solved sometimes", MIXED)
     if "group" in str(e.setting("algorithm.normalization._target_", NONE)):
         yield Remedy("Advantages without the deviation", ("algorithm/normalization=none",))
     if e.number("generation.temperature") != 1:
@@ -70,9 +72,9 @@ def forecast_minutes(e: Evidence, remedies: Sequence[Remedy], steps: int) -> flo
 
 
 def budget_minutes(forecast: float) -> int:
-    """Add a half to a forecast, in whole minutes, because the run's own steps may have been
-    faster."""
-    return max(1, round(1.5 * forecast + 0.5))
+    """Add a half to a forecast, in whole minutes, because the run's own steps may have been faster.
+    A forecast of NaN, of a run with scheduled sizes, gives 1."""
+    return 1 if math.isnan(forecast) else max(1, round(1.5 * forecast + 0.5))
 
 
 def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: int) -> float:

@@ -10,7 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, median, stdev
 
-from rlkit.extras.why.evidence import NONE, Evidence, Finding, share_of_copies, spread_within
+from rlkit.extras.why.evidence import (
+    MIXED,
+    NONE,
+    Evidence,
+    Finding,
+    share_of_copies,
+    spread_within,
+)
 
 CUT = 0.3  # share of truncated episodes
 HARD = 0.9  # share of groups without a good reply
@@ -134,7 +141,7 @@ def easy_problems(e: Evidence) -> Finding | None:
         f" reply of all earned {best:.2f}. In {share:.0%} of the first third's groups every reply"
         " was good, so they had nothing to compare.",
         "Choose harder problems, or replace groups with equal rewards by new ones.",
-        ("algorithm/group_filter=mixed", "algorithm.max_refills=4"),
+        MIXED,
     )
 
 
@@ -210,7 +217,7 @@ def equal_rewards(e: Evidence) -> Finding | None:
         f" {e.mean('reward/mean'):.2f}.",
         "Choose problems that are solved sometimes, or replace groups with equal rewards by new"
         " ones.",
-        ("algorithm/group_filter=mixed", "algorithm.max_refills=4"),
+        MIXED,
     )
 
 

@@ -7,6 +7,7 @@ import csv
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -615,6 +616,49 @@ def test_each_arm_takes_the_rate_of_its_highest_mean_score():
     )
 
 
+def test_rates_with_a_failed_run_are_named_and_equal_means_are_equal():
+    """The page marks the lowest and highest rate that ended everywhere. In floating point these two
+    sums differ by their order."""
+    names = ["1e-3", "2e-3", "4e-3", "8e-3", "2e-2"]
+    low, high = (0.6, 0.4, 0.1, 0.3, 0.2, 0.5), (0.5, 0.6, 0.3, 0.4, 0.1, 0.2)
+    assert sum(1 - x for x in low) != sum(1 - x for x in high)
+    rows = [
+        trial(rate, regret, seed)
+        for rate, own in (("2e-3", low), ("4e-3", high))
+        for seed, regret in zip(rates.SEEDS, own, strict=True)
+    ]
+    assert rates.choose_rates(rows, names)["needle", "grpo"] == rates.Choice(
+        "2e-3", 0.65, 0.65, edge=True
+    )
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["seeds=101"], "seeds from 100 on choose the rates"),
+        (["optimizer.lr=1e-3"], r"the command sets optimizer\.lr itself"),
+    ],
+)
+def test_scores_and_choices_share_no_seed_and_no_rate(tmp_path, capsys, words, said):
+    given = ["bench", "algorithms=grpo", "tasks=noisy", f"folder={tmp_path}"]
+    assert main([*given, "rates=1e-3,2e-3,4e-3,8e-3,2e-2", *words]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_an_interrupted_choice_of_rates_publishes_no_scores(tmp_path, monkeypatch, capsys):
+    """The folder holds finished runs of an earlier choice, at another rate."""
+    monkeypatch.setattr(bench, "run_all", lambda cells, **_: ([], [2]))
+    monkeypatch.setattr(
+        bench,
+        "read_row",
+        lambda run: {"task": run.task, "arm": run.arm, "seed": run.seed, "regret": 0.5},
+    )
+    words = ["bench", "algorithms=grpo", "tasks=noisy", "placebo=false", f"folder={tmp_path}"]
+    assert main([*words, "rates=1e-3,2e-3,4e-3,8e-3,2e-2"]) == 130
+    assert "to go on" in capsys.readouterr().out
+    assert not (tmp_path / "README.md").exists() and not (tmp_path / "results.csv").exists()
+
+
 def test_arms_run_at_their_own_rates_and_placebos_at_that_of_the_task(tmp_path):
     arms = {"grpo": ("algorithm=grpo",), "lost": ("algorithm=rloo",)} | bench.PLACEBOS
     cells = bench.matrix(tmp_path, ["needle"], arms, [0, 1], ["trainer.steps=2"])
@@ -634,8 +678,10 @@ def test_arms_run_at_their_own_rates_and_placebos_at_that_of_the_task(tmp_path):
 
 
 def test_an_arm_with_a_rate_of_its_own_has_none_to_choose():
-    with pytest.raises(ConfigError, match=r"the arm fast sets optimizer\.lr itself"):
+    with pytest.raises(ConfigError, match=r"fast sets optimizer\.lr itself"):
         rates.read_rates("1e-3,2e-3,4e-3,8e-3,2e-2", {"fast": ("optimizer.lr=1",)})
+    with pytest.raises(ConfigError, match="5 or more different learning rates"):
+        rates.read_rates("1e-3,0.001,4e-3,8e-3,2e-2", {"grpo": ()})
     given = "8e-3,1e-3,2e-3,4e-3,2e-2"
     assert rates.read_rates(given, {"grpo": ()}) == ["1e-3", "2e-3", "4e-3", "8e-3", "2e-2"]
 

@@ -64,6 +64,13 @@ def test_nothing_is_said_of_a_run_that_rises_or_is_short_or_has_nothing_odd(
     assert list_suspicions([write_run(name, rewards, settings)]) == []
 
 
+def test_a_run_with_a_scheduled_group_size_has_its_findings_and_a_command(write_run):
+    """No number can be multiplied, and nothing forecast."""
+    folder = write_run("kl", settings={"batch.group_size": {"_target_": "my.schedule"}})
+    said = format_closing_lines(ENDED, folder)
+    assert "suspicion: The KL penalty is too strong." in said and " minutes=1\n" in said
+
+
 def test_a_line_is_suspected_if_most_of_its_seeds_are(write_run):
     rising = (*RISING, 0.76, 0.78, 0.80)
     own = [write_run(f"a{seed}", settings={"seed": seed}) for seed in range(2)]

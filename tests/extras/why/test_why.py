@@ -38,7 +38,7 @@ from rlkit.extras.why.tokens import read_step
 from rlkit.rewards import batched, numeric
 from rlkit.runs.reading import ReadRun, read_run
 from rlkit.training.callbacks.checkpoints import list_checkpoints, read_checkpoint
-from rlkit.types import Task, ToolResult
+from rlkit.types import Splits, Task, ToolResult
 
 SETTINGS = {
     "batch.group_size": 8,
@@ -462,6 +462,24 @@ def run(tmp_path_factory):
     words += ["callbacks.checkpoint.every=2", "callbacks.checkpoint.model=false"]
     assert main(["train", *words, f"hydra.run.dir={folder}"]) == 0
     return folder
+
+
+@pytest.mark.parametrize("refills", [0, 6])
+def test_no_fork_trains_on_the_prompts_that_measure_it(refills):
+    """A fork with the remedy MIXED draws up to five times a step's prompts, one of a run with
+    refills as many as the run."""
+    from rlkit.episodes.stream import StreamState, take
+    from rlkit.extras.why.evidence import MIXED, REFILLS
+    from rlkit.extras.why.forks import choose_probes
+
+    more = ["algorithm/group_filter=mixed", f"algorithm.max_refills={refills}"]
+    x = rlkit.experiment("task.max_samples=1024", "batch.prompts=16", *(more if refills else []))
+    tasks = Splits(x.task(split="train"))
+    probes = choose_probes(x, tasks, Place(0, None), 8)
+    draws = 1 + max(refills, REFILLS)
+    trained, _ = take(tasks.train, StreamState(epoch=0, position=0), 8 * 16 * draws, seed=x.seed)
+    assert len(probes) == 64 and not {task.id for task in probes} & {task.id for task in trained}
+    assert MIXED[1] == f"algorithm.max_refills={REFILLS}"
 
 
 @pytest.mark.slow

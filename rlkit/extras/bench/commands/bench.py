@@ -61,7 +61,7 @@ def command(arguments: Arguments) -> Answer:
     arms = read_arms(given) | (bench.PLACEBOS if given["placebo"] == "true" else {})
     folder = Path(given["folder"])
     tasks = read_tasks(given["tasks"], arguments.config_dir)
-    rates = trials.read_rates(given["rates"], arms) if given["rates"] else []
+    rates = check_rates(given, arms | {"the command": tuple(common)})
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
     compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
     began = time.time()
@@ -79,7 +79,8 @@ def command(arguments: Arguments) -> Answer:
         if tried:
             chosen = trials.choose_rates(trials.write_trials(folder, tried), rates)
             section = trials.tabulate_rates(chosen, tasks, list(arms))
-            cells = trials.with_rates(cells, chosen)
+            # A choice that was interrupted has no scores yet, only those of earlier choices.
+            cells = [] if received else trials.with_rates(cells, chosen)
         if cells and not received:
             scored, received = run(cells)
             done = [*done, *scored]
@@ -171,6 +172,21 @@ def read_arms(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
     if not arms:
         raise ConfigError("rlkit bench needs algorithms=grpo,dapo,… or arms=FILE.yaml")
     return arms
+
+
+def check_rates(given: dict[str, str], arms: dict[str, tuple[str, ...]]) -> list[str]:
+    """Return the rates of `rates=`, none without it. Raises: ConfigError, also if a seed of the
+    scores is one of the choice."""
+    from rlkit.extras.bench import rates as trials
+
+    if not given["rates"]:
+        return []
+    if int(given["seeds"]) > trials.SEEDS[0]:
+        raise ConfigError(
+            f"seeds={given['seeds']}: the seeds from {trials.SEEDS[0]} on choose the rates; give at"
+            f" most seeds={trials.SEEDS[0]}"
+        )
+    return trials.read_rates(given["rates"], arms)
 
 
 def read_tasks(text: str, config_dir: str | None) -> list[str]:
