@@ -255,10 +255,9 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(10.5, max(3.2, 0.34 * len(names) + 1.2)), layout="constrained"
     )
-    shades = pyplot.colormaps["turbo" if len(names) > 10 else "tab10"]
-    colors = [
-        shades(place / len(names) if len(names) > 10 else place) for place in range(len(names))
-    ]
+    few = len(names) <= 10
+    shades = pyplot.colormaps["tab10" if few else "turbo"]
+    colors = [shades(place if few else place / len(names)) for place in range(len(names))]
     for place, name in enumerate(names):
         mine = [row for row in rows if row["variant"] == name]
         curves = [dict(pair.split(":") for pair in row["curve"].split()) for row in mine]
@@ -283,12 +282,13 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
         xlabel="RL step",
         ylabel="validation accuracy, greedy",
         ylim=(0, 1.02),
-        title="mean of the seeds",
+        title="mean of the seeds" if few else "mean of the seeds, in the colours of the dots",
     )
     right.set_yticks(range(len(names)), names, fontsize=8)
     right.invert_yaxis()
     right.set(xlabel="test accuracy at the end", title="a dot a seed, bands 95 %")
-    left.legend(fontsize=7, loc="lower right")
+    if few:
+        left.legend(fontsize=7, loc="lower right")
     rates = {
         text
         for row in rows
