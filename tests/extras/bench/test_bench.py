@@ -499,8 +499,8 @@ def test_regret_is_1_at_random_and_0_at_best():
         (["algorithms=grpp"], "grpp"),
         (["algorithms=grpo", "seeds=x"], "whole number"),
         (["arms=nowhere.yaml"], "nowhere.yaml"),
-        (["algorithms=grpo", "rates=1e-3,2e-3"], "5 or more learning rates"),
-        (["algorithms=grpo", "rates=1e-3,2e-3,4e-3,8e-3,x"], "5 or more learning rates"),
+        (["algorithms=grpo", "rates=1e-3,2e-3"], "5 or more different learning rates"),
+        (["algorithms=grpo", "rates=1e-3,2e-3,4e-3,8e-3,x"], "5 or more different learning rates"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_does(words, expected, capsys):
@@ -688,26 +688,26 @@ def test_an_arm_with_a_rate_of_its_own_has_none_to_choose():
 
 @pytest.mark.slow
 def test_a_matrix_chooses_rates_first_and_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(rates, "SEEDS", range(100, 102))
+    monkeypatch.setattr(rates, "SEEDS", range(100, 101))
     words = ["bench", "algorithms=grpo", "tasks=noisy", "placebo=false", f"folder={tmp_path}"]
-    words += ["jobs=1", "seeds=2", "trainer.steps=2", "evaluation.n=16", "model.steps=5"]
+    words += ["jobs=1", "seeds=1", "trainer.steps=2", "evaluation.n=16", "model.steps=5"]
     words += ["rates=1e-3,2e-3,4e-3,8e-3,1e-30"]
     assert main(words) == 0
-    assert "12 of 12 jobs finished" in capsys.readouterr().out
+    assert "6 of 6 jobs finished" in capsys.readouterr().out
     tried = list(csv.DictReader((tmp_path / "rates.csv").read_text().splitlines()))
-    assert len(tried) == 10
+    assert len(tried) == 5
     means = {
-        rate: sum(1 - float(row["regret"]) for row in tried if row["rate"] == rate) / 2
+        rate: sum(1 - float(row["regret"]) for row in tried if row["rate"] == rate)
         for rate in ("1e-30", "1e-3", "2e-3", "4e-3", "8e-3")
     }
     best = max(means, key=means.get)
     rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
-    assert [row["seed"] for row in rows] == ["0", "1"]
+    assert [row["seed"] for row in rows] == ["0"]
     assert all(f"optimizer.lr={best}" in row["overrides"].split() for row in rows)
     page = (tmp_path / "README.md").read_text()
     assert f"| grpo | {best}" in page and "one shared rate" not in page
     assert main(words) == 0
-    assert "10 runs, 10 of them done earlier" in capsys.readouterr().out
+    assert "5 runs, 5 of them done earlier" in capsys.readouterr().out
 
 
 OUTSIDE = """
