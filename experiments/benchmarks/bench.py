@@ -120,16 +120,16 @@ def installed(package: str) -> str:
         return ""
 
 
-def write(out: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def write(
+    out: Path, name: str, rows: Sequence[Mapping[str, Any]], *, by: Sequence[str] = ()
+) -> None:
     """Write name.csv, and print the columns in which the rows differ.
 
-    Rows measured on other devices stay in the file.
+    Rows measured on other devices stay in the file, and so do rows that differ from all new rows in
+    the columns `by`.
     """
     out.mkdir(parents=True, exist_ok=True)
-    shown, rows = (
-        rows,
-        [*rows, *elsewhere(out / f"{name}.csv", {row.get("device") for row in rows})],
-    )
+    shown, rows = rows, [*rows, *read_others(out / f"{name}.csv", rows, by)]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with (out / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -143,12 +143,19 @@ def write(out: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     print(f"written to {out / f'{name}.csv'}")
 
 
-def elsewhere(file: Path, devices: set[Any]) -> list[dict[str, str]]:
-    """Return the rows of a CSV that were measured on none of these devices."""
-    if not file.exists() or devices == {None}:
+def read_others(
+    file: Path, rows: Sequence[Mapping[str, Any]], by: Sequence[str]
+) -> list[dict[str, str]]:
+    """Return the rows of a CSV whose device and columns `by` are those of no row in `rows`."""
+
+    def place(row: Mapping[str, Any]) -> tuple[str, ...]:
+        return str(row.get("device", "cpu")), *(str(row.get(column, "")) for column in by)
+
+    if not file.exists():
         return []
+    new = set(map(place, rows))
     with file.open(newline="") as opened:
-        return [row for row in csv.DictReader(opened) if row.get("device", "cpu") not in devices]
+        return [row for row in csv.DictReader(opened) if place(row) not in new]
 
 
 # ----------------------------------------------------------------------------- processes and memory

@@ -182,7 +182,7 @@ def main() -> None:
                     }
                     | bench.provenance(given.threads)
                 )
-    bench.write(given.out, "check_forecast", rows)
+    bench.write(given.out, "check_forecast", rows, by=("setting",))
 
 
 if __name__ == "__main__":

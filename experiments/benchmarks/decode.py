@@ -393,8 +393,11 @@ def main() -> None:
             ],
             threads=1,
         )
-    table = "decode_smollm2" if given.model == "smollm2_135m" else "decode"
-    bench.write(given.out, table, [row | last for row in rows])
+    rows = [row | last for row in rows]
+    if given.model == "smollm2_135m":
+        bench.write(given.out, "decode_smollm2", rows, by=("lora", "rows"))
+    else:
+        bench.write(given.out, "decode", rows)
 
 
 if __name__ == "__main__":

@@ -85,8 +85,9 @@ def main() -> None:
     if given.quick:
         given.precision, given.rows, given.tokens = ["float32"], GROUP, 2
     torch.set_num_threads(given.threads)
-    rows = [row for precision in given.precision for row in measure(precision, given)]
-    bench.write(given.out, "flips", [row | bench.provenance(given.threads) for row in rows])
+    for precision in given.precision:
+        rows = [row | bench.provenance(given.threads) for row in measure(precision, given)]
+        bench.write(given.out, "flips", rows, by=("precision",))
 
 
 if __name__ == "__main__":

@@ -253,13 +253,12 @@ def main() -> None:
     given = parser.parse_args()
     if given.quick:
         given.model, given.steps = "tiny", 2
-    rows = []
     for precision in given.precision:
         side = {**vars(given), "precision": precision, "out": ""}
         command = [bench.PYTHON, __file__, "--side", json.dumps(side)]
         found = bench.child(command, threads=given.threads)
-        rows += [row | bench.provenance(given.threads) for row in found]
-    bench.write(given.out, "parts", rows)
+        rows = [row | bench.provenance(given.threads) for row in found]
+        bench.write(given.out, "parts", rows, by=("model", "precision"))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -406,26 +405,23 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
     return rows
 
 
-def compare_settings(
-    names: Sequence[str], given: dict[str, Any], options: Any
-) -> list[dict[str, Any]]:
-    """Return two rows for each setting on SmolLM2 and number of rows in TRL's micro-batches."""
+def compare_setting(name: str, given: dict[str, Any], options: Any) -> list[dict[str, Any]]:
+    """Return two rows of a setting on SmolLM2 for each number of rows in TRL's micro-batches."""
     from rlkit.models.load import find_fetched_folder
 
+    setting = given | SETTINGS[name]
+    setting |= {
+        "model": str(find_fetched_folder("smollm2_135m")),
+        "lengths": "forced",
+        "beta": 0.0,
+        "steps": options.steps,
+    }
     rows = []
-    for name in names:
-        setting = given | SETTINGS[name]
-        setting |= {
-            "model": str(find_fetched_folder("smollm2_135m")),
-            "lengths": "forced",
-            "beta": 0.0,
-            "steps": options.steps,
-        }
-        for size in TRL_ROWS.get(name, (16,)):
-            case = setting | {"micro_batches": setting["prompts"] * setting["group"] // size}
-            own = {"setting": name, "trl_rows": size, "rounds": options.rounds}
-            own |= {key: case[key] for key in SIZES}
-            rows += [own | row for row in compare(case, options.python, options.rounds)]
+    for size in TRL_ROWS.get(name, (16,)):
+        case = setting | {"micro_batches": setting["prompts"] * setting["group"] // size}
+        own = {"setting": name, "trl_rows": size, "rounds": options.rounds}
+        own |= {key: case[key] for key in SIZES}
+        rows += [own | row for row in compare(case, options.python, options.rounds)]
     return rows
 
 
@@ -526,8 +522,9 @@ def main() -> None:
         "vllm": options.vllm,
     }
     if options.settings is not None:
-        rows = compare_settings(options.settings or [*SETTINGS], given, options)
-        bench.write(options.out, "peers_smollm2", [row | last for row in rows])
+        for name in options.settings or SETTINGS:
+            rows = [row | last for row in compare_setting(name, given, options)]
+            bench.write(options.out, "peers_smollm2", rows, by=("setting",))
         return
     sizes = {"model": options.model} | {name: given[name] for name in SIZES}
     with tempfile.TemporaryDirectory() as folder:

@@ -171,6 +171,19 @@ def test_rows_of_other_devices_stay_in_a_table(benchmarks, tmp_path, capsys):
     assert "NVIDIA" not in capsys.readouterr().out.splitlines()[-2]
 
 
+def test_one_setting_measured_again_leaves_the_others_in_the_table(benchmarks, tmp_path):
+    import bench
+
+    for setting, value in (("a", 1), ("b", 2), ("a", 3)):
+        row = {"setting": setting, "value": value, "device": "cpu"}
+        bench.write(tmp_path, "t", [row], by=("setting",))
+    with (tmp_path / "t.csv").open(newline="") as file:
+        assert [(row["setting"], row["value"]) for row in csv.DictReader(file)] == [
+            ("a", "3"),
+            ("b", "2"),
+        ]
+
+
 @pytest.mark.parametrize(
     "python, expected", [("/nowhere/python", "no such interpreter"), (sys.executable, "has no trl")]
 )
