@@ -204,13 +204,42 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def make_trl_config(**own: Any) -> Any:
+    """Return TRL's config with the settings that rlkit has by default; `own` adds others."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        model_init_kwargs={"dtype": "float32"},
+        shuffle_dataset=False,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        loss_type="grpo",
+        scale_rewards="group",
+        epsilon=0.2,
+        num_iterations=1,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        adam_beta1=0.9,
+        adam_beta2=0.99,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **own,
+    )
+
+
 def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     """Run TRL's GRPOTrainer with the same settings."""
     import time
 
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from rlkit.models.load import TINY
 
@@ -226,37 +255,17 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
         [{"prompt": [dict(m) for m in task.messages], "answer": task.answer} for task in tasks]
     )
     rows = given["prompts"] * given["group"]
-    config = GRPOConfig(
+    config = make_trl_config(
         output_dir=str(Path.cwd() / "run"),
-        model_init_kwargs={"dtype": "float32"},
         per_device_train_batch_size=rows // given["micro_batches"],
         gradient_accumulation_steps=given["micro_batches"],
         num_generations=given["group"],
         max_completion_length=given["tokens"],
         max_steps=given["steps"],
-        shuffle_dataset=False,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
         beta=given["beta"],
-        loss_type="grpo",
-        scale_rewards="group",
-        epsilon=0.2,
-        num_iterations=1,
         learning_rate=given["lr"],
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        adam_beta1=0.9,
-        adam_beta2=0.99,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
         bf16=given["device"] == "cuda",
         use_cpu=given["device"] == "cpu",
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         seed=given["seed"],
         **sampling,
     )

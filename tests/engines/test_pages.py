@@ -277,7 +277,8 @@ def test_shared_beginnings_change_no_reply(small, complete, monkeypatch, case):
     def play(engine):
         seen, held, draw = {}, dict(enumerate(contexts)), random.Random(case)
         rests = [[draw.randrange(100, 700) for _ in range(7)] for _ in range(12)]
-        cuts = [draw.choice((999, draw.randrange(1, 90))) for _ in range(12)]  # written anew
+        # the tokens of the first turn that the second prompt keeps; 999: all of them
+        cuts = [draw.choice((999, draw.randrange(1, 90))) for _ in range(12)]
 
         def follow(index, reply):
             seen.setdefault(index, []).append(reply._replace(versions=()))

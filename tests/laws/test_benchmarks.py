@@ -32,8 +32,9 @@ COLUMNS = {  # benchmark → columns whose every value is a number > 0
 
 
 # Benchmarks that need a new process: a copy has the memory that this one has freed, so a peak may
-# not show, and changing torch's threads in it may fail after this one has used several.
-NEW = ("memory", "overhead", "parts")
+# not show, and changing torch's threads in it may fail after this one has used several. peers asks
+# another interpreter.
+NEW = ("memory", "overhead", "parts", "peers")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Train the skill `larger` with TRL from the same start, on the same prompts and budget as rlkit.
 
     bash experiments/benchmarks/peers_env.sh /tmp/peers
-    /tmp/peers/bin/python experiments/laptop/beside_trl/trl.py [--seeds 0 1 2 3 4] [--steps 20]
+    /tmp/peers/bin/python experiments/laptop/beside_trl/train.py [--seeds 0 1 2 3 4] [--steps 20]
     python experiments/study.py experiments/laptop/beside_trl
 
 Both sides make 20 steps of 8 prompts with 8 replies of at most 8 tokens. They have adapters of rank
@@ -44,8 +44,8 @@ def train(seed: int, steps: int, folder: Path) -> dict[str, Any]:
     seconds of the clock and of the processor for all steps."""
     import torch
     from datasets import Dataset
-    from peers import adapters
-    from trl import GRPOConfig, GRPOTrainer
+    from peers import adapters, make_trl_config
+    from trl import GRPOTrainer
 
     from rlkit.episodes.stream import StreamState, take
     from rlkit.extras.pretrained import larger
@@ -75,37 +75,18 @@ def train(seed: int, steps: int, folder: Path) -> dict[str, Any]:
             )
         ]
 
-    config = GRPOConfig(
+    config = make_trl_config(
         output_dir=str(folder / "run"),
-        model_init_kwargs={"dtype": "float32"},
         per_device_train_batch_size=ROWS,
         gradient_accumulation_steps=2,
         steps_per_generation=4,
         num_generations=GROUP,
         max_completion_length=8,
         max_steps=2 * steps,
-        shuffle_dataset=False,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
         beta=0.0,
-        loss_type="grpo",
-        scale_rewards="group",
-        epsilon=0.2,
-        num_iterations=1,
         learning_rate=RATE,
-        optim="adamw_torch",
-        adam_beta1=0.9,
-        adam_beta2=0.99,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
         bf16=False,
         use_cpu=True,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         seed=seed,
     )
     trainer = GRPOTrainer(
