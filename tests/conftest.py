@@ -114,6 +114,14 @@ def give_memory_back():
             ctypes.CDLL(None).malloc_trim(0)
 
 
+@pytest.fixture(autouse=True)
+def nothing_lost():
+    """Each test begins as a process does: no earlier test's refused output is remembered."""
+    from rlkit.system.files import LOST
+
+    LOST.clear()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def composing():
     """Hydra composes the same in less than half the time: what it does for each of fifty files of

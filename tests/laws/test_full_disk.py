@@ -210,7 +210,6 @@ def test_other_commands_show_what_they_computed(tmp_path, monkeypatch, capsys, r
     assert status == (2 if command == "export" else 1)
     assert ("cannot be written" if command == "export" else "not written") in said.err
     assert command == "export" or "accuracy" in said.out or "reward" in said.out
-    LOST.clear()
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapters"])
@@ -300,7 +299,6 @@ def test_a_logger_that_fails_ends_no_run_and_goes_on_when_there_is_room(
     """TensorBoard's writer is a thread that dies with its first failure: the error came out of a
     later, innocent call."""
     monkeypatch.setattr("threading.excepthook", lambda args: None)
-    LOST.clear()
     logger = make_tolerant(tensorboard(tmp_path, 0))
     room(0)
     for step in (1, 2, 3):
@@ -319,7 +317,6 @@ def test_a_logger_that_fails_ends_no_run_and_goes_on_when_there_is_room(
         (tmp_path / "tensorboard").glob("events.*"), key=lambda p: (p.stat().st_size, p.name)
     )
     assert newest.stat().st_size > 0
-    LOST.clear()
 
 
 DISKS = {"full": "size=16M", "without inodes": "size=64M,nr_inodes=24", "read-only": "size=64M"}
