@@ -126,7 +126,7 @@ class Algorithm(NamedTuple):
     # largest divergence of the policy from the old policy, in nats per token; beyond it, the RL
     # step makes no further update. None: no limit
     target_kl: float | None = None
-    # which policy is "old" in the ratio, see `place_old`
+    # which policy is "old" in the ratio, see `compute_old_share`
     old: Literal["trainer", "sampler", "loglinear"] = "trainer"
     # if the group filter leaves fewer than batch.prompts groups in a step, the largest number of
     # further rounds of prompts to sample

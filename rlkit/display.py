@@ -56,7 +56,7 @@ def split_by_speaker(rollout: Any) -> Iterator[tuple[str, str]]:
         content = message.get("content")
         if content:
             yield message.get("role", ""), content
-        for call in message.get("tool_calls", ()):
+        for call in message.get("tool_calls") or ():
             arguments = ", ".join(
                 f"{name}={value!r}" for name, value in call["function"]["arguments"].items()
             )

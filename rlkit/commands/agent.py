@@ -38,6 +38,7 @@ from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schem
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, refuse_problems, show_controls
 from rlkit.models import check_template, make_policy
+from rlkit.sandbox import require
 from rlkit.types import (
     Engine,
     Environment,
@@ -234,7 +235,7 @@ def _with_hooks(
 ) -> Environment:
     if stop_condition is not None:
         environment = environment._replace(
-            stop=lambda rollout, step: bool(stop_condition(rollout.conversation))
+            stop=lambda rollout, step: stop_condition(rollout.conversation)
         )
     if tool_executor is not None:
 
@@ -294,6 +295,8 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
             f"tools: there is no tool '{unknown[0]}'.{suggest_name(str(unknown[0]), shipped)}"
             f" There are {', '.join(shipped)}, and your own as module.function"
         )
+    if "python" in x.tools:
+        require(x.sandbox)
     return [shipped[name] if name in shipped else resolve(name) for name in x.tools]
 
 

@@ -52,7 +52,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
         raise ConfigError(f"split={x.split}: the task has no rows there")
     if len(tasks) < x.n:
         print(f"n={x.n}: the task has only {len(tasks)} rows in split={x.split}; all are played")
-    from rlkit.config.problems.rows import check_truths
+    from rlkit.config.problems.rows import check_tools, check_truths
     from rlkit.episodes import collect, write_transcript
     from rlkit.rewards import score
     from rlkit.system.device import autocast, load_on_device, versions
@@ -60,6 +60,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     from rlkit.training.selfcheck import check_contexts
 
     check_truths(tasks, x.reward, x.environment)
+    check_tools(tasks, x.environment)
     policy, device = load_on_device(x)
     environment = limit_environment(x.environment, x.max_steps)
     with autocast(x, device):

@@ -26,7 +26,11 @@ from rlkit.config.options import SHELVES, conf_dir
 from rlkit.config.problems import run_problems
 from rlkit.config.problems.names import name_problems
 from rlkit.config.problems.numbers import range_problems
-from rlkit.config.problems.schedules import build_first_steps, phase_problems
+from rlkit.config.problems.schedules import (
+    build_first_steps,
+    build_last_steps,
+    phase_problems,
+)
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check
 from rlkit.config.suggestions import RESOLVERS
@@ -701,6 +705,9 @@ def check_experiment(x: Experiment) -> Experiment:
     # the check runs the functions of these parts on fake data
     with guard_state(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):
         refuse_problems(run_problems(x))
-        for first in build_first_steps(x).values():
+        lasts = build_last_steps(x)
+        for name, first in build_first_steps(x).items():
             dry_run(first)
+            if (lasts[name].algorithm, lasts[name].kl) != (first.algorithm, first.kl):
+                dry_run(lasts[name])
     return x

@@ -134,7 +134,8 @@ def format_literal(value: Any) -> str:
         return "[" + ",".join(map(format_literal, value)) + "]"
     if isinstance(value, str | Path):
         return "'" + str(value).replace("'", r"\'") + "'"
-    text = repr(value)
+    # repr of a NumPy number names its type
+    text = repr(float(value) if isinstance(value, float) else value)
     return {"None": "null", "True": "true", "False": "false"}.get(text, text)
 
 

@@ -38,7 +38,7 @@ from rlkit.system.deadline import (
 )
 from rlkit.system.shared_state import get_current_watch
 from rlkit.system.waiting import waiting
-from rlkit.types import HasSchema, Tool, ToolCall, ToolResult
+from rlkit.types import HasSchema, Tool, ToolCall, ToolResult, bound
 
 MAX_CHARS = 2000  # longest result for the policy
 TIMEOUT = 30.0  # seconds for one call
@@ -339,13 +339,15 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _signature(tool: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the parameters that a caller may give. The policy must neither change nor read the
+    bound arguments of a partial."""
     for resolve in (True, False):  # if the annotations cannot be resolved, they are not checked
         try:
-            return inspect.signature(tool, eval_str=resolve).replace(
-                return_annotation=inspect.Signature.empty
-            )
+            found = inspect.signature(tool, eval_str=resolve)
         except Exception:
             continue
+        free = [p for name, p in found.parameters.items() if name not in bound(tool)]
+        return found.replace(parameters=free, return_annotation=inspect.Signature.empty)
     return None
 
 

@@ -106,7 +106,7 @@ def _text(messages: Sequence[Message]) -> str:
 def _message(message: Message) -> str:
     text = message.get("reasoning_content")
     thinking = f"<think>\n{text}\n</think>\n\n" if text else ""
-    called = (call["function"] for call in message.get("tool_calls", []))
+    called = (call["function"] for call in message.get("tool_calls") or ())
     calls = "".join(
         f"\n→ {call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})"
         for call in called

@@ -422,7 +422,7 @@ def write_transcript(rollout: Rollout) -> str:
         content = message.get("content")
         if content:
             lines += [_indent(content), ""]
-        for call in message.get("tool_calls", []):
+        for call in message.get("tool_calls") or ():
             arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
             lines += [_indent(f"→ {call['function']['name']}({arguments})"), ""]
     if rollout.task.answer:

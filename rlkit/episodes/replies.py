@@ -208,10 +208,8 @@ def encode_next_prompt(
         if environment.history == "keep_thinking":
             return _append_messages(policy, rollout, messages, dropped)
         history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
-        # the rollout's history already contains the tool results, so they are not added a second
-        # time
-        results = bool(messages) and messages[0]["role"] == "tool"
-        whole = history if results else [*history, *messages]
+        # the rollout's history already contains the tool results
+        whole = [*history, *(message for message in messages if message["role"] != "tool")]
         return tuple(
             encode_prompt(policy.renderer, whole, [tool_schema(tool) for tool in tools.values()])
         )

@@ -155,9 +155,9 @@ def split_tests(task: Task) -> list[Check]:
     """Split each test of a task into the calls to run and the check of their results. Raises:
     DataError naming the row and the test if a test cannot be split."""
     checks = []
-    for test in task.metadata.get("tests", ()):
+    for test in task.metadata.get("tests") or ():
         try:
-            checks.append(split(test, task.metadata.get("setup", "")))
+            checks.append(split(test, task.metadata.get("setup") or ""))
         except Unsplittable as error:
             raise DataError(
                 f"row {task.id}: the test {test!r:.120} cannot be checked ({error}); write it as"

@@ -74,11 +74,12 @@ def conversations(
     for i, where, row in rows:
         messages = with_system_prompt(_messages(where, row.get(field), field), system_prompt)
         first = _first_reply(messages)
-        gold = "" if answer is None else str(row.get(answer, ""))
-        if answer is not None and not gold.strip():
+        said = None if answer is None else row.get(answer)
+        gold = str(said) if isinstance(said, str | int | float) else ""
+        if answer is not None and (isinstance(said, bool) or not gold.strip()):
             raise DataError(
-                f"{where}: the field {answer!r} (task.answer) is missing or empty; correct the row,"
-                " or set task.answer=null"
+                f"{where}: the field {answer!r} (task.answer) is missing, empty or neither text nor"
+                " a number; correct the row, or set task.answer=null"
             )
         name = f"{Path(source).stem}/{split}/{i}"
         tasks.append(
@@ -136,7 +137,7 @@ def _call(where: str, call: Any, number: int) -> dict[str, Any]:
     try:
         function = call.get("function", call)
         arguments = function["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+        arguments = dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
         return {
             "id": call.get("id") or f"call_{number}",
             "type": "function",

@@ -15,10 +15,9 @@ from rlkit.models import LoRA
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.tasks import make_tasks
-from rlkit.training.schedules import Schedule, list_phases
+from rlkit.training.schedules import Schedule, list_phases, resolve_schedules, start
 from rlkit.training.teachers import Teacher
 from rlkit.types import (
-    Controller,
     Engine,
     Environment,
     Policy,
@@ -96,6 +95,10 @@ class Evaluation(NamedTuple):
     curve_temperature: float = 0.0
     stop_at: float | None = None  # training ends when validation accuracy reaches this value
     max_time: float | None = None  # the most minutes that one evaluation may take; None: no limit
+
+    def is_reached(self, metrics: Mapping[str, Any]) -> bool:
+        """Return whether the validation accuracy in a step's metrics reaches `stop_at`."""
+        return self.stop_at is not None and metrics.get("eval/accuracy", -1.0) >= self.stop_at
 
 
 @ranges(
@@ -400,7 +403,7 @@ def describe_kl(x: Experiment) -> str:
     `none`."""
     if not x.needs_reference:
         return "none"
-    coef = x.kl.coef.init()["value"] if isinstance(x.kl.coef, Controller) else x.kl.coef
+    coef = resolve_schedules(x, start(x)).kl.coef
     places = {
         "loss": "the loss",
         "reward": "the reward",

@@ -13,7 +13,7 @@ from rlkit.distributed import ranks
 from rlkit.functional import mix
 from rlkit.models.head import split_model
 from rlkit.models.packing import find_packed_context
-from rlkit.rewards import Moments, normalise, update_moments
+from rlkit.rewards import Moments, update_moments
 from rlkit.system import rng
 from rlkit.system.shared_state import guard_state
 from rlkit.training import schedules
@@ -146,9 +146,7 @@ class Learner:
         unscored = [r.reward is None and not r.rewards for r in self.trained]
         if x.algorithm.reward_coef and unscored and all(unscored):
             raise ValueError("Learner.step: no rollout has a score; score them by rlkit.score")
-        self.moments = update_moments(self.moments, self.trained)
-        if x.reward.normalize:
-            self.trained = normalise(self.trained, self.moments)
+        self.moments = update_moments(self.moments, self.rollouts)
         u = self.record()
         parts = x.algorithm, x.kl, x.reference
         with self.clock.part("update"), rng.seed_block(u.seed), guard_state(*parts):
@@ -184,6 +182,7 @@ class Learner:
             seed=mix(x.seed, self.rl_step),
             warming_up=critic.active and self.rl_step - self.progress.since < critic.warmup,
             trained=self.trained,
+            moments=self.moments if x.reward.normalize else None,
         )
 
     def advance(self) -> str:

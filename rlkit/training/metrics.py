@@ -678,13 +678,14 @@ def performance(
     }
 
 
-def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
-    """Return three metrics. batch/rollouts is the number of rollouts to train on. group/sampled is
-    the number of prompts in the step. group/acceptance_rate is the share of these prompts with
-    rollouts to train on."""
+def refill_metrics(sampled: Sequence[Rollout], batch: Batch) -> dict[str, float]:
+    """Return three metrics. batch/rollouts is the number of rollouts with trained tokens.
+    group/sampled is the number of prompts in the step. group/acceptance_rate is the share of these
+    prompts with such rollouts."""
     groups = len({r.group for r in sampled})
+    trained = batch.rollout_ids[batch.response_mask.any(1)].unique()
     return {
         "batch/rollouts": len(trained),
         "group/sampled": groups,
-        "group/acceptance_rate": len({r.group for r in trained}) / groups,
+        "group/acceptance_rate": len(batch.group_ids[trained].unique()) / groups,
     }

@@ -70,7 +70,13 @@ class ReferenceStates:
         Args:
           x: the experiment of the phase.
         """
-        return x.kl.active and not self.find_owner(phase) and is_start(x.reference)
+        names = list(self.phases)
+        restarted = any(
+            "reference" in self.experiment.schedule.phases[name].reset
+            for name in names[1 : names.index(phase) + 1]
+        )
+        own = self.find_owner(phase) or restarted
+        return x.kl.active and not own and is_start(x.reference)
 
     def find_functions(self, owner: str) -> Reference:
         """Return the functions of an owner's reference (init, update and others)."""

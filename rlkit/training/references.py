@@ -93,6 +93,12 @@ def is_start(reference: Reference) -> bool:
     return reference.init is _freeze
 
 
+def is_adapter(reference: Reference, *, step: int) -> bool:
+    """Return whether a reference that begins at this RL step is, under LoRA, the policy with its
+    second adapter."""
+    return reference.init is _start or (step > 0 and is_start(reference))
+
+
 def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
     """Return whether a reference is known to equal the present policy, bit for bit.
 

@@ -821,6 +821,79 @@ def test_what_the_user_says_of_the_kl_wins(overrides, expected):
     assert (kl.name, kl.placement, kl.coef) == expected
 
 
+LORA = ["model.lora.rank=4", "model.lora.alpha=8"]
+GKD = [
+    "schedule=grpo_to_dapo",
+    "algorithm@schedule.phases.explore.algorithm=gkd",
+    "algorithm@schedule.phases.refine.algorithm=gkd",
+    "teacher=ema",
+]
+LINEAR = "_target_: rlkit.training.schedules.linear, _partial_: true"
+FALLING = f"{{{LINEAR}, start: %s, end: %s, steps: 3}}"
+TWICE = "under LoRA there is one second adapter, and both need it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([*LORA, *GKD, "kl=k3", "reference=ema"], TWICE),
+        ([*LORA, *GKD, "kl=k3", "schedule.phases.refine.reset=[reference]"], TWICE),
+        (
+            [
+                *(*LORA, "schedule=grpo_to_dapo", "kl=none", "teacher=ema"),
+                "algorithm@schedule.phases.refine.algorithm=gkd",
+                *("+kl@schedule.phases.explore.kl=k3", "reference=ema"),
+            ],
+            TWICE,
+        ),
+        ([*LORA, "model.lora.targets=[q_proj,lm_head]", "kl=full"], "take lm_head out"),
+        ([*LORA, "model.lora.targets=[lm_head]", *GKD], "take lm_head out"),
+        (
+            [f"+schedule.numbers.optimizer.weight_decay={FALLING % (0.1, 0)}"],
+            "only the learning rate of an optimizer follows a schedule",
+        ),
+        (
+            [f"+schedule.numbers.generation.temperature={FALLING % (1, 0)}"],
+            "in the last step, generation.temperature=0",
+        ),
+        (
+            [f"+schedule.numbers.algorithm.policy_loss.clip_high={FALLING % (0.3, 0)}"],
+            "clip_high",
+        ),
+        (["evaluation.k=[]"], "evaluation.k=[]: pass@k needs k of at least 1"),
+        (
+            [*LORA, "schedule=on_reward", "+schedule.phases.explore.kl.coef=1"],
+            "schedule.phases.explore.kl: must be whole",
+        ),
+    ],
+)
+def test_what_would_go_wrong_in_a_later_step_or_phase_is_refused(overrides, said):
+    """A schedule that leaves its range ended a run in the middle, and two references in one
+    adapter overwrote each other without a word."""
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        experiment(compose(overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*GKD, "kl=k3", "schedule.phases.refine.reset=[reference]"],
+        [*LORA, *GKD, "kl=k3"],
+        [*LORA, "model.lora.targets=[q_proj,lm_head]", "kl=k3"],
+        ["schedule=kl_anneal"],
+    ],
+)
+def test_what_does_not_go_wrong_there_is_accepted(overrides):
+    experiment(compose(overrides))
+
+
+def test_the_first_line_has_the_scheduled_coefficient_of_the_first_step():
+    for algorithm in ("grpo", "dapo"):
+        x = experiment(compose(["schedule=kl_anneal", f"algorithm={algorithm}", "kl=k3"]))
+        assert resolve_schedules(x, start(x)).kl.coef == 0.1
+        assert "kl k3 × 0.1 in the loss" in format_first_line(x)
+
+
 def test_a_phase_asks_the_algorithm_of_its_own_phase():
     x = experiment(
         compose(["schedule=reinforce_to_ppo", "+kl@schedule.phases.refine.kl=by_algorithm"])

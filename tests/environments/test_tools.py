@@ -157,6 +157,17 @@ def test_a_bound_keyword_leaves_the_schema():
     ].get("required", [])
 
 
+def test_the_policy_neither_changes_nor_reads_a_bound_keyword():
+    """A root folder that a config had bound to a tool could be called with another one, and an
+    answer to a wrong call quoted it."""
+    tools = {"weather": functools.partial(weather, unit="F")}
+    for arguments in ({"city": "Paris", "unit": "C"}, {"town": "Paris"}):
+        refused = executed(call("weather", **arguments), tools)
+        assert not refused.ok and "unexpected argument" in refused.content
+        assert "'F'" not in refused.content and "unit=" not in refused.content
+    assert executed(call("weather", city="Paris"), tools).ok
+
+
 class Shop:
     """A tool class of the user's."""
 

@@ -11,7 +11,15 @@ from itertools import count
 import pytest
 
 from rlkit.engines import Batched, Transformers
-from rlkit.environments import by_task, calculator, hermes, single_turn, tool_schema, tool_use
+from rlkit.environments import (
+    answer_calls,
+    by_task,
+    calculator,
+    hermes,
+    single_turn,
+    tool_schema,
+    tool_use,
+)
 from rlkit.episodes import collect
 from rlkit.episodes._assemble import split_into_rows
 from rlkit.episodes.demonstrate import make_demonstration
@@ -547,6 +555,29 @@ def test_stripping_thinking_leaves_none_in_any_context(policy):
         "secret two",
         "secret three",
     ]
+
+
+@pytest.mark.parametrize("history", ["keep_thinking", "strip_thinking"])
+def test_a_message_behind_tool_results_is_in_the_next_context(policy, history):
+    """With strip_thinking the policy saw the session's message one turn late."""
+
+    class Counting:
+        tools = TOOLS
+
+        def first_prompt(self):
+            return task().messages
+
+        async def answer(self, rollout):
+            if not rollout.steps[-1].tool_calls:
+                return rollout, None
+            rollout, said = await answer_calls(rollout, self.tools)
+            return rollout, [*said, {"role": "user", "content": "One call left."}]
+
+    env = environment(session=lambda task: Counting(), history=history, max_steps=3)
+    rollout = one(policy, Scripted(call("note", text="a"), "done"), env)
+    said = decode(policy.renderer, rollout.context(1))
+    assert said.index("noted a") < said.index("One call left.")
+    assert said.count("noted a") == said.count("One call left.") == 1
 
 
 def test_stripping_thinking_keeps_the_tools_in_the_context(policy):

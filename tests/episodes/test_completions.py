@@ -193,6 +193,20 @@ def test_an_advantage_is_that_of_the_trained_tokens():
     assert mean_advantages(module.batch, module.trained) == {(0, 0): 1.5}
 
 
+def test_a_rollout_that_another_replaced_has_no_advantage(tmp_path):
+    """task.reuse trains a group of an earlier step under the number of a group of this one."""
+    import pandas
+
+    module = played(1)
+    first, second = module.trained
+    module.trained = [first._replace(steps=(*first.steps, first.steps[-1])), second]
+    callback = Completions(tmp_path, every=1, tables=0)
+    callback.on_train_start(TRAINER, module)
+    callback.on_train_batch_end(TRAINER, module)
+    callback.flush()
+    assert pandas.read_parquet(tmp_path)["advantage"].isna().all()
+
+
 def test_without_pyarrow_the_run_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     trained(tmp_path / "completions", 1, 2, saves=(2,))

@@ -136,6 +136,16 @@ def messages_of(folder):
             ],
             "a tool call must be",
         ),
+        (
+            [
+                *dialogue(1)[:1],
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "null"}}],
+                },
+            ],
+            "a tool call must be",
+        ),
     ],
     ids=str,
 )
@@ -145,6 +155,16 @@ def test_a_row_that_is_no_conversation_is_named(messages, words, tmp_path):
         for split in ("train", "test"):
             conversations(path=path, split=split, seed=0)
     assert "a.jsonl:" in str(refusal.value)
+
+
+@pytest.mark.parametrize("answer", [None, True, [1], {}, " "])
+def test_what_is_no_gold_answer_is_named(answer, tmp_path):
+    """null was the gold text "None", and every evaluation counted the row as wrong."""
+    path = tmp_path / "a.jsonl"
+    lines = [{"messages": dialogue(i), "answer": answer} for i in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DataError, match=r"'answer' .task.answer. is missing, empty or neither"):
+        conversations(path=str(path), split="train", seed=0, answer="answer")
 
 
 def test_a_conversation_longer_than_the_context_is_named(tiny, tmp_path):

@@ -140,7 +140,7 @@ def some_rollouts(random: Random) -> list[Rollout]:
         }
         other = {
             "reasoning_content": text(),
-            "tool_calls": [call],
+            "tool_calls": random.choice(([call], None)),
             "tool_call_id": text(),
             "name": text(),
             text(): anything(),

@@ -8,6 +8,8 @@ from functools import partial
 
 import pytest
 
+from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks import jsonl as jsonl_with_shares
 from rlkit.types import SPLITS
@@ -115,6 +117,17 @@ def test_a_row_that_makes_no_task_is_named(tmp_path, row, words):
     write(tmp_path / "train.jsonl", [{"q": "x", "a": "1"}, row])
     with pytest.raises(DataError, match=rf"train\.jsonl:2: .*{words}"):
         prompts(str(tmp_path), "train")
+
+
+def test_two_problems_with_one_id_are_refused(tmp_path):
+    """A sampler that looks at scores never drew the second, and a resume took one for the other."""
+    rows = [{"id": 0, "prompt": f"{i}+1?", "answer": str(i + 1)} for i in range(8)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    words = ["task=jsonl", f"task.path={path}", "+task.fields.id=id", "reward=numeric"]
+    with pytest.raises(DataError, match="two different problems have the id '0'"):
+        load_tasks(experiment(compose(words)))
+    alike = write(tmp_path / "alike.jsonl", [rows[0], rows[0], rows[0] | {"id": 1}] * 9)
+    load_tasks(experiment(compose([*words, f"task.path={alike}", "evaluation.n=0"])))
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])

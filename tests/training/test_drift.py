@@ -12,6 +12,7 @@ import torch
 
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
+from rlkit.training.reference_states import ReferenceStates
 from rlkit.training.run import train_in
 from rlkit.training.update import drift
 from rlkit.training.update.split import select
@@ -74,6 +75,15 @@ def test_where_the_reference_is_the_start_kl_ref_says_it_at_no_cost(tmp_path):
         sorted((tmp_path / "run" / "checkpoints").glob("*.ckpt"))[-1], weights_only=True
     )
     assert all(row["kl/start"] is None for row in rows) and state["rlkit"]["start"] is None
+
+
+def test_a_reference_that_a_phase_starts_again_is_not_the_start(tiny):
+    """kl/start was missing, and kl/ref was read as the distance from the start."""
+    words = ["schedule=on_reward", "kl=k3"]
+    for reset, expected in (("optimizer", [True, True]), ("reference", [True, False])):
+        x = experiment(compose([*words, f"schedule.phases.refine.reset=[{reset}]"]))
+        kept = ReferenceStates(x, tiny.model)
+        assert [kept.measures_drift(*phase) for phase in kept.phases.items()] == expected
 
 
 @pytest.mark.slow

@@ -21,12 +21,13 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import schedule_problems
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import ConfigError, DataError
+from rlkit.rewards import Reward
 from rlkit.statistics import wilson
 from rlkit.system import shards
 from rlkit.training.callbacks import evaluation
 from rlkit.training.callbacks.checkpoints import load_checkpoint
 from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut, flat_start
-from rlkit.training.experiment import TaskSource
+from rlkit.training.experiment import Evaluation, TaskSource
 from rlkit.training.run import describe_end
 from rlkit.training.schedules import Schedule, adaptive
 from rlkit.types import SPLITS, Rollout, Splits, Task
@@ -50,7 +51,7 @@ class Played(HeldOut):
 
 def play(folder, *, steps: int, every: int, stop_at: float | None = None, tasks=ALL):
     """A run of so many steps: its module and the callback."""
-    settings = SimpleNamespace(every=every, stop_at=stop_at, curve_temperature=0.0)
+    settings = Evaluation(Reward("none", {}), every=every, stop_at=stop_at)
     module = SimpleNamespace(
         rl_step=0,
         total_steps=steps,
@@ -88,6 +89,8 @@ def test_validation_ends_a_run_and_test_never_does(tmp_path):
         0,
         4,
     ], "test is played after the step that turned out to be the last"
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["perf/eval_s"] == 2.0, "the time of both"
     module, results = play(tmp_path, steps=3, every=2, stop_at=0.9)
     assert module.rl_step == 3 and module.metrics["perf/eval_s"] == 2.0, "the time of both"
     assert (

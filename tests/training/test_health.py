@@ -130,6 +130,21 @@ def test_one_illness_makes_one_check_speak(name):
     assert list(messages) == [name] and all(word in messages[name] for word in words)
 
 
+def test_a_resumed_run_repeats_no_warning_and_remembers_its_best_groups():
+    """It advised easier problems where the policy had broken."""
+    broken = HEALTHY | {"group/frac_all_bad": 0.95, "group/frac_zero_std": 1.0, "reward/std": 0.0}
+    said = []
+    for stop in (False, True):  # the same steps, without and with a resume
+        health, trainer = Health(), Trainer()
+        for step, row in enumerate([HEALTHY, broken, broken]):
+            if stop:
+                health, saved = Health(), health.state_dict()
+                health.load_state_dict(saved)
+            health.on_train_batch_end(trainer, Module(row, step + 1))
+        said.append(trainer.lines)
+    assert said[0] and said[0] == said[1]
+
+
 def test_a_ratio_below_one_counts_too():
     assert "ratio_off" in spoken(HEALTHY | {"ratio/first_mean": 0.98})
 

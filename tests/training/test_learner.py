@@ -96,6 +96,24 @@ def by_parts(x, tasks) -> Learner:
     return learner
 
 
+def test_a_normalised_reward_changes_the_batch_and_no_rollout():
+    """A teacher that shows right replies looked for a reward of 1, and found a normalised one. The
+    moments are those of all episodes, trained on or not."""
+    words = [*COMMON, "reward.normalize=true", "kl=none", "reference=none"]
+    x = experiment(compose([*words, "batch.prompts=1"]))
+    learner = Learner(x, loaded(x), exact=True)
+    task = load_tasks(x).train[0]
+    made = [
+        Rollout(task, (Step((), (1, 2), (3, 4), (-1.0, -1.0), "stop"),), group=0, sample=i)
+        for i in range(4)
+    ]
+    rollouts = [r._replace(reward=float(i == 0), rewards={"a": 0.0}) for i, r in enumerate(made)]
+    learner.begin()
+    learner.step(rollouts, rollouts[:3])
+    assert learner.trained == rollouts[:3] and learner.moments.n == 4
+    assert learner.batch.rewards.tolist() == pytest.approx([3**0.5, -(3**-0.5), -(3**-0.5)])
+
+
 def by_steps(x, tasks) -> Learner:
     """The same with refills, and the last step in another learner, from the state of the first."""
     policy, stream = loaded(x), StreamState()

@@ -15,6 +15,8 @@ from rlkit.errors import DataError
 from rlkit.system.files import replace_nonfinite, write_atomic, write_json
 from rlkit.system.rows import append_row, cut_back, export_csv, read_rows
 from rlkit.training.callbacks.metrics import MetricsFile
+from rlkit.training.metrics import refill_metrics
+from rlkit.types import Rollout, Task
 
 NAN, INF = float("nan"), float("inf")
 
@@ -106,6 +108,21 @@ def test_csv_has_every_column_of_every_row(path):
         "0.5",
         "1",
     )
+
+
+def test_prompts_without_a_trained_token_are_not_accepted():
+    """Of three prompts with two rollouts each: all of one, one rollout of another, none of the
+    third. A filter without refills was reported as if it had kept everything."""
+    task = Task("t", ())
+    sampled = [Rollout(task, (), group=group) for group in (0, 0, 1, 1, 2, 2)]
+    batch = SimpleNamespace(
+        rollout_ids=torch.tensor([0, 0, 1, 2, 3, 4, 5]),  # the first has two rows
+        group_ids=torch.tensor([0, 0, 1, 1, 2, 2]),
+        response_mask=torch.tensor([[1], [1], [1], [0], [1], [0], [0]], dtype=torch.bool),
+    )
+    found = refill_metrics(sampled, batch)
+    assert (found["batch/rollouts"], found["group/sampled"]) == (3, 3)
+    assert found["group/acceptance_rate"] == pytest.approx(2 / 3)
 
 
 def test_csv_of_a_run_that_wrote_nothing(tmp_path):

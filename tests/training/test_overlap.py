@@ -33,6 +33,7 @@ from rlkit.training.ahead.modes import group_source
 from rlkit.training.ahead.weights import WeightSlots, make_shared_memory
 from rlkit.training.learner import Learner
 from rlkit.training.metrics import Clock
+from rlkit.training.schedules import Progress
 from stepping import sample_step, take_step
 from training.test_asynchrony import COMMON, KINDS, LAG, TURNS
 from training.test_asynchrony import trained as trained_in_one
@@ -232,9 +233,20 @@ def test_an_answer_whose_request_was_not_noted_yet_is_kept():
     process.answers, process.requests, process.here = queue.SimpleQueue(), {}, {}
     process.journal, process.failure = None, None
     groups = StepGroups(4, 3, [], [], StreamState(), StreamState(), "")
-    process.answers.put(sampler.Answer(groups, {}, [], {}, None, None, {}))
+    process.answers.put(sampler.Answer(groups, {}, [], {}, 0.5, None, None, {}))
     process._take()
     assert process.here[4].groups is groups
+
+
+def test_decoding_that_waited_in_the_sampling_process_is_in_the_row(experiment):
+    """perf/late_s was 0 in every row of a run with a second process."""
+    process = object.__new__(trainers_side.SamplingProcess)
+    process.x, process.failure, process.publish_s = experiment, None, 0.0
+    groups = StepGroups(4, 3, [], [], StreamState(), StreamState(), "")
+    process.here = {4: sampler.Answer(groups, {"handover_s": 0.0}, [], {}, 0.5, None, None, {})}
+    clock = Clock()
+    process.receive(Request(4, 3, Progress(), None, ""), clock)
+    assert clock.late == 0.5
 
 
 def test_every_version_has_its_place_in_memory(monkeypatch):

@@ -369,6 +369,7 @@ def test_a_target_ends_a_run_as_finished(tmp_path):
     assert summary["steps"] == 2 and summary["ended"] == "finished"
     assert summary["validation"]["step"] == 2 and summary["after"]["split"] == "test"
     assert (folder / "checkpoints" / "step_000002.ckpt").exists()
+    assert (folder / "model" / "config.json").exists()
 
 
 @pytest.mark.slow

@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING
 
 from rlkit.config.problems.assumptions import assumption_problems
 from rlkit.config.problems.asynchrony import asynchrony_problems
-from rlkit.config.problems.combinations import combination_problems, rank_problems
+from rlkit.config.problems.combinations import (
+    adapter_problems,
+    combination_problems,
+    rank_problems,
+)
 from rlkit.config.problems.numbers import number_problems
-from rlkit.config.problems.schedules import build_first_steps, schedule_problems
+from rlkit.config.problems.schedules import (
+    build_first_steps,
+    build_last_steps,
+    schedule_problems,
+)
 from rlkit.config.problems.trial import optimizer_problems
 
 if TYPE_CHECKING:  # torch is imported only with the parts that need it
@@ -28,15 +36,20 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
 
 def run_problems(x: Experiment) -> list[str]:
     """List the problems of a run as sentences. Every phase of the schedule is checked with the
-    settings of the phase's first step."""
+    settings of the phase's first step, and its numbers also with those of the last step."""
     problems = schedule_problems(x) + rank_problems(x)
     firsts = {} if problems else build_first_steps(x)
-    problems += [
-        f"schedule.phases.{name}: {problem}" if name else problem
-        for name, first in firsts.items()
-        for problem in find_problems(first)
-    ]
+    lasts = {} if problems else build_last_steps(x)
+    for name, first in firsts.items():
+        found = find_problems(first)
+        found += [
+            f"in the last step, {problem}"
+            for problem in number_problems(lasts[name])
+            if problem not in found
+        ]
+        problems += [f"schedule.phases.{name}: {problem}" if name else problem for problem in found]
     problems += asynchrony_problems(x, firsts) if firsts else []
+    problems += adapter_problems(x) if firsts else []
     if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
         problems.append(
             f"reference={x.reference.name}: it would be updated and never used, since no KL"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import suggest_name
@@ -55,7 +56,7 @@ def _check_evaluation(x: Experiment) -> list[str]:
                 f"callbacks.{name}.best={best}: no validation problem is played; set"
                 " evaluation.every and evaluation.n"
             )
-    if any(k < 1 for k in e.k):
+    if not e.k or any(k < 1 for k in e.k):
         problems.append(f"evaluation.k={list(e.k)}: pass@k needs k of at least 1")
     return problems
 
@@ -87,6 +88,56 @@ def rank_problems(x: Experiment) -> list[str]:
                 " phase cannot add a reference of its own to sharded adapters; choose trainer=ddp,"
                 " or let the phases share the reference of the run"
             )
+    return problems
+
+
+def adapter_problems(x: Experiment) -> list[str]:
+    """List references and teachers that need the same tensors of a LoRA run, as sentences.
+
+    The policy has one second adapter. A moving average, a copy and the start of a later phase are
+    kept in it, one at a time. With adapters on the output layer the policy's own logits would
+    stand for those of a reference or a teacher that is the policy without them.
+    """
+    from rlkit.algorithm import asks_for
+    from rlkit.training.references import is_adapter
+    from rlkit.training.schedules import list_phases
+
+    if not x.model.rank:
+        return []
+    teachers = x.teacher.models.values() if x.needs_teacher else ()
+    phases = list(list_phases(x).items())
+    given = x.schedule.phases
+    owned = [bool(given) and given[name].reference is not None for name, _ in phases]
+    users: dict[str, set[int]] = {}  # who uses the second adapter → in which phases
+    if any(is_adapter(model, step=0) for model in teachers):
+        users[f"teacher={x.teacher.name}"] = set(range(len(phases)))
+    shared = [i for i, (_, own) in enumerate(phases) if own.needs_reference and not owned[i]]
+    restarts = [i for i in shared if i and "reference" in given[phases[i][0]].reset]
+    begins = [i for i in (0, *restarts) if is_adapter(x.reference, step=i)]
+    if shared and begins:
+        users[f"reference={x.reference.name}"] = set(range(begins[0], shared[-1] + 1))
+    for i, (name, own) in enumerate(phases):
+        if owned[i] and own.needs_reference and is_adapter(own.reference, step=i):
+            users[f"schedule.phases.{name}.reference={own.reference.name}"] = {i}
+    problems = [
+        f"{one} {other}: under LoRA there is one second adapter, and both need it; choose"
+        " reference=frozen without a reset, teacher=start, or model.lora.rank=0"
+        for one, other in itertools.combinations(users, 2)
+        if users[one] & users[other]
+    ]
+    exact = [
+        f"kl={own.kl.name}"
+        for _, own in phases
+        if own.kl.estimator is not None
+        and asks_for(own.kl.estimator, "full_kl")
+        and is_adapter(own.reference, step=1)
+    ]
+    exact += [f"teacher={x.teacher.name}" for model in teachers if is_adapter(model, step=1)]
+    if exact and x.model.lora is not None and "lm_head" in x.model.lora.targets:
+        problems.append(
+            f"model.lora.targets {exact[0]}: adapters on lm_head would change the logits of the"
+            " reference or the teacher too; take lm_head out of the targets"
+        )
     return problems
 
 
@@ -310,17 +361,6 @@ def _check_streams(x: Experiment) -> list[str]:
         problems.append(
             f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the"
             " streams beside the reward; set it to 0"
-        )
-    if (
-        "teacher" in a.streams
-        and any(model.name == "ema" for model in x.teacher.models.values())
-        and x.model.rank
-        and x.needs_reference
-        and x.reference.name != "frozen"
-    ):
-        problems.append(
-            f"teacher={x.teacher.name} reference={x.reference.name}: under LoRA there is one second"
-            " adapter, and both need it; choose reference=frozen, or teacher=start"
         )
     return problems
 

@@ -19,6 +19,7 @@ from rlkit.sandbox import Sandboxed, require
 from rlkit.system.copies import copy_value
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
+from rlkit.tasks.splits import identify_problem
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import list_phases
 from rlkit.training.selfcheck import ROWS, select_first_rows
@@ -47,6 +48,7 @@ def _check_tasks(x: Experiment) -> Splits:
     train = x.task(split="train")
     if not train:
         raise ConfigError("the task has no train problems; give it some")
+    check_ids(train)
     check_truths(train, x.evaluation.reward, x.environment)
     check_verifier(train, x.evaluation.reward, x.reward)
     validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
@@ -62,6 +64,19 @@ def _check_tasks(x: Experiment) -> Splits:
         check_streams(train, phase)
     check_tools(train, x.environment)
     return Splits(train, validation, test)
+
+
+def check_ids(tasks: Sequence[Task]) -> None:
+    """Raise DataError if two problems have one id. The samplers and the record know a problem by
+    its id."""
+    first: dict[tuple[str, str], Task] = {}
+    for task in tasks:
+        other = first.setdefault((task.part, task.id), task)
+        if other is not task and identify_problem(other) != identify_problem(task):
+            raise DataError(
+                f"two different problems have the id {task.id!r}; give each row an id of its own,"
+                " or leave out task.fields.id"
+            )
 
 
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:

@@ -12,6 +12,7 @@ from rlkit.training.schedules.paths import flatten_numbers
 from rlkit.training.schedules.progress import (
     Phase,
     Progress,
+    find_controllers,
     find_inline_controllers,
     list_phases,
     list_watched,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment
 
 RESETS = ("optimizer", "reference")
+OF_OPTIMIZERS = ("optimizer.", "algorithm.critic.optimizer.")
 
 
 def schedule_problems(experiment: Any) -> list[str]:
@@ -58,6 +60,12 @@ def schedule_problems(experiment: Any) -> list[str]:
             f"{where}{path}: is set by a controller and by schedule.numbers.{path}; keep one of"
             " the two"
             for path in sorted(twice)
+        ]
+        problems += [
+            f"{where}{path}: only the learning rate of an optimizer follows a schedule; set a"
+            " plain number"
+            for path in sorted(find_controllers(x).keys() | x.schedule.paths.keys())
+            if path.startswith(OF_OPTIMIZERS) and not path.endswith(".lr")
         ]
     return problems
 
@@ -210,16 +218,23 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
 
 def build_first_steps(x: Experiment) -> dict[str, Experiment]:
     """Return phase → the experiment with the settings of the phase's first step. Every scheduled
-    number is replaced by a plain number. The path of every scheduled number must exist at the first
-    and at the last step.
+    number is replaced by a plain number.
 
     Raises: ConfigError naming a path that does not exist.
     """
+    return _build_steps(x, 0)
+
+
+def build_last_steps(x: Experiment) -> dict[str, Experiment]:
+    """Return the same for the last step of the run, as if every phase lasted until then."""
+    return _build_steps(x, x.trainer.steps - 1)
+
+
+def _build_steps(x: Experiment, step: int) -> dict[str, Experiment]:
     out = {}
     for name, phase in list_phases(x).items():
         try:
-            resolve_schedules(phase, start(phase)._replace(step=x.trainer.steps - 1))
-            out[name] = resolve_schedules(phase, start(phase))
+            out[name] = resolve_schedules(phase, start(phase)._replace(step=step))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{f'schedule.phases.{name}, ' if name else ''}schedule.numbers: {error.args[0]}"

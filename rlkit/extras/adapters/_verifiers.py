@@ -245,7 +245,7 @@ def _message(v1: Any, message: Message) -> Any:
                 name=call["function"]["name"],
                 arguments=json.dumps(call["function"]["arguments"]),
             )
-            for call in message.get("tool_calls", [])
+            for call in message.get("tool_calls") or ()
         ]
         return v1.AssistantMessage(
             content=content,

@@ -157,6 +157,7 @@ class SamplingProcess:
             groups = answer.groups
             clock.sessions += answer.sessions
             clock.engine = answer.engine
+            clock.late += answer.late
             engine = self.x.generation.engine
             if answer.kernel and isinstance(engine, KernelEngine):
                 engine.elsewhere = answer.kernel

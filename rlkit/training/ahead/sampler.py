@@ -70,6 +70,7 @@ class Answer(NamedTuple):
     seconds: dict[str, float]
     sessions: list[float]  # seconds that each episode spent in its session
     engine: dict[str, float]  # metrics of the engine, for the step's row
+    late: float  # seconds in which decoding waited for an answer of a session
     kernel: Any  # the kernel that the engine decoded with
     cached_tokens: int | None  # size in tokens of the cache that the engine decoded with
     # global state of the process that user functions have changed (rlkit.system.shared_state)
@@ -179,7 +180,7 @@ def serve(
             }
             kernel = engine.decodes if isinstance(engine, KernelEngine) else None
             size = engine.cached_tokens if isinstance(engine, CachingEngine) else None
-            figures = clock.sessions, clock.engine, kernel, size
+            figures = clock.sessions, clock.engine, clock.late, kernel, size
             send(pickle.dumps(Answer(groups, seconds, *figures, dict(NAMED))))
     except Interrupted:
         raise

@@ -23,6 +23,13 @@ class Health(L.Callback):
         self.said: set[str] = set()
         self.least_bad = 1.0
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"said": sorted(self.said), "least_bad": self.least_bad}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.said = set(state_dict["said"])
+        self.least_bad = state_dict["least_bad"]
+
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         before = {"group/frac_all_bad": self.least_bad}
         row = list(with_least_bad([before, module.metrics]))[-1]

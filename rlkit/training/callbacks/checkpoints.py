@@ -149,7 +149,8 @@ class RLCheckpoint(L.Callback):
                 self.save(trainer, module)
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        if not self.model or module.rl_step < module.total_steps:
+        reached = module.experiment.evaluation.is_reached(module.metrics)
+        if not self.model or (module.rl_step < module.total_steps and not reached):
             return
         check_ownership(self.run)
         state = gather_policy(module.model)

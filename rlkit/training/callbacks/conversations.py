@@ -100,10 +100,13 @@ class Completions(L.Callback):
         if not (kept or shown) or not trainer.is_global_zero:
             return
         advantages = mean_advantages(module.batch, module.trained)
-        rows = [
-            make_completion_row(r, step, advantages.get((r.group, r.sample)))
-            for r in module.rollouts
-        ]
+        steps = {(r.group, r.sample): r.steps for r in module.trained}
+        rows = []
+        for r in module.rollouts:
+            key = r.group, r.sample
+            # with task.reuse, a group of an earlier step may have taken this one's number
+            trained = r.steps is steps.get(key)
+            rows.append(make_completion_row(r, step, advantages.get(key) if trained else None))
         for logger in shown:
             log_table(
                 logger,

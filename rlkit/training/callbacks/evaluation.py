@@ -60,7 +60,7 @@ class HeldOut(L.Callback):
             return  # a resumed run has already written its first row
         row, rollouts = self.evaluate(trainer, module, "validation")
         for_test, others = self.evaluate(trainer, module, "test")
-        row |= for_test
+        row = add_evaluation(row, for_test)
         module.metrics = row
         if ranks.rank() == 0:
             append_row(self.metrics, module.rl_step, row)
@@ -81,17 +81,13 @@ class HeldOut(L.Callback):
             trainer.print(f"warning: {advice}")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        every = module.experiment.evaluation.every
-        stop_at = module.experiment.evaluation.stop_at
-        if every and (trainer.should_stop or module.rl_step % every == 0):
+        settings = module.experiment.evaluation
+        if settings.every and (trainer.should_stop or module.rl_step % settings.every == 0):
             module.metrics |= self.evaluate(trainer, module, "validation")[0]
-            if stop_at is not None and module.metrics.get("eval/accuracy", -1.0) >= stop_at:
-                trainer.should_stop = True
+            trainer.should_stop = trainer.should_stop or settings.is_reached(module.metrics)
         if trainer.should_stop:
-            spent = module.metrics.get("perf/eval_s", 0.0)
             row = self.evaluate(trainer, module, "test")[0]
-            if row:
-                module.metrics |= row | {"perf/eval_s": spent + row["perf/eval_s"]}
+            module.metrics = add_evaluation(module.metrics, row)
 
     def evaluate(
         self, trainer: L.Trainer, module: Any, split: Split
@@ -123,6 +119,12 @@ class HeldOut(L.Callback):
                 append_step(folder, module.rl_step, rollouts[:KEPT])
         row = flatten_result(result, PREFIXES[split])
         return row | {"perf/eval_s": time.perf_counter() - started}, rollouts
+
+
+def add_evaluation(row: dict[str, Any], found: Mapping[str, float]) -> dict[str, Any]:
+    """Return a row with the metrics of an evaluation. The seconds of its evaluations are added."""
+    seconds = row.get("perf/eval_s", 0.0) + found.get("perf/eval_s", 0.0)
+    return {**row, **found, "perf/eval_s": seconds} if found else row
 
 
 def flat_start(rollouts: Sequence[Rollout]) -> str | None:

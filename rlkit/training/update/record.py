@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rlkit.distributed import ranks
 from rlkit.episodes import assemble
+from rlkit.rewards import Moments
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
 from rlkit.training.reference_states import ReferenceStates
@@ -51,6 +52,7 @@ class Update(NamedTuple):
     seed: int
     warming_up: bool  # whether only the critic learns in this step
     trained: Sequence[Rollout]  # the rollouts that the rows of the batch come from
+    moments: Moments | None  # of the rewards so far, to normalise the rewards; None: as they are
 
     @property
     def model(self) -> nn.Module:

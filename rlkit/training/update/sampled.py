@@ -13,15 +13,18 @@ import rlkit.functional as F
 from rlkit.algorithm import Algorithm, Stream, call_part
 from rlkit.episodes._assemble import split_into_rows as rows_of
 from rlkit.models.chat import Renderer, encode_text
+from rlkit.rewards import normalise
 from rlkit.training.update.record import Update
 from rlkit.training.update.split import Rows
 from rlkit.types import Batch, Rollout
 
 
 def make_sampled_batch(u: Update) -> Batch:
-    """Return the batch made from the rollouts in `u.trained`."""
+    """Return the batch made from the rollouts in `u.trained`. If there are moments, its rewards are
+    normalised by them."""
     a = u.x.algorithm
-    batch = filter_rollouts(u.assemble_batch(u.trained), a)
+    rollouts = u.trained if u.moments is None else normalise(u.trained, u.moments)
+    batch = filter_rollouts(u.assemble_batch(rollouts), a)
     batch = select_reward_rows(batch, u.trained, a.streams.get("reward"))
     if any(stream.mask == "observations" for stream in a.active_streams.values()):
         batch = mark_observed(batch, u.trained, u.policy.renderer)
@@ -31,8 +34,8 @@ def make_sampled_batch(u: Update) -> Batch:
 def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
     """Choose the rollouts to train on, and compute the rewards for the advantage.
 
-    The group filter reads the raw rewards. Afterwards the overlong rule may change rewards and
-    leave rollouts out. A change of a reward also changes the token reward at the rollout's last
+    The group filter reads the rewards before the overlong rule, which may change rewards and leave
+    rollouts out. A change of a reward also changes the token reward at the rollout's last
     sampled token. The tokens of a rollout that is left out are removed from `response_mask`. These
     tokens stay in `sampled_mask`, and the rollout's reward still counts in baselines.
     """

@@ -81,7 +81,7 @@ def step_metrics(
     batch, terms, x = done.batch, done.terms, u.x
     metrics: dict[str, Any] = {**summarize(rollouts), **update_metrics(batch, terms, x)}
     metrics |= performance(batch, terms, u.clock, tokens=tokens, device=batch.ids.device)
-    metrics |= refill_metrics(rollouts, u.trained)
+    metrics |= refill_metrics(rollouts, batch)
     if x.asynchrony.mode != "none" or x.reuse.active:
         metrics |= staleness_metrics(batch, terms, step=u.step, updates=updates)
     return metrics | done.drift
