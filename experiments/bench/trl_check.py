@@ -23,8 +23,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ROWS = HERE / "trl.csv"
+sys.path.append(str(HERE.parent / "benchmarks"))
 
 
 class Own(NamedTuple):
@@ -50,7 +51,8 @@ OWN = {
 def trained(task: str, seed: int) -> dict[str, Any]:
     """Train one run of TRL. Return its mean probability of a right reply, and the regret."""
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from peers import make_trl_config
+    from trl import GRPOTrainer
 
     from rlkit.config.experiment import experiment
     from rlkit.config.problems.rows import load_tasks
@@ -72,36 +74,16 @@ def trained(task: str, seed: int) -> dict[str, Any]:
         }
         for t in tasks.train
     ]
-    config = GRPOConfig(
+    config = make_trl_config(
         output_dir=str(Path.cwd() / "run"),
+        model_init_kwargs=None,  # the model is already there
         per_device_train_batch_size=replies // 2,
         gradient_accumulation_steps=1,
         steps_per_generation=2,
         num_generations=x.batch.group_size,
         max_completion_length=x.generation.params["max_new_tokens"],
         max_steps=2 * x.trainer.steps,
-        shuffle_dataset=False,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        beta=0.0,
-        loss_type="grpo",
-        scale_rewards="group",
-        epsilon=0.2,
-        num_iterations=1,
         learning_rate=x.optimizer.keywords["lr"],
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        adam_beta1=0.9,
-        adam_beta2=0.99,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         logging_strategy="no",
         seed=seed,
     )

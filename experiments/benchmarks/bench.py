@@ -31,16 +31,6 @@ ROOT = HERE.parents[1]
 PYTHON = sys.executable
 NEVER = (1,)  # the id of a byte that the embedded model never writes
 MARK = "result: "  # begins the line with a child process's answer to its parent
-STUDENT = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-)  # 97.5 % quantile of t by degrees of freedom, from 1
 
 
 # ---------------------------------------------------------------------------------- command and CSV
@@ -229,8 +219,10 @@ def forget_peak() -> float:
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, float, float]:
     """Return k of cost ~ size^k, and the ends of its 95 % interval (Student's t).
 
-    k is the least-squares slope of the logarithms. There may be three to ten points.
+    k is the least-squares slope of the logarithms. There must be three points or more.
     """
+    from rlkit.statistics import student_quantile
+
     x, y = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
     mean = statistics.fmean(x)
     spread = sum((a - mean) ** 2 for a in x)
@@ -238,7 +230,7 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, flo
     level = statistics.fmean(y) - slope * mean
     left = sum((b - level - slope * a) ** 2 for a, b in zip(x, y, strict=True))
     freedom = len(x) - 2
-    half = STUDENT[freedom - 1] * math.sqrt(left / freedom / spread)
+    half = student_quantile(0.975, freedom) * math.sqrt(left / freedom / spread)
     return slope, slope - half, slope + half
 
 

@@ -6,7 +6,8 @@
 The model is SmolLM2-135M with adapters of rank 16 on all projections, no KL, and one update per
 step. A step has 4 word problems of about GSM8K's length, with 8 replies of at most 64 tokens each.
 Every precision runs in its own process. The first step costs more than later ones; it has its own
-column and is otherwise left out.
+column and is otherwise left out. `before_s` is spent before it, on imports, the model and its
+checks.
 
 parts.csv has a row for each precision and part: prefill (reading the contexts), decode, scoring
 (log-probs before the update), update, other. `tokens` is the number of tokens through the model in
@@ -15,6 +16,8 @@ that part. `limit_s` is the time of the part's matrix products alone. The operat
 vocabulary · hidden for each predicted token. They are divided by the measured rate of the same
 products in this process, at `rows` rows each. Attention, norms, adapters, sampling and the
 optimizer are not in the limit.
+
+With `--steps 0` nothing is trained, and products.csv has the rate of the products alone.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ PARTS = ("prefill", "decode", "scoring", "update", "other")
 ROWS = {"prefill": 512, "decode": 32, "scoring": 512, "update": 512}  # rows of a matrix product
 PRECISIONS = {"float32": "32-true", "bf16": "bf16-mixed"}
 STEPS: list[dict[str, float]] = []  # a step's seconds by part, and its tokens as "tokens_PART"
+BEFORE: list[float] = []  # processor seconds from the start of the process to the first step
 
 
 class Meter:
@@ -126,6 +130,7 @@ def metered(run: Path, /) -> Any:
         def on_train_start(self, trainer: Any, module: Any) -> None:
             meter.found.clear()
             meter.begun = time.process_time()
+            BEFORE.append(meter.begun)
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             meter.end_step()
@@ -134,6 +139,15 @@ def metered(run: Path, /) -> Any:
 
 
 # ---------------------------------------------------------------------------- the limit
+
+
+def read_shape_of(model: str) -> Any:
+    """Return the shape of the embedded model, or of a model that `rlkit get` has fetched."""
+    from rlkit.extras.forecast.roofline import read_shape
+    from rlkit.models.load import find_fetched_folder, pretrained_config
+
+    folder = find_fetched_folder(model)
+    return read_shape(pretrained_config(str(folder) if folder and folder.exists() else model))
 
 
 def product_rate(shape: Any, rows: int, dtype: Any) -> float:
@@ -160,6 +174,24 @@ def product_rate(shape: Any, rows: int, dtype: Any) -> float:
     return max(rates)
 
 
+def measure_products(model: str) -> list[dict[str, Any]]:
+    """Return a row for each precision and number of rows."""
+    import torch
+
+    shape = read_shape_of(model)
+    dtypes = {"float32": torch.float32, "bf16": torch.bfloat16}
+    return [
+        {
+            "model": model,
+            "precision": precision,
+            "rows": rows,
+            "gflops": round(product_rate(shape, rows, dtype) / 1e9, 1),
+        }
+        for precision, dtype in dtypes.items()
+        for rows in sorted(set(ROWS.values()))
+    ]
+
+
 def flops(shape: Any, part: str, tokens: float, predicted: float) -> float:
     """Return the FLOP of the matrix products with weights.
 
@@ -175,7 +207,6 @@ def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
     from check_forecast import stories
 
     from rlkit.commands.cli import main as run
-    from rlkit.extras.forecast.roofline import read_shape
 
     with tempfile.TemporaryDirectory() as folder:
         tasks = Path(folder) / "tasks.jsonl"
@@ -194,6 +225,7 @@ def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
                 "reference=none",
                 "batch.prompts=4",
                 "batch.group_size=8",
+                "algorithm.minibatches=1",
                 "generation.max_new_tokens=64",
                 "evaluation.n=0",
                 "logger=none",
@@ -206,16 +238,14 @@ def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
         )
     if status:
         raise RuntimeError(f"rlkit train ended with {status}")
-    from parts import STEPS as steps  # the callback's module; this file runs as __main__
+    from parts import BEFORE, STEPS  # the callback's module; this file runs as __main__
 
-    from rlkit.models import load_policy
-
-    shape = read_shape(load_policy(path=given["model"]).model.config)
+    shape = read_shape_of(given["model"])
     dtype = torch.float32 if given["precision"] == "float32" else torch.bfloat16
     rows = []
     for part in PARTS:
         mean = {
-            name: statistics.fmean(step.get(f"{name}{part}", 0.0) for step in steps[1:])
+            name: statistics.fmean(step.get(f"{name}{part}", 0.0) for step in STEPS[1:])
             for name in ("", "tokens_", "predicted_")
         }
         rate = product_rate(shape, ROWS[part], dtype) if part in ROWS else 0.0
@@ -233,9 +263,10 @@ def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
                 "gflop": round(work / 1e9, 1),
                 "gflops_of_products": round(rate / 1e9, 1),
                 "rows": ROWS.get(part, ""),
-                "step_s": round(statistics.fmean(step["step"] for step in steps[1:]), 3),
-                "first_step_s": round(steps[0]["step"], 3),
-                "steps": len(steps) - 1,
+                "step_s": round(statistics.fmean(step["step"] for step in STEPS[1:]), 3),
+                "first_step_s": round(STEPS[0]["step"], 3),
+                "before_s": round(BEFORE[0], 3),
+                "steps": len(STEPS) - 1,
             }
         )
     return rows
@@ -243,16 +274,24 @@ def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--side"]:
-        bench.answer(measure(json.loads(sys.argv[2])))
+        side = json.loads(sys.argv[2])
+        bench.answer(measure(side) if side["steps"] else measure_products(side["model"]))
         return
     parser = bench.parser(__doc__, rounds=1, threads=1, device=False)
     parser.add_argument("--model", default="smollm2_135m")
     parser.add_argument("--precision", nargs="+", choices=tuple(PRECISIONS), default=["float32"])
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="0: only the products")
     parser.add_argument("overrides", nargs="*", help="of rlkit train, for both precisions")
     given = parser.parse_args()
     if given.quick:
         given.model, given.steps = "tiny", 2
+    if not given.steps:
+        command = [bench.PYTHON, __file__, "--side", json.dumps(vars(given) | {"out": ""})]
+        rows = [
+            r | bench.provenance(given.threads) for r in bench.child(command, threads=given.threads)
+        ]
+        bench.write(given.out, "products", rows)
+        return
     for precision in given.precision:
         side = {**vars(given), "precision": precision, "out": ""}
         command = [bench.PYTHON, __file__, "--side", json.dumps(side)]

@@ -205,32 +205,35 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_trl_config(**own: Any) -> Any:
-    """Return TRL's config with the settings that rlkit has by default; `own` adds others."""
+    """Return TRL's config with the settings that rlkit has by default, changed by `own`."""
     from trl import GRPOConfig
 
-    return GRPOConfig(
-        model_init_kwargs={"dtype": "float32"},
-        shuffle_dataset=False,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        loss_type="grpo",
-        scale_rewards="group",
-        epsilon=0.2,
-        num_iterations=1,
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        adam_beta1=0.9,
-        adam_beta2=0.99,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **own,
-    )
+    common = {
+        "model_init_kwargs": {"dtype": "float32"},
+        "shuffle_dataset": False,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "scale_rewards": "group",
+        "epsilon": 0.2,
+        "num_iterations": 1,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.99,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**(common | own))
 
 
 def run_trl(given: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rows import Report
@@ -14,16 +16,19 @@ from rlkit.episodes.stream import StreamState, take
 from rlkit.rewards import numeric
 from rlkit.types import Rollout, Step
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
 
 def train(setting: Setting, overrides: Sequence[str], seed: int, report: Report) -> None:
     """Train with TRL and report a row for each step.
 
-    Prompts, their order, reward, learning rate and sizes are the experiment's. Loss and sampling
-    are set as in experiments/benchmarks/peers.py.
+    Prompts, their order, reward, learning rate and sizes are the experiment's. Loss, sampling and
+    optimizer are those of experiments/benchmarks/peers.py.
     """
     from datasets import Dataset
+    from peers import make_trl_config
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     x = rlkit.experiment(*overrides, "logger=none")
     tasks = rlkit.load_tasks(x)
@@ -31,34 +36,17 @@ def train(setting: Setting, overrides: Sequence[str], seed: int, report: Report)
     drawn, _ = take(tasks.train, StreamState(), count, seed=seed)
     rows = x.batch.prompts * x.batch.group_size
     micro = max(1, rows // 32)
-    config = GRPOConfig(
+    config = make_trl_config(
         output_dir=str(setting.out / "runs" / f"trl_{seed}"),
-        model_init_kwargs={"dtype": "float32"},
         per_device_train_batch_size=rows // micro,
         gradient_accumulation_steps=micro,
         num_generations=x.batch.group_size,
         max_completion_length=x.generation.max_new_tokens,
         max_steps=x.trainer.steps,
-        shuffle_dataset=False,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        beta=0.0,
-        loss_type="grpo",
-        scale_rewards="group",
         learning_rate=x.optimizer.keywords["lr"],
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
         bf16=setting.device == "cuda",
         use_cpu=setting.device == "cpu",
-        gradient_checkpointing=False,
         chat_template_kwargs={"enable_thinking": False},
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         seed=seed,
     )
 

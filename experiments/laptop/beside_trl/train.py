@@ -83,10 +83,7 @@ def train(seed: int, steps: int, folder: Path) -> dict[str, Any]:
         num_generations=GROUP,
         max_completion_length=8,
         max_steps=2 * steps,
-        beta=0.0,
         learning_rate=RATE,
-        bf16=False,
-        use_cpu=True,
         seed=seed,
     )
     trainer = GRPOTrainer(

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkit.errors import ConfigError, RLKitError
+from rlkit.extras.forecast.costs import SHARE
 from rlkit.extras.forecast.roofline import KNOWN, Load, Shape, read_shape
 from rlkit.training.experiment import Experiment
 
-# Assumed tokens of a prompt, and assumed length of a reply as a share of its limit. They are used
-# if neither the rows nor the user give these numbers.
-PROMPT = 200
-SHARE = 0.5
+PROMPT = 200  # assumed tokens of a prompt, if neither the rows nor the user give them
 
 
 def find_shape(x: Experiment) -> Shape:

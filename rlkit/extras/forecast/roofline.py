@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rlkit.models.log_probs import CHUNK_LOGITS
 from rlkit.models.shape import read_model_shape
 from rlkit.training.activations import MOST_COUNTED
 
@@ -38,7 +39,6 @@ GRAPHS = 48
 CAPTURE_S = 0.1
 # In training: bytes per entry of a chunk of logits, including everything computed from the entry.
 LOGITS_HELD = 6 * 4
-CHUNK = 1 << 25  # entries of a chunk of logits, as in rlkit.models.log_probs
 # Bytes moved per trained number by an optimizer step. The step reads weight, gradient and two
 # moments, and writes all of these except the gradient.
 ADAM_BYTES = 28
@@ -330,7 +330,7 @@ def compute_memory(card: Card, shape: Shape, load: Load) -> tuple[dict[str, floa
     layers = (
         shape.layers * shape.hidden * size + kept if load.checkpointing else shape.layers * kept
     )
-    logits = LOGITS_HELD * min(CHUNK, load.micro_batch * shape.vocab)
+    logits = LOGITS_HELD * min(CHUNK_LOGITS, load.micro_batch * shape.vocab)
     return (
         held
         | {
