@@ -92,18 +92,16 @@ def rank_problems(x: Experiment) -> list[str]:
 
 
 def adapter_problems(x: Experiment) -> list[str]:
-    """List references and teachers that need the same tensors of a LoRA run, as sentences.
+    """List references and teachers that cannot be kept in a LoRA run, as sentences."""
+    return _check_second_adapter(x) + _check_head(x) if x.model.rank else []
 
-    The policy has one second adapter. A moving average, a copy and the start of a later phase are
-    kept in it, one at a time. With adapters on the output layer the policy's own logits would
-    stand for those of a reference or a teacher that is the policy without them.
-    """
-    from rlkit.algorithm import asks_for
+
+def _check_second_adapter(x: Experiment) -> list[str]:
+    """Report two references or teachers that need the second adapter in one phase. A moving
+    average, a copy and the start of a later phase are kept in it, one at a time."""
     from rlkit.training.references import is_adapter
     from rlkit.training.schedules import list_phases
 
-    if not x.model.rank:
-        return []
     teachers = x.teacher.models.values() if x.needs_teacher else ()
     phases = list(list_phases(x).items())
     given = x.schedule.phases
@@ -119,26 +117,36 @@ def adapter_problems(x: Experiment) -> list[str]:
     for i, (name, own) in enumerate(phases):
         if owned[i] and own.needs_reference and is_adapter(own.reference, step=i):
             users[f"schedule.phases.{name}.reference={own.reference.name}"] = {i}
-    problems = [
+    return [
         f"{one} {other}: under LoRA there is one second adapter, and both need it; choose"
         " reference=frozen without a reset, teacher=start, or model.lora.rank=0"
         for one, other in itertools.combinations(users, 2)
         if users[one] & users[other]
     ]
+
+
+def _check_head(x: Experiment) -> list[str]:
+    """Report adapters on the output layer that would stand in the place of a reference's or a
+    teacher's output layer."""
+    from rlkit.algorithm import asks_for
+    from rlkit.training.references import is_adapter
+    from rlkit.training.schedules import list_phases
+
+    teachers = x.teacher.models.values() if x.needs_teacher else ()
     exact = [
         f"kl={own.kl.name}"
-        for _, own in phases
+        for own in list_phases(x).values()
         if own.kl.estimator is not None
         and asks_for(own.kl.estimator, "full_kl")
         and is_adapter(own.reference, step=1)
     ]
     exact += [f"teacher={x.teacher.name}" for model in teachers if is_adapter(model, step=1)]
-    if exact and x.model.lora is not None and "lm_head" in x.model.lora.targets:
-        problems.append(
-            f"model.lora.targets {exact[0]}: adapters on lm_head would change the logits of the"
-            " reference or the teacher too; take lm_head out of the targets"
-        )
-    return problems
+    if not exact or x.model.lora is None or "lm_head" not in x.model.lora.targets:
+        return []
+    return [
+        f"model.lora.targets {exact[0]}: adapters on lm_head would change the logits of the"
+        " reference or the teacher too; take lm_head out of the targets"
+    ]
 
 
 def _check_groups(x: Experiment) -> list[str]:
