@@ -31,10 +31,12 @@ BUSY = "other processes take this machine's cores"  # in a warning of a busy mac
 
 def run_notebook(notebook: dict[str, Any]) -> dict[str, Any]:
     """The notebook with the outputs of its cells, run in the order of the file in the current
-    folder. Raises: what a cell raises."""
+    folder. Figures that are open before are closed and not shown. Raises: what a cell raises."""
+    import matplotlib.pyplot as plt
     import torch
 
     torch.set_num_threads(1)
+    plt.close("all")
     names: dict[str, Any] = {"__name__": "__main__"}
     cells = []
     count = 0

@@ -165,15 +165,15 @@ def test_a_phase_that_resets_the_optimizer_forgets_the_critics_moments_too(tiny)
 
 @pytest.mark.slow
 def test_a_step_counts_what_it_trained_on_and_where_it_stands(tiny):
-    """The moments are of the rewards trained on, each step draws by a seed of its own, and a
-    reference is moved with the number of steps done, this one included."""
+    """The moments are of all rewards, trained on or not, each step draws by a seed of its own, and
+    a reference is moved with the number of steps done, this one included."""
     learner = learner_of(tiny)
     rollouts, steps, seeds = rollouts_of(tiny), [], []
     learner.kept.move = lambda reference, *, step, kl: steps.append(step) or {}
     for _ in range(2):
         seeds.append(learner.record().seed)
         learner.step(rollouts, rollouts[:2])
-    assert learner.moments.n == 4 and steps == [1, 2] and seeds[0] != seeds[1]
+    assert learner.moments.n == 8 and steps == [1, 2] and seeds[0] != seeds[1]
 
 
 def test_staleness_counts_the_updates_since_the_oldest_version_that_may_still_be_trained_on(tiny):

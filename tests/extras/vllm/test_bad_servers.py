@@ -114,6 +114,8 @@ LIES = {  # of the weights that were pushed, and the number of the completion â†
 @pytest.mark.slow
 @pytest.mark.parametrize(("lie", "rank"), cover(itertools.product(LIES, (0, 4))))
 def test_a_server_that_samples_with_another_version_is_found(lie, rank):
+    # A step reads one rollout, and any of them may be of the right version.
+    steps = 8 if lie == "mixes two" else 4
     with sampling(lie=LIES[lie], rank=rank) as server:
         own = Learned(
             None,
@@ -122,12 +124,13 @@ def test_a_server_that_samples_with_another_version_is_found(lie, rank):
             "generation.max_new_tokens=24",
             f"model.lora.rank={rank}",
             "optimizer.lr=1e-2",
-            steps=4,
+            steps=steps,
         )
-        assert len(server.given) == 4
-    assert own.accused()[-1] == (lie != "does as it is told")
+        assert len(server.given) == steps
     if lie == "mixes two":
+        assert any(own.accused())
         return
+    assert own.accused()[-1] == (lie != "does as it is told")
     assert own.accused()[1] == own.accused()[-1]  # in the first step that has two versions
     right = own.rows[-1]["mismatch/version_right"]
     assert (right > PROOF) == (lie == "does as it is told")
