@@ -39,9 +39,14 @@ settings.load_profile("same")
 os.fsync = lambda handle: (
     None
 )  # no test cuts the power; each run would wait for the disk some forty times
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background job ignores Ctrl-C, and so would all processes that tests interrupt.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's background job ignores Ctrl-C, and one under nohup a closed terminal. So would all
+# processes that tests interrupt.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 # while files are imported: what they make stays, and looking through it again and again is a third
 # of the time
 gc.disable()

@@ -174,6 +174,22 @@ def test_the_loss_falls_by_the_entropy_times_its_coefficient():
     assert float((loss - without).detach()) == pytest.approx(gained, rel=1e-10)
 
 
+def test_no_gradient_flows_through_a_correction():
+    """One that reads the log-probs of the policy in training scales the loss by their value."""
+
+    def own(logprobs, logprobs_sampler):
+        return (logprobs - logprobs_sampler).exp()
+
+    batch = prepared(algorithm())
+    batch = replace(batch, old_share=torch.full(batch.ids.shape, 0.5, dtype=torch.float64))
+    logprobs = policy_logprobs(batch)
+    fixed = own(logprobs, batch.logprobs_sampler)
+    held = algorithm(correction=lambda logprobs: fixed)
+    _, expected = whole(batch, logprobs, held, KLS["none"])
+    _, gradient = whole(batch, logprobs, algorithm(correction=own), KLS["none"])
+    assert distance(gradient, expected) < 1e-12
+
+
 def test_values_are_clipped_around_those_before_the_update():
     """The value moved from 0.5 to 2 and the return is 3, so a clip at 0.2 leaves no gradient."""
     batch = prepared(algorithm())

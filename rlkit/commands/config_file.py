@@ -129,4 +129,4 @@ def _format_value(value: Any) -> str:
         )
     if isinstance(value, list):
         return f"[{','.join(map(_format_value, value))}]"
-    return json.dumps(value)
+    return json.dumps(value, default=str)  # YAML reads 2026-01-31 as a date

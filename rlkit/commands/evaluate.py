@@ -15,7 +15,7 @@ from rlkit.runs import folder as runs
 from rlkit.system.files import LOST, report_write_errors, write_json
 from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.experiment import Experiment
-from rlkit.types import SPLITS, Policy, Split, Task
+from rlkit.types import SPLITS, Policy, Rollout, Split, Task
 
 
 def evaluate_run(
@@ -87,16 +87,12 @@ def _evaluate_greedily(
     x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
 ) -> dict[str, Any]:
     """Measure one greedy reply to each task; write the rollouts to `out`."""
-    from rlkit.episodes import count_failures, count_refusals
     from rlkit.episodes.evaluation import greedy_accuracy
     from rlkit.training.callbacks.evaluation import limit_evaluation
 
     with keep_failed_rollout(out), limit_evaluation(x.evaluation, "the greedy evaluation"):
         result, rollouts = greedy_accuracy(policy, tasks, version=version, **x.held_out(0.0))
-        with report_write_errors("greedy.jsonl.gz"):
-            save_rollouts(out / "greedy.jsonl.gz", rollouts)
-        for said in filter(None, (count_failures(rollouts), count_refusals(rollouts))):
-            print(f"warning: {said}", flush=True)
+        _keep_rollouts(out / "greedy.jsonl.gz", rollouts)
     return result
 
 
@@ -118,9 +114,18 @@ def _evaluate_samples(
             version=version,
             **x.held_out(settings.temperature),
         )
-        with report_write_errors("sampled.jsonl.gz"):
-            save_rollouts(out / "sampled.jsonl.gz", rollouts)
+        _keep_rollouts(out / "sampled.jsonl.gz", rollouts)
     return result
+
+
+def _keep_rollouts(file: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write the rollouts of an evaluation, and warn of failed episodes and of refused requests."""
+    from rlkit.episodes import count_failures, count_refusals
+
+    with report_write_errors(file.name):
+        save_rollouts(file, rollouts)
+    for said in filter(None, (count_failures(rollouts), count_refusals(rollouts))):
+        print(f"warning: {said}", flush=True)
 
 
 def restore_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:

@@ -99,16 +99,17 @@ def use_sampling_mode(model: Any) -> Iterator[None]:
     from transformers import GenerationConfig
 
     was_training = model.training
-    use_cache = model.config.use_cache
+    config = model.config.get_text_config()
+    use_cache = config.use_cache
     defaults = model.generation_config
     model.eval()
-    model.config.use_cache = True
+    config.use_cache = True
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
         model.train(was_training)
-        model.config.use_cache = use_cache
+        config.use_cache = use_cache
         model.generation_config = defaults
 
 

@@ -28,9 +28,9 @@ def is_correct(rollout: Rollout) -> bool:
     """Return whether a rollout counts as right: whether its total reward, including the rewards of
     the steps, is at least a threshold. The threshold is `correct_from` in the task's metadata, or
     CORRECT without this entry."""
-    return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get(
-        "correct_from", CORRECT
-    )
+    least = rollout.task.metadata.get("correct_from")
+    total = rollout.total_reward
+    return total is not None and total >= (CORRECT if least is None else least)
 
 
 def greedy_accuracy(
@@ -88,12 +88,11 @@ def sampled_accuracy(
             f"evaluation.k: pass@{max(k)} needs at least {max(k)} samples per task;"
             f" evaluation.samples is {samples}"
         )
-    rollouts = score(
-        collect(
-            policy, tasks, environment, group_size=samples, temperature=temperature, **collecting
-        ),
-        reward,
+    played = collect(
+        policy, tasks, environment, group_size=samples, temperature=temperature, **collecting
     )
+    count_failures(played)
+    rollouts = score(played, reward)
     return _with_parts(rollouts, partial(summarise_curves, samples=samples, k=k)), rollouts
 
 

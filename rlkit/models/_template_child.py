@@ -14,8 +14,6 @@ import resource
 import sys
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 
 def limit_memory(more: int) -> None:
     """Limit the memory of this process to `more` bytes beyond its current use."""
@@ -40,6 +38,8 @@ def render_template(asked: dict) -> str:
 
     Raises: whatever the template raises; MemoryError at the memory limit.
     """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     answer: Any = render_jinja_template(
         conversations=[asked["messages"]],
         tools=asked["tools"],
@@ -52,7 +52,12 @@ def render_template(asked: dict) -> str:
 
 def main() -> None:
     """Answer the requests on standard input, line by line, until the input ends."""
-    seconds, memory, characters = map(int, sys.argv[1:])
+    *numbers, path = sys.argv[1:]
+    seconds, memory, characters = map(int, numbers)
+    # python -I leaves out PYTHONPATH and the packages of the user
+    sys.path[:] = json.loads(path)
+    import transformers.utils.chat_template_utils  # noqa: F401  (before the memory is limited)
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit_memory(memory)
     for line in sys.stdin:

@@ -267,18 +267,25 @@ def _encode_joined(renderer: Renderer, rendered: str, contents: Sequence[str]) -
 
 
 def _render(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Render messages whose texts are placeholders. If the template writes a call's arguments as
+    JSON, the quotation marks around their placeholder are removed."""
     if renderer.render is not None:
-        return renderer.render(messages, tools)
-    try:
-        return renderer.tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            add_generation_prompt=True,
-            tokenize=False,
-            **dict(renderer.template_arguments),
-        )
-    except Exception as error:  # jinja2 raises many kinds of errors; all come from the template
-        raise TemplateError(f"{name_template(renderer.tokenizer)} fails: {error}") from error
+        text = renderer.render(messages, tools)
+    else:
+        try:
+            text = renderer.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **dict(renderer.template_arguments),
+            )
+        except Exception as error:  # jinja2 raises many kinds; all come from the template
+            raise TemplateError(f"{name_template(renderer.tokenizer)} fails: {error}") from error
+    for call in (call for message in messages for call in message.get("tool_calls") or ()):
+        mark = call["function"]["arguments"]
+        text = text.replace(f'"{mark}"', mark)
+    return text
 
 
 def name_template(tokenizer: Any) -> str:

@@ -107,9 +107,10 @@ def _start_child() -> subprocess.Popen[bytes]:
         for name in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
         if name in os.environ
     }
+    own_path = json.dumps([place for place in sys.path if place])
     limits = [str(SECONDS), str(MEMORY), str(CHARACTERS)]
     return subprocess.Popen(
-        [sys.executable, "-I", str(CHILD), *limits],
+        [sys.executable, "-I", str(CHILD), *limits, own_path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

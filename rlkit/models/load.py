@@ -159,12 +159,16 @@ def load_policy(
 
 
 def pretrained_tokenizer(path: str, **hub: Any) -> Any:
-    """Load the tokenizer at a model's path.
+    """Load the tokenizer at a model's path. A folder of adapters without a tokenizer has that of
+    its base.
 
     Raises: ConfigError if the tokenizer is missing, or if one of its files is damaged.
     """
     from transformers import AutoTokenizer
 
+    base = find_adapters_base(path)
+    if base is not None and not Path(_find_source(path), "tokenizer_config.json").exists():
+        return pretrained_tokenizer(base, **hub)
     with _loading(path, weights=False) as place:
         return AutoTokenizer.from_pretrained(**place, **hub)
 
@@ -211,7 +215,11 @@ def pretrained_model(
             variant=EMBEDDED.get(path),
             **hub,
         )
-    return _dequantize(model) if "gguf_file" in place else model
+    model = _dequantize(model) if "gguf_file" in place else model
+    if EMBEDDED.get(path) or "gguf_file" in place:
+        # adapters name this as their base, and the folder alone holds other weights
+        model.name_or_path = path if path in EMBEDDED else _find_source(path)
+    return model
 
 
 def find_adapters_base(path: str, above: tuple[Path, ...] = ()) -> str | None:
@@ -498,7 +506,8 @@ def remove_dropout(config: Any) -> Any:
     """Set every dropout in the config to 0. Otherwise the sampler and the trainer would see
     different policies, and ratios would not be 1 on the first pass."""
     for name, value in vars(config).items():
-        if "dropout" in name and isinstance(value, float):
+        # GPT-2 and others have attn_pdrop, embd_pdrop and resid_pdrop
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
 
@@ -515,18 +524,22 @@ def add_lora(model: Any, lora: LoRA) -> Any:
     """Add float32 adapters to the attention and MLP projections of a model, and freeze the model's
     own weights. The adapters compute in the precision of the model's own weights.
 
-    Raises: ConfigError if no layer has the name of a target.
+    A target that no layer has is named in a warning. Raises: ConfigError if the model has none of
+    the targets.
     """
     from peft import LoraConfig, get_peft_model
 
     names = [f".{name}" for name, _ in model.named_modules()]
-    if not any(name.endswith(f".{target}") for name in names for target in lora.targets):
+    missing = [t for t in lora.targets if not any(name.endswith(f".{t}") for name in names)]
+    if missing:
         linear = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-        own = sorted({name.rpartition(".")[2] for name in linear})
-        raise ConfigError(
-            f"model.lora.targets={list(lora.targets)}: the model has no such layer; its linear ones"
-            f" are {', '.join(own)}"
+        own = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        said = (
+            f"model.lora.targets: the model has no layer {', '.join(missing)}; its linear ones are"
         )
+        if len(missing) == len(lora.targets):
+            raise ConfigError(f"{said} {own}")
+        print(f"warning: {said} {own}; only the targets that it has get adapters", flush=True)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

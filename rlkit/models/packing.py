@@ -393,7 +393,7 @@ def attend_packed(
     if (
         segments is not None
         and v.dtype in (torch.float16, torch.bfloat16)
-        and v.shape[-1] <= 256
+        and q.shape[-1] == v.shape[-1] <= 256
         and v.shape[-1] % 8 == 0
     ):
         from torch.nn.attention.varlen import varlen_attn

@@ -28,10 +28,11 @@ class ModelShape(NamedTuple):
 
 def read_model_shape(config: Any) -> ModelShape:
     """Read the shape of a model from its config. Each family leaves out fields it does not need, so
-    any field may be missing."""
+    any field may be missing. For a model with vision or audio, read the config of its text."""
+    text = getattr(config, "get_text_config", lambda: config)()
 
     def field(name: str) -> Any:
-        return getattr(config, name, None)
+        return getattr(text, name, None)
 
     heads = field("num_attention_heads") or 0
     return ModelShape(
@@ -47,7 +48,7 @@ def read_model_shape(config: Any) -> ModelShape:
         layer_types=frozenset(field("layer_types") or ()),
         window=field("sliding_window") or None,
         shared=field("num_kv_shared_layers") or 0,
-        encoder=bool(field("is_encoder_decoder")),
+        encoder=bool(getattr(config, "is_encoder_decoder", None)),
     )
 
 

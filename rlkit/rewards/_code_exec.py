@@ -155,9 +155,17 @@ def split_tests(task: Task) -> list[Check]:
     """Split each test of a task into the calls to run and the check of their results. Raises:
     DataError naming the row and the test if a test cannot be split."""
     checks = []
-    for test in task.metadata.get("tests") or ():
+    tests, setup = task.metadata.get("tests") or [], task.metadata.get("setup") or ""
+    if not isinstance(tests, list | tuple) or not all(
+        isinstance(own, str) for own in [*tests, setup]
+    ):
+        raise DataError(
+            f"row {task.id}: its tests are {tests!r:.100} and its setup is {setup!r:.100}; give a"
+            " list of texts, and a text"
+        )
+    for test in tests:
         try:
-            checks.append(split(test, task.metadata.get("setup") or ""))
+            checks.append(split(test, setup))
         except Unsplittable as error:
             raise DataError(
                 f"row {task.id}: the test {test!r:.120} cannot be checked ({error}); write it as"
@@ -172,7 +180,7 @@ def _job(rollout: Rollout, tests: Sequence[Check]) -> Job | None:
     code = extract_code(answer, _list_called_names(calls)) if answer is not None else ""
     if not tests or not code.strip():
         return None
-    return Job(f"{code}\n{rollout.task.metadata.get('setup', '')}", calls)
+    return Job(f"{code}\n{rollout.task.metadata.get('setup') or ''}", calls)
 
 
 def _judge_outcome(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgement:

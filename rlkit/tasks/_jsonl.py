@@ -140,6 +140,7 @@ def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]
     own = (_value(where, row, "metadata", fields) if "metadata" in fields else None) or {}
     if not isinstance(own, Mapping):
         raise DataError(f"{where}: task.fields.metadata names a field that is no mapping")
+    _check_json(where, own)
     files = own.get("files")
     if not isinstance(files, str):
         return dict(own)
@@ -148,6 +149,17 @@ def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]
     if not folder.is_dir() or not folder.is_relative_to(base):
         raise DataError(f"{where}: its files: there is no folder {files!r:.100} in {base}")
     return {**own, "files": str(folder)}
+
+
+def _check_json(where: str, metadata: Mapping[str, Any]) -> None:
+    """Raise DataError unless JSON can hold a row's metadata, as the record of a run has to."""
+    try:
+        json.dumps(dict(metadata))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{where}: its metadata is {metadata!r:.100} ({error}); give text, numbers, true,"
+            " false, None, and lists and mappings of them"
+        ) from None
 
 
 def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:
@@ -195,13 +207,12 @@ def make_tasks(rows: Any, split: str) -> list[Task]:
 
 def _make_task(row: Any, where: str, own_id: str) -> Task:
     if isinstance(row, Task):
-        try:
-            json.dumps(dict(row.metadata))
-        except (TypeError, ValueError, RecursionError) as error:
+        _check_json(f"task: {where}", row.metadata)
+        if not (isinstance(row.id, str) and isinstance(row.answer, str)):
             raise DataError(
-                f"task: {where}: its metadata is {row.metadata!r:.100} ({error}); give text,"
-                " numbers, true, false, None, and lists and mappings of them"
-            ) from None
+                f"task: {where}: its id is {row.id!r:.100} and its answer {row.answer!r:.100}; give"
+                " two texts"
+            )
         said = row.messages
         if isinstance(said, tuple | list) and all(
             isinstance(m, dict) and "role" in m for m in said

@@ -96,7 +96,9 @@ def check_contexts(
     """
     tools: dict[str, Tool] = {}
     read: dict[tuple[str, str], str] = {}
-    by_length = sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages))
+    by_length = sorted(
+        tasks, key=lambda task: -sum(len(m.get("content") or "") for m in task.messages)
+    )
     for task in select_first_rows(by_length, LONGEST):
         own = read_opening(task, find_environment(environment, task))
         check_template(policy.renderer, own.schemas)

@@ -100,6 +100,13 @@ def test_every_key_of_the_flat_config_is_read(write):
     assert set(FLAT.values()) <= {*expected, "task"}
 
 
+def test_a_date_is_a_text(write):
+    """YAML reads it as a date, and writing that as JSON was a TypeError."""
+    assert parse(["--config", write("hydra.run.dir: 2026-01-31")]).overrides == [
+        'hydra.run.dir="2026-01-31"'
+    ]
+
+
 def test_a_coefficient_of_zero_needs_no_reference(write):
     assert parse(["--config=" + write("training: {kl_coef: 0}")]).overrides == [
         "experiment=gsm8k_tools",

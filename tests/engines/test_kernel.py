@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from parametrise import each
 from rlkit.engines import Cached
 from rlkit.engines.cached import kernel
-from rlkit.engines.cached.forward import FORWARDS, make_forward
+from rlkit.engines.cached.forward import make_forward
 from rlkit.engines.cached.sampler import STATE
 from rlkit.errors import EngineError
 from rlkit.functional import mix
 from rlkit.models import LoRA, add_lora, compiled
-from rlkit.models.head import split_model
+from rlkit.models.head import PLAIN, split_model
 from rlkit.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -87,7 +87,7 @@ def sampled(complete, policy, asked, prompts, **params):
 @pytest.mark.slow
 @each(
     ("family", "temperature"),
-    [*((family, 1.0) for family in FORWARDS), ("llama", 0.0), ("qwen3", 0.6), ("qwen3", 1.7)],
+    [*((family, 1.0) for family in PLAIN), ("llama", 0.0), ("qwen3", 0.6), ("qwen3", 1.7)],
 )
 def test_a_compiled_step_draws_what_calls_of_torch_draw(tiny, complete, family, temperature):
     """40 contexts in 15 slots, more than a block of rows, left and taken again at any time; replies

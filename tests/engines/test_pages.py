@@ -16,6 +16,7 @@ from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached import cache, engine
 from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.passes import Passes
+from rlkit.engines.cached.sampler import Saved
 from rlkit.engines.cached.slots import Slots
 from rlkit.functional import mix
 from rlkit.models import LoRA, add_lora
@@ -306,6 +307,19 @@ def test_shared_beginnings_change_no_reply(small, complete, monkeypatch, case):
         torch.testing.assert_close(
             torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4
         )
+
+
+def test_tokens_sampled_before_a_row_lost_its_slot_count_when_one_gives_way():
+    """A row that had its slot again and was not yet read counted as one without tokens."""
+    slots = Slots(Pages(400, 4, 96, CPU))
+    for key in range(2):
+        slots.submit(key, (key,) * 20, key, 90)
+    slots.fill()
+    one, two = slots.active
+    one.saved = Saved((3,) * 30, (0.0,) * 30, (False,) * 30, None)
+    slots.begin(two)
+    slots.extend(3)
+    assert slots._find_weakest() is two
 
 
 @pytest.mark.parametrize("length, shared", [(31, 1), (32, 1), (33, 2)])

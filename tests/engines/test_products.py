@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engines.test_forward import ALL, CONTEXTS, SIZES, SOME, adapted, model_of
 from pretend_gpu import PretendGPU, is_view
 from rlkit.engines import Cached
-from rlkit.engines.cached.forward import FORWARDS, make_forward, make_logits_function
+from rlkit.engines.cached.forward import make_forward, make_logits_function
 from rlkit.engines.cached.products import find_plain_part, make_projection
 from rlkit.functional import mix
-from rlkit.models.head import split_model
+from rlkit.models.head import PLAIN, split_model
 from rlkit.models.load import compute_as_base
 from rlkit.system.adapters import lora_layers
 
@@ -264,7 +264,7 @@ def test_no_weight_is_cast_in_a_step(on, tied, adapter):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-@pytest.mark.parametrize("family", FORWARDS)
+@pytest.mark.parametrize("family", PLAIN)
 @torch.no_grad()
 def test_half_copies_give_the_numbers_of_autocast(family, tied):
     """Those of the model's own forward: logits bit for bit, and states up to the last bits of the

@@ -13,7 +13,7 @@ from rlkit.engines import Cached
 from rlkit.engines.cached.attention import find_longest_context
 from rlkit.engines.cached.windows import Windowed
 from rlkit.functional import mix
-from rlkit.models.shape import find_whole_context
+from rlkit.models.shape import find_whole_context, read_model_shape
 
 WINDOW = 24
 FAMILIES = {  # of some layers, or of all
@@ -158,3 +158,50 @@ def test_families_that_are_left_to_the_reference_engine_whatever_the_length():
     assert find_whole_context(sinks) == 128 and find_longest_context(sinks) == 0
     for family in ("gemma3n_text", "llama4_text", "qwen3_next"):
         assert find_whole_context(AutoConfig.for_model(family)) == 0
+
+
+def test_the_shape_of_a_model_with_vision_is_that_of_its_text():
+    """The fields stand in the config of the text. Without them no layer seemed to have a window."""
+    kinds = ["sliding_attention", "full_attention"]
+    text = {"max_position_embeddings": 64, "sliding_window": 8, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("gemma3", text_config=text | {"layer_types": kinds})
+    assert read_model_shape(config).context == 64 and find_whole_context(config) == 8
+
+
+LATENT = {  # DeepSeek's attention: values are narrower than keys
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
+
+@pytest.mark.parametrize(("family", "more"), [("falcon", {}), ("deepseek_v3", LATENT)])
+def test_other_kinds_of_attention_are_served_or_left_to_the_simple_engine(
+    family, more, tiny, complete, reference
+):
+    """Falcon computes attention by itself and does not read the cache's masks: it saw all
+    positions."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        **more,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    policy = tiny._replace(model=model, eos_token_ids=(49,), pad_token_id=0, context_length=64)
+    contexts = [tuple(range(1, 12)), (5, 6, 7)]
+    given = complete(Cached(), policy, contexts, [1, 2], max_new_tokens=8)
+    wanted = reference(policy, contexts, [1, 2], max_new_tokens=8)
+    assert [own.token_ids for own in given] == [own.token_ids for own in wanted]
+    for own, other in zip(given, wanted, strict=True):
+        assert own.logprobs == pytest.approx(other.logprobs, abs=1e-4)

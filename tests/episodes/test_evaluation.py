@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from rlkit.config.problems.rows import check_verifier
 from rlkit.engines import Batched
 from rlkit.environments import single_turn
 from rlkit.episodes.evaluation import (
@@ -16,6 +17,7 @@ from rlkit.episodes.evaluation import (
     summarise_accuracy,
     summarise_curves,
 )
+from rlkit.errors import DataError
 from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
@@ -154,6 +156,23 @@ def test_a_task_may_count_less_than_full_marks_as_right():
         True,
         False,
     ]
+    unset = TASKS[0]._replace(metadata={"correct_from": None})
+    assert [is_correct(Rollout(unset, (), reward=r)) for r in (0.5, 1.0)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "metadata, said",
+    [
+        ({"correct_from": "0.5"}, "its correct_from is '0.5'; give a number"),
+        ({"tests": "assert f(1) == 2"}, "its tests are 'assert f"),
+        ({"tests": [1]}, r"its tests are \[1\]"),
+        ({"tests": ["assert f(1) == 2"], "setup": 1}, "its setup is 1"),
+    ],
+)
+def test_metadata_of_another_type_is_refused(metadata, said):
+    task = Task("a", (), "1", reward="code_exec", metadata=metadata)
+    with pytest.raises(DataError, match=f"row a: .*{said}"):
+        check_verifier([task], REWARD)
 
 
 def test_one_reply_may_be_sampled_instead_of_greedy(tiny):

@@ -285,5 +285,8 @@ def test_a_cut_distribution_keeps_the_fewest_likely_tokens_that_are_asked_for() 
             expected = torch.zeros_like(row)
             expected[kept] = row[kept] / row[kept].sum()
             torch.testing.assert_close(found, expected)
+    halves = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    cut = cut_distribution(halves.log(), top_p=0.5).exp()
+    assert cut.tolist() == [1, 0, 0], "a total of exactly top_p is enough"
     with pytest.raises(ValueError, match="top_p is 0"):
         cut_distribution(logprobs, top_p=0)

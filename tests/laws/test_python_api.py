@@ -6,6 +6,7 @@ import functools
 import re
 import subprocess
 import sys
+from datetime import date
 
 import datasets
 import pytest
@@ -292,6 +293,11 @@ def test_a_bare_function_is_a_tool():
             "generation.engine: .* cannot stand there; give a value of the type Engine",
         ),
         ({"task": [brief]}, "task: .* is no task; give a list of Task"),
+        ({"task": [TASK._replace(answer=2)]}, "its id is 't/0' and its answer 2; give two texts"),
+        (
+            {"task": [{"prompt": "1 + 1?", "answer": 2, "metadata": {"at": date(2026, 1, 31)}}]},
+            "its metadata is .*not JSON serializable",
+        ),
         ({"trainer__steps": 0}, "trainer.steps=0: must be at least 1"),
         ({"algorithm": "grp"}, "algorithm=grp: no such option. Did you mean 'grpo'?"),
         (

@@ -150,6 +150,26 @@ def broken(tiny, template):
     return tokenizer
 
 
+def test_arguments_that_a_template_writes_as_json_have_no_quotation_marks(tiny):
+    """The templates of Qwen2.5 and Llama 3 write `arguments | tojson`, without a look at the type.
+    The placeholder came out as a text, and the call as `"arguments": "{…}"`."""
+    own = "tool_call.arguments | tojson"
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{% set tool_call = call.function %}"
+        '<tool_call>{"name": "{{ tool_call.name }}", "arguments": {{ '
+        + own
+        + " }}}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    tokenizer = broken(tiny, template)
+    asked = {"role": "user", "content": "What is 1 + 1?"}
+    said = [asked, {"role": "assistant", "content": "", "tool_calls": [CALL]}, asked]
+    renderer = make_renderer(tokenizer)
+    whole = tokenizer.apply_chat_template(said, tokenize=False)
+    assert '"arguments": {"expression": "1 + 1"}}' in whole
+    assert decode(renderer, encode_prompt(renderer, said)) == whole
+
+
 def test_missing_template_is_refused(tiny):
     with pytest.raises(TemplateError, match=r"no chat template.*model.chat_template"):
         make_renderer(broken(tiny, None))

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import GPT2Config, Phi3Config, Phi3ForCausalLM
 
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models import LoRA, encode_prompt, has_tool_prompt, load, load_policy
@@ -73,6 +74,35 @@ def test_a_folder_of_adapters_is_its_base_with_them_added(tiny, tmp_path, monkey
 
 
 @pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": None}, []])
+@pytest.mark.parametrize("base", ["tiny", "tiny_guess"])
+def test_adapters_of_an_embedded_model_are_added_to_the_same_one(base, tmp_path):
+    """Both models are in one folder, and adapters of tiny_guess were added to tiny."""
+    policy = load_policy(path=base, lora=LoRA(rank=2))
+    save_policy(tmp_path / "own", policy, tokenizer=False)
+    ids = torch.tensor([[20, 21, 22]])
+    loaded = load_policy(path=str(tmp_path / "own"))  # with the tokenizer of its base
+    assert loaded.eos_token_ids == policy.eos_token_ids
+    torch.testing.assert_close(
+        loaded.model.eval()(ids).logits, policy.model.eval()(ids).logits, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_targets_that_the_model_lacks_are_named(capsys):
+    """Phi has one projection for queries, keys and values; three targets of seven had no layer."""
+    config = Phi3Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
+    )
+    load.add_lora(Phi3ForCausalLM(config), LoRA(rank=2))
+    said = capsys.readouterr().out
+    assert "no layer q_proj, k_proj, v_proj" in said and "qkv_proj" in said
+
+
 def test_adapters_without_a_base_are_refused(named, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(named))
     with pytest.raises(ConfigError, match="leads to no base model"):
@@ -167,6 +197,12 @@ def test_dropout_is_off_and_the_mode_is_training(tmp_path):
     assert policy.model.training and policy.model.config.attention_dropout == 0.0
     ids = torch.arange(10)[None]
     assert torch.equal(policy.model(ids).logits, policy.model.eval()(ids).logits)
+
+
+def test_every_name_of_dropout_is_known():
+    """GPT-2 names three of them without the word."""
+    config = load.remove_dropout(GPT2Config())
+    assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.0
 
 
 def test_gradient_checkpointing_recomputes(tiny):

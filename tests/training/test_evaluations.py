@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -393,3 +394,59 @@ def test_an_evaluation_moves_nobodys_random_numbers(tmp_path, monkeypatch):
     before = random.getstate()
     row, _ = HeldOut(ALL, tmp_path / "metrics.jsonl", {}).evaluate(trainer, module, "validation")
     assert row["eval/accuracy"] == 0.5 and random.getstate() == before
+
+
+AWAY = """
+from rlkit.episodes.episode import mark_failed
+from rlkit.types import Environment
+
+
+class Session:
+    tools = {}
+
+    def __init__(self, task):
+        self.task = task
+
+    def first_prompt(self):
+        return self.task.messages
+
+    def answer(self, rollout):
+        if int(self.task.id.rpartition("/")[2]) % 2:
+            return mark_failed(rollout, "the server is away"), None
+        return rollout, None
+
+
+def make():
+    return Environment(session=Session)
+"""
+
+
+@pytest.mark.slow
+def test_failures_of_the_environment_in_an_evaluation_are_said(tmp_path, monkeypatch, capfd):
+    """They count as wrong, and nothing said so but the curve."""
+    (tmp_path / "away.py").write_text(AWAY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "debug=fast",
+        "trainer.accelerator=cpu",
+        "trainer.steps=1",
+        "evaluation.every=1",
+        "evaluation.n=8",
+        "logger=none",
+        "task.max_samples=64",
+        "generation.max_new_tokens=64",
+        "environment=single_turn",
+        "environment._target_=away.make",
+        "batch.prompts=8",
+    ]
+    assert main(["train", *words, "hydra.run.dir=run"]) == 0
+    failed = r"the environment failed in [1-7] of 8 episodes; they are not scored"
+    said = capfd.readouterr().out
+    for split, step in itertools.product(("validation", "test"), (0, 1)):
+        assert re.search(f"warning: the {split} problems after step {step}: {failed}", said)
+    sampled = ["evaluation.samples=2", "evaluation.k=[1]"]
+    assert main(["evaluate", "run=run", *sampled]) == 0
+    said = capfd.readouterr().out
+    assert re.search(f"warning: {failed}", said)
+    assert re.search("warning: the environment failed in [0-9]+ of 16 episodes", said)

@@ -158,6 +158,12 @@ def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, fo
         assert (one[both] - one["reward"] - one[teacher]).norm() < 1e-6 * one[both].norm()
 
 
+def test_a_hint_stands_behind_the_users_last_message():
+    said = [{"role": role, "content": role} for role in ("user", "assistant", "user", "tool")]
+    hinted = [message["content"] for message in with_hint(said, "It is 7.")]
+    assert hinted == ["user", "assistant", "user\n\nIt is 7.", "tool"]
+
+
 @pytest.mark.slow
 def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny):
     """The loss is the divergence of two plain forward passes; an off-by-one would compare other

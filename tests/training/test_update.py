@@ -176,6 +176,14 @@ def test_a_step_counts_what_it_trained_on_and_where_it_stands(tiny):
     assert learner.moments.n == 8 and steps == [1, 2] and seeds[0] != seeds[1]
 
 
+def test_a_step_that_trains_the_critic_alone_does_not_move_the_policy(tiny):
+    """kl/step was measured in the policy's only update, which such a step does not have."""
+    words = ["algorithm=ppo", "algorithm.epochs=1", "algorithm.minibatches=1"]
+    learner = learner_of(tiny, *words, "algorithm.critic.warmup=1", "optimizer.lr=1e-3")
+    steps = [learner.step(rollouts_of(tiny))["kl/step"] for _ in range(2)]
+    assert abs(steps[0]) < 1e-9 < steps[1]
+
+
 def test_staleness_counts_the_updates_since_the_oldest_version_that_may_still_be_trained_on(tiny):
     """With a staleness of 2, step 3 may learn from tokens of version 0."""
     learner = learner_of(tiny, "asynchrony=lag", "asynchrony.staleness=2")

@@ -114,9 +114,13 @@ def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | Non
     answer. The mark counts on the function in `reward` and on the function in `training`.
 
     For programs, the tests of every row are read.
-    Raises: DataError naming the row and a test that cannot be judged outside the program.
+    Raises: DataError naming the row and what is wrong, among it a test that cannot be judged
+      outside the program, and a `correct_from` that is no number.
     """
     for task in tasks:
+        least = task.metadata.get("correct_from") or 0.0
+        if not isinstance(least, int | float):
+            raise DataError(f"row {task.id}: its correct_from is {least!r:.100}; give a number")
         if task.reward == "code_exec":
             split_tests(task)
     judged = {

@@ -103,7 +103,7 @@ def attend(
     out = nn_functional.scaled_dot_product_attention(
         grouped, key, value, attn_mask=mask, scale=scaling
     )
-    return out.view(rows, heads, width, size).transpose(1, 2).contiguous(), None
+    return out.view(rows, heads, width, -1).transpose(1, 2).contiguous(), None
 
 
 def attend_in_place(

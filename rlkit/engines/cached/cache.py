@@ -126,9 +126,9 @@ class Pages:
         """Write a layer's new keys and values [R, Hk, m, D] to their places [R, m]."""
         if layer == len(self.keys):
             self.made += layer == 0
-            shape = (key.shape[1], self.pages + 1, self.page, key.shape[3])
-            self.keys.append(allocate_zeros(shape, value))
-            self.values.append(allocate_zeros(shape, value))
+            for store, new in ((self.keys, key), (self.values, value)):
+                shape = (new.shape[1], self.pages + 1, self.page, new.shape[3])
+                store.append(allocate_zeros(shape, value))
         at = places.flatten()
         for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
             # In mixed precision, a norm with float32 weights makes keys float32, so convert them.

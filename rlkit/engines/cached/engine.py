@@ -106,14 +106,15 @@ class Cached(Service):
     def make_decoder(self, policy: Policy) -> Decoder:
         model: Any = policy.model
         causal = base_model(model)
-        context = int(min(policy.context_length, find_longest_context(causal.config)))
+        # a model that computes attention by itself does not read the cache's masks
+        replaceable = getattr(causal, "_supports_attention_backend", True)
+        longest = find_longest_context(causal.config) if replaceable else 0
+        context = int(min(policy.context_length, longest))
         if not context:
+            why = "the engine's cache does not fit the model's attention"
             if self.kernel == "fused":
-                raise EngineError(
-                    "generation.kernel=fused: some layers do not see the whole context; use auto or"
-                    " eager"
-                )
-            self.why_eager = "some layers do not see the whole context"
+                raise EngineError(f"generation.kernel=fused: {why}; use auto or eager")
+            self.why_eager = why
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
         before = self.decoder
         kernel = self.kernel
@@ -154,6 +155,10 @@ class Cached(Service):
             if context < policy.context_length
             else Scheduler(policy, causal, **settings)
         )
+        if in_place and decoder.passes.forward is None:
+            raise EngineError(
+                "generation.cache=varlen: the model has a forward pass of its own; use gather"
+            )
         self.why_eager = self.why_eager if kernel == "eager" else decoder.why_eager
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads

@@ -40,7 +40,8 @@ class Trunk:
     when this object was made, or at the last call of `refresh`.
 
     Args:
-      trunk: the transformer of a causal LM, of a family in `FORWARDS`.
+      trunk: the transformer of a causal LM, of a family in `PLAIN`
+        (rlkit.models.head).
       half: compute in this type as autocast would, without its cost. Autocast converts all weights
         in every step; this class converts them once and keeps the copies (2 bytes a weight) until
         `refresh`. Products, keys and values are in `half`. The embedding, norms, angles and the
@@ -185,16 +186,6 @@ def normalise_rms(x: Tensor, eps: float) -> Tensor:
     return x * norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
-# config.model_type → the class with the forward pass of its trunk. All these families have layers
-# made of a norm, rotated and grouped attention, a norm and a gated MLP.
-FORWARDS: dict[str, type[Trunk]] = {
-    "llama": Trunk,
-    "mistral": Trunk,
-    "qwen2": Trunk,
-    "qwen3": Trunk,
-}
-
-
 def make_forward(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
     """Make this file's forward pass for a trunk. Return None if this file cannot run the trunk. The
     engine then calls the model's own forward pass.
@@ -202,4 +193,4 @@ def make_forward(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
     This file can run a trunk of a known family if all its layers are Hugging Face's own classes for
     this family. The projections may have adapters. A trunk with hooks cannot be run.
     """
-    return FORWARDS[trunk.config.model_type](trunk, half) if is_standard(trunk) else None
+    return Trunk(trunk, half) if is_standard(trunk) else None

@@ -89,13 +89,7 @@ class Scheduler:
         self.slots = Slots(self.pages)
         self.passes = Passes(policy, causal, self.pages, in_place=in_place)
         self.asked = kernel
-        if not self.on_cpu and kernel == "auto":
-            self.kernel = None
-            self.why_eager = "it needs float32 weights on a CPU"
-        else:
-            self.kernel, self.why_eager = choose_kernel(
-                kernel, self.passes.forward, self.passes.head
-            )
+        self.kernel, self.why_eager = choose_kernel(kernel, self.passes.forward, self.passes.head)
         self.graphs = Graphs(causal, device)
         self.samplers: dict[Any, Sampler] = {}
         self.params: SamplingParams | None = None  # the parameters of the running completions

@@ -340,22 +340,18 @@ class Slots:
         Returns: the moves as pairs (source slot, target slot). The caller must apply all moves at
         the same time.
         """
-
         reach = self.reach.tolist()
-
-        def length(row: Row | None) -> int:
-            assert row is not None  # `fill` has closed the holes
-            return max(reach[row.slot], len(row.context))
-
-        rows = sorted(self.rows, key=length, reverse=True)
-        moves = [(row.slot, slot) for slot, row in enumerate(rows) if row and row.slot != slot]
+        rows = sorted(  # `fill` has closed the holes, so all rows are active
+            self.active, key=lambda row: max(reach[row.slot], len(row.context)), reverse=True
+        )
+        moves = [(row.slot, slot) for slot, row in enumerate(rows) if row.slot != slot]
         if moves:
-            order = [row.slot for row in rows if row]
+            order = [row.slot for row in rows]
             for numbers in (self.start, self.most, self.room):
                 numbers[: len(order)] = numbers[order]
-            self.rows = rows
+            self.rows = [*rows]
             for slot, row in enumerate(rows):
-                if row and row.slot != slot:
+                if row.slot != slot:
                     row.slot = slot
                     self.pages.write(slot, row.pages)
         return moves
@@ -418,7 +414,7 @@ class Slots:
         return min(
             self.active,
             key=lambda row: (
-                max(0, reach[row.slot] - len(row.prompt)),
+                max(len(row.context), reach[row.slot]) - len(row.prompt),
                 len(row.prompt),
                 row.prompt,
                 row.seed,

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 
 from rlkit.distributed import ranks
-from rlkit.episodes import append_step
+from rlkit.episodes import append_step, count_failures
 from rlkit.episodes.evaluation import greedy_accuracy, is_correct
 from rlkit.system import rng
 from rlkit.system.files import report_write_errors
@@ -112,6 +112,8 @@ class HeldOut(L.Callback):
                 version=module.rl_step,
                 **x.held_out(x.evaluation.curve_temperature),
             )
+        if said := count_failures(rollouts):
+            trainer.print(f"warning: the {split} problems after step {module.rl_step}: {said}")
         self.results.setdefault(split, {})[module.rl_step] = {"split": split} | result
         if trainer.is_global_zero:
             with report_write_errors(f"held_out/{split}/ of step {module.rl_step}"):

@@ -49,6 +49,7 @@ def _declared(part: Any, when: str) -> bool:
 
 def updates_once(u: Update, batch: Weighted) -> bool:
     """Return whether the step has a single update, which reads the whole batch before any weight
-    moves. The log-probs in this update are then the log-probs of the old policy."""
+    moves. The log-probs in this update are then the log-probs of the old policy. With a critic the
+    answer does not matter: those log-probs are computed before the updates (`needs_old`)."""
     a = u.x.algorithm
-    return a.epochs * a.minibatches == 1 and not u.warming_up and has_signal(u, batch)
+    return a.epochs * a.minibatches == 1 and has_signal(u, batch)
