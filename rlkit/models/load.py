@@ -535,11 +535,12 @@ def add_lora(model: Any, lora: LoRA) -> Any:
         linear = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         own = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         said = (
-            f"model.lora.targets: the model has no layer {', '.join(missing)}; its linear ones are"
+            f"model.lora.targets={list(lora.targets)}: the model has no layer {', '.join(missing)};"
+            f" its linear ones are {own}"
         )
         if len(missing) == len(lora.targets):
-            raise ConfigError(f"{said} {own}")
-        print(f"warning: {said} {own}; only the targets that it has get adapters", flush=True)
+            raise ConfigError(said)
+        print(f"warning: {said}; only the others get adapters", flush=True)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

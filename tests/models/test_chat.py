@@ -164,7 +164,7 @@ def test_arguments_that_a_template_writes_as_json_have_no_quotation_marks(tiny):
     tokenizer = broken(tiny, template)
     asked = {"role": "user", "content": "What is 1 + 1?"}
     said = [asked, {"role": "assistant", "content": "", "tool_calls": [CALL]}, asked]
-    renderer = make_renderer(tokenizer)
+    renderer = make_renderer(tokenizer, tools="template")
     whole = tokenizer.apply_chat_template(said, tokenize=False)
     assert '"arguments": {"expression": "1 + 1"}}' in whole
     assert decode(renderer, encode_prompt(renderer, said)) == whole

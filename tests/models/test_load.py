@@ -73,7 +73,6 @@ def test_a_folder_of_adapters_is_its_base_with_them_added(tiny, tmp_path, monkey
     )
 
 
-@pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": None}, []])
 @pytest.mark.parametrize("base", ["tiny", "tiny_guess"])
 def test_adapters_of_an_embedded_model_are_added_to_the_same_one(base, tmp_path):
     """Both models are in one folder, and adapters of tiny_guess were added to tiny."""
@@ -103,6 +102,7 @@ def test_targets_that_the_model_lacks_are_named(capsys):
     assert "no layer q_proj, k_proj, v_proj" in said and "qkv_proj" in said
 
 
+@pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": None}, []])
 def test_adapters_without_a_base_are_refused(named, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(named))
     with pytest.raises(ConfigError, match="leads to no base model"):
