@@ -12,7 +12,7 @@ import torch
 
 from minibatches import minibatches
 from parametrise import AGGREGATIONS, combinations, each
-from rlkit.algorithm import KL, Algorithm, Critic, call, list_inputs
+from rlkit.algorithm import KL, Algorithm, Critic, Stream, call, list_inputs
 from rlkit.functional import (
     clipped,
     clipped_squared_error,
@@ -39,7 +39,7 @@ from rlkit.functional import (
     turn_gae,
     whiten,
 )
-from rlkit.training.metrics import pick_counted
+from rlkit.training.metrics import UpdateTerms, pick_counted
 from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
 from rlkit.training.update.sampled import filter_rollouts, mark_last_tokens
 from rlkit.training.update.split import PER_ROLLOUT, select, split_into_micro_batches
@@ -172,6 +172,24 @@ def test_the_loss_falls_by_the_entropy_times_its_coefficient():
     )
     gained = float((expected * entropy.detach()).sum())
     assert float((loss - without).detach()) == pytest.approx(gained, rel=1e-10)
+
+
+def test_the_first_terms_are_those_of_the_first_update():
+    terms = UpdateTerms()
+    for ratio in (1.0, 2.0, 3.0):
+        terms.tokens["ratio"].append(torch.tensor([ratio]))
+        terms.stepped("policy", 1.0, 1e-3)
+    assert terms.first["ratio"].tolist() == [1.0]
+
+
+def test_the_coefficient_of_the_reward_scales_the_policy_loss_and_not_the_kl():
+    streams = {"reward": Stream(coef=0.25), "imitation": Stream()}
+    batch, kl = prepared(algorithm()), KLS["k3"]
+    logprobs = policy_logprobs(batch)
+    _, gradient = whole(batch, logprobs, algorithm(streams=streams), kl)
+    _, both = whole(batch, logprobs, algorithm(), kl)
+    _, alone = whole(batch, logprobs, algorithm(), KLS["none"])
+    assert distance(gradient, both - 0.75 * alone) < 1e-12
 
 
 def test_no_gradient_flows_through_a_correction():
