@@ -43,7 +43,7 @@ from rlkit.training.teachers import (
 )
 from rlkit.training.update.record import Host
 from rlkit.training.update.sampled import mark_observed
-from rlkit.types import Rollout, Task
+from rlkit.types import Rollout, Step, Task
 
 COMMON = [
     "trainer.threads=1",
@@ -156,6 +156,14 @@ def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, fo
         ).norm() < 1e-5 * alone.norm()  # norms and rotations of the model are in float32
     for teacher, both in (("teacher", "both"), ("part", "both_part")):
         assert (one[both] - one["reward"] - one[teacher]).norm() < 1e-6 * one[both].norm()
+
+
+def test_a_right_reply_is_shown_to_the_others_of_its_group_and_not_to_itself():
+    step = Step((), (), (), (), "stop", content="It is 7.")
+    right = Rollout(Task("a", ()), (step,), reward=1.0)
+    wrong = right._replace(reward=0.0)
+    assert sibling(right, [right, wrong]) is None
+    assert "It is 7." in (sibling(wrong, [right, wrong]) or "")
 
 
 def test_a_hint_stands_behind_the_users_last_message():

@@ -20,7 +20,7 @@ from rlkit.training.schedules import Progress
 from rlkit.training.teachers import context_teacher
 from rlkit.training.update.optimizers import Optimizers
 from rlkit.training.update.record import Host
-from rlkit.training.update.sampled import mark_observed
+from rlkit.training.update.sampled import find_tool_bodies, mark_observed
 from rlkit.types import Rollout, Step, Task
 
 WORDS = ["trainer.threads=1", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "kl=none"]
@@ -243,3 +243,13 @@ def test_sampled_tokens_are_never_observed_though_they_repeat_what_a_tool_said(t
     batch = learner.record().assemble_batch([rollout])
     assert int(batch.sampled_mask.sum()) == len(reply) + 2
     assert not mark_observed(batch, [rollout], tiny.renderer).observed_mask.any()
+
+
+def test_of_the_messages_in_a_prompt_only_those_of_tools_are_observed(tiny):
+    asked, told, thanks = (encode_text(tiny.renderer, t) for t in ("Add.", "It is 7.", "Go on."))
+    ids = [1, *asked, 2, *told, 3, *thanks, 4]
+    contents = {"user": "Add.", "tool": "It is 7.", "assistant": "Go on."}
+    said = [{"role": role, "content": text} for role, text in contents.items()]
+    begin = len(asked) + 2
+    spans = find_tool_bodies(Step(said, ids, (), (), "stop"), tiny.renderer)
+    assert spans == [(begin, begin + len(told))]
