@@ -16,7 +16,7 @@ from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached import cache, engine
 from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.passes import Passes
-from rlkit.engines.cached.sampler import Saved
+from rlkit.engines.cached.sampler import Sampler, Saved
 from rlkit.engines.cached.slots import Slots
 from rlkit.functional import mix
 from rlkit.models import LoRA, add_lora
@@ -307,6 +307,14 @@ def test_shared_beginnings_change_no_reply(small, complete, monkeypatch, case):
         torch.testing.assert_close(
             torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4
         )
+
+
+def test_a_slot_that_is_stopped_gives_no_completion(small):
+    """One that ended in a step that failed would be given to the next row of its slot."""
+    sampler = Sampler(2, small, SamplingParams(max_new_tokens=4), CPU)
+    sampler.ended[1] = True
+    sampler.stop(torch.tensor([1]))
+    assert sampler.take(2) == []
 
 
 def test_tokens_sampled_before_a_row_lost_its_slot_count_when_one_gives_way():

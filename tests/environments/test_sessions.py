@@ -595,3 +595,19 @@ def test_code_that_cancels_its_episode_or_stops_the_loop_is_named():
     for own, words in ((cancels, "cancelled the task"), (stops, "stopped the event loop")):
         with pytest.raises(EnvironmentFailed, match=words):
             run(own())
+
+
+def test_a_session_that_changes_a_reply_changes_its_own_copy_alone():
+    class Own:
+        def __init__(self, task):
+            self.tools = {}
+
+        def first_prompt(self):
+            return "Go."
+
+        def answer(self, rollout):
+            rollout.steps[-1].tool_calls[0].arguments["text"] = "changed"
+            return rollout, None
+
+    (rollout,) = played(Environment(session=Own), reply("ok", "note:hello"))
+    assert rollout.steps[0].tool_calls[0].arguments == {"text": "hello"}

@@ -105,6 +105,12 @@ def test_a_damaged_summary_is_an_unfinished_run(tmp_path, text):
     assert runs.is_finished(folder) is False
 
 
+def test_a_summary_of_another_run_is_none_of_this_one(tmp_path):
+    folder = make_run(tmp_path, "run", 0, ended="finished")
+    runs.write_config(folder, {**CONFIG, "seed": 7})
+    assert runs.read_summary(folder) is None and runs.is_finished(folder) is False
+
+
 @pytest.mark.parametrize("below", [".", "checkpoints", "checkpoints/step_000010.ckpt"])
 def test_a_run_is_found_by_itself_or_by_its_checkpoints(tmp_path, below):
     folder = make_run(tmp_path, "run", 0)

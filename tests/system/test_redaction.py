@@ -101,6 +101,12 @@ def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
     assert redact_config(written) == written
 
 
+def test_of_two_secrets_the_longer_is_covered_first():
+    """The shorter one stands in it, and its end would be left."""
+    KNOWN.update({"s3cr3tvalue": REDACTED, "s3cr3tvalue-of-jane": REDACTED})
+    assert cover("key s3cr3tvalue-of-jane") == f"key {REDACTED}"
+
+
 def test_a_stream_covers_secrets_and_outlives_its_reader(tmp_path):
     """A traceback on standard error, a closed pipe, a full disk: the first showed the value, the
     others ended the run."""

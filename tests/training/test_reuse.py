@@ -136,3 +136,13 @@ def test_sampler_and_reuse_are_the_runs_whatever_gives_the_tasks():
         and mixed.sampler.weigh.keywords["hard"] == 0.5
         and not mixed.reuse.active
     )
+
+
+def test_kept_groups_are_drawn_in_proportion_to_their_scores():
+    """The scores are 0.0002 and 0.5, so the second is drawn in each of twenty steps."""
+    kept = with_reused(
+        Reuse(9, 99), (), [*group(0, 0.0, 0.02), *group(1, 0.0, 1.0)], step=0, seed=0
+    ).kept
+    for step in range(1, 21):
+        used = with_reused(Reuse(9, 99), kept, group(2, 0.0, 0.0), step=step, seed=0)
+        assert used.trained[0].task.id == "t/1"
