@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -172,6 +173,17 @@ def test_the_loss_falls_by_the_entropy_times_its_coefficient():
     )
     gained = float((expected * entropy.detach()).sum())
     assert float((loss - without).detach()) == pytest.approx(gained, rel=1e-10)
+
+
+def test_what_has_no_reward_has_no_advantage_whatever_a_normalisation_gives():
+    a = algorithm(normalization=lambda advantages: advantages + 1)
+    whole_batch = make_batch()
+    rewards = whole_batch.rewards.clone()
+    rewards[1] = math.nan
+    batch = estimated(replace(whole_batch, rewards=rewards), a)
+    outside = batch.response_mask & ~scored(batch)
+    assert outside.any() and not batch.advantages[outside].any()
+    assert batch.advantages[scored(batch)].all()
 
 
 def test_the_first_terms_are_those_of_the_first_update():
