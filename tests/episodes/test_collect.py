@@ -7,6 +7,8 @@ import copy
 import itertools
 import json
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from rlkit.environments import (
 )
 from rlkit.episodes import collect
 from rlkit.episodes._assemble import split_into_rows
+from rlkit.episodes._collect import Seat, Turns, make_samples
 from rlkit.episodes.demonstrate import make_demonstration
 from rlkit.episodes.record import make_row
 from rlkit.functional import mix
@@ -842,3 +845,19 @@ def test_the_real_engine_gives_a_part_of_a_batch_what_it_gives_the_whole(tiny):
     assert len({str(v) for v in whole.values()}) == 6
     assert ids(tasks[:1], 2) == {k: v for k, v in whole.items() if k[0] == 0}
     assert ids(tasks, 1) == {k: v for k, v in whole.items() if k[1] == 0}
+
+
+def test_the_two_players_of_a_game_share_a_key_until_both_have_left():
+    """Released by the first of them, it would be taken from the other in the middle of a reply."""
+    how: Any = SimpleNamespace(table=(lambda task, players: object(), 2, None))
+
+    def seat(sample, table=None, player=0):
+        done: Any = None
+        return Seat(Task("t", ()), 0, sample, Turns(7), done, done, done, table, player)
+
+    given: Any = make_samples(how, Task("t", ()), 2, seat, lambda at: at, lambda at: at)
+    released: list[int] = []
+    engine: Any = SimpleNamespace(release=released.append)
+    for seat_taken, expected in zip(given, ([], [7]), strict=True):
+        seat_taken.turns.leave(engine)
+        assert released == expected

@@ -6,12 +6,15 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import rlkit.functional as f
 from parametrise import KLS, POLICY_LOSSES, cases, cover
+from rlkit.algorithm import Stream
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
@@ -496,3 +499,14 @@ def test_a_resumed_learner_skips_what_the_other_skips(words):
         assert rows[0]["optim/skipped_no_signal"] == rows[1]["optim/skipped_no_signal"]
     ours, theirs = (learner.model.state_dict() for learner in (whole, parts))
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+def test_a_reward_without_weight_is_no_signal():
+    """Imitation alone: the policy loss has a gradient, and a weight of 0."""
+    batch: Any = SimpleNamespace(
+        response_mask=torch.ones(1, 1, dtype=torch.bool), advantages=torch.ones(1, 1)
+    )
+    u = learner_of("algorithm=reinforce", "kl=none", "reference=none").record()
+    assert signal.has_signal(u, batch)
+    algorithm = u.x.algorithm._replace(streams={"imitation": Stream()})
+    assert not signal.has_signal(u._replace(x=u.x._replace(algorithm=algorithm)), batch)

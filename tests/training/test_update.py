@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from rlkit.training.teachers import context_teacher
 from rlkit.training.update.optimizers import Optimizers
 from rlkit.training.update.record import Host
 from rlkit.training.update.sampled import find_tool_bodies, mark_observed
+from rlkit.training.update.scored import needs_old, read_batch
 from rlkit.types import Rollout, Step, Task
 
 WORDS = ["trainer.threads=1", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "kl=none"]
@@ -253,3 +255,20 @@ def test_of_the_messages_in_a_prompt_only_those_of_tools_are_observed(tiny):
     begin = len(asked) + 2
     spans = find_tool_bodies(Step(said, ids, (), (), "stop"), tiny.renderer)
     assert spans == [(begin, begin + len(told))]
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 1), (1, 2)])
+def test_with_several_updates_the_old_policy_is_kept(epochs, minibatches, tiny):
+    numbers = [f"algorithm.epochs={epochs}", f"algorithm.minibatches={minibatches}"]
+    u = learner_of(tiny, "algorithm=reinforce", *numbers).record()
+    assert needs_old(u) == (epochs * minibatches > 1)
+
+
+@pytest.mark.parametrize("in_baseline", [False, True])
+def test_a_kl_in_the_baseline_needs_the_rollouts_that_are_not_trained(in_baseline, tiny):
+    words = ["algorithm=reinforce", "kl=k1", "kl.placement=reward", "kl.coef=0.1"]
+    u = learner_of(tiny, *words, f"kl.in_baseline={in_baseline}").record()
+    batch = u.assemble_batch(rollouts_of(tiny))
+    few = replace(batch, response_mask=batch.response_mask & (batch.rollout_ids == 0)[:, None])
+    read = read_batch(u, few).response_mask
+    assert torch.equal(read, batch.response_mask if in_baseline else few.response_mask)
