@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
 from rlkit.statistics import share_interval
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "tests"))
+import mutating  # noqa: E402
+
 FIELDS = ("seed", "kind", "status", "reached", "faults", "date", "commit")
-MUTATION = ("file", "function", "before", "after")
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -38,10 +41,11 @@ def keep_cases(notes: Path) -> None:
     write_rows(HERE / "fuzz.csv", [{**row, "faults": "; ".join(row["faults"])} for row in rows])
 
 
-def keep_outcomes(path: Path) -> None:
-    """Write the last outcome of each mutation."""
-    found = {tuple(row[name] for name in MUTATION): row for row in read_rows(path)}
-    write_rows(HERE / "mutants.csv", list(found.values()))
+def last_outcomes(trials: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The last trial of each mutation of the table that a test can notice."""
+    table = {m.key for m in mutating.read_table() if not m.equivalent}
+    found = {tuple(row[name] for name in mutating.KEY): row for row in trials}
+    return [row for key, row in found.items() if key in table]
 
 
 def count_share(what: str, found: int, rows: list[dict[str, str]]) -> str:
@@ -60,13 +64,13 @@ def main() -> None:
     if given.fuzz:
         keep_cases(given.fuzz)
     if given.mutants:
-        keep_outcomes(given.mutants)
+        write_rows(HERE / "mutants.csv", read_rows(given.mutants))
     cases = read_rows(HERE / "fuzz.csv")
     missed = sum(row["reached"] == "False" for row in cases)
     statuses = ", ".join(f"{n} × {s}" for s, n in Counter(r["status"] for r in cases).most_common())
     print(count_share("cases with a fault", sum(bool(row["faults"]) for row in cases), cases))
     print(f"exit statuses: {statuses}; {missed} did not reach their fault")
-    outcomes = read_rows(HERE / "mutants.csv")
+    outcomes = last_outcomes(read_rows(HERE / "mutants.csv"))
     found = Counter(row["outcome"] for row in outcomes)
     print(count_share("mutations survived", found["survived"], outcomes))
     print(", ".join(f"{n} {outcome}" for outcome, n in found.most_common()))

@@ -145,7 +145,7 @@ def serves(trunk: Any) -> bool:
         and weight.dtype == trunk.embed_tokens.weight.dtype
         and weight.dtype in TYPES
         and weight.device.type == "cpu"
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in (trunk.norm, *parts))
+        and not has_hooks(trunk.norm, *parts)
     )
 
 
@@ -178,10 +178,7 @@ def is_standard(trunk: Any) -> bool:
         )
         # This file's forward does not call the modules, so it would bypass their hooks, for example
         # a hook that fetches a shard.
-        and not any(
-            m._forward_hooks or m._forward_pre_hooks
-            for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
-        )
+        and not has_hooks(trunk, *layers, *(p for layer in layers for p in layer.children()))
     )
 
 

@@ -155,10 +155,6 @@ class Cached(Service):
             if context < policy.context_length
             else Scheduler(policy, causal, **settings)
         )
-        if in_place and decoder.passes.forward is None:
-            raise EngineError(
-                "generation.cache=varlen: the model has a forward pass of its own; use gather"
-            )
         self.why_eager = self.why_eager if kernel == "eager" else decoder.why_eager
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads

@@ -24,7 +24,7 @@ from rlkit.engines.cached.products import Part, find_plain_part, join_factors, m
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.errors import EngineError
 from rlkit.models.compiled import load_library, load_or_reason
-from rlkit.models.fused import list_norms
+from rlkit.models.fused import has_hooks, list_norms
 from rlkit.models.head import Head
 from rlkit.models.shape import read_model_shape
 
@@ -274,9 +274,7 @@ def explain_misfit(trunk: Trunk | None, head: Head) -> str:
             embedding.dtype not in (torch.float32, torch.bfloat16)
             or any(w.dtype != embedding.dtype or w.device.type != "cpu" for w in weights)
         ),
-        "the model has hooks": any(
-            m._forward_hooks or m._forward_pre_hooks for m in causal.modules()
-        ),
+        "the model has hooks": has_hooks(*causal.modules()),
         "a projection does more than multiply and add a plain adapter": (
             any(len(group.parts) < len(group.modules) for group in groups)
             or type(head.module) is not nn.Linear

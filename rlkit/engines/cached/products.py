@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
+from rlkit.models.fused import has_hooks
 from rlkit.models.load import Adapter
 from rlkit.system.adapters import LoRAFactors, plain_lora
 
@@ -56,9 +57,7 @@ def find_plain_part(module: Any, half: torch.dtype | None = None) -> Part | None
 
 def is_plain(*modules: Any) -> bool:
     """Return whether no hook or replaced forward changes the calls of these modules."""
-    return not any(
-        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules
-    )
+    return not (has_hooks(*modules) or any("forward" in vars(m) for m in modules))
 
 
 def merge_weight(part: Part, dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,7 @@ from rlkit.engines.cached.kernel import choose_kernel
 from rlkit.engines.cached.passes import Passes
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.engines.cached.slots import Row, Slots
+from rlkit.errors import EngineError
 from rlkit.types import Generation, Policy, SamplingParams
 
 MOST_READ = 1 << 14  # the most tokens read in one pass, padding included
@@ -88,6 +89,10 @@ class Scheduler:
         )
         self.slots = Slots(self.pages)
         self.passes = Passes(policy, causal, self.pages, in_place=in_place)
+        if in_place and self.passes.forward is None:
+            raise EngineError(
+                "generation.cache=varlen: the model has a forward pass of its own; use gather"
+            )
         self.asked = kernel
         self.kernel, self.why_eager = choose_kernel(kernel, self.passes.forward, self.passes.head)
         self.graphs = Graphs(causal, device)
