@@ -59,8 +59,8 @@ def evaluate_run(
         if windows:
             print(windows, flush=True)
         out = runs.make_fresh_folder(parent)
-        greedy = _evaluate_greedily(x, policy, tasks, step or 0, out)
-        sampled = _evaluate_samples(x, policy, tasks, step or 0, out)
+        greedy = _measure(x, policy, tasks, step or 0, out, "greedy")
+        sampled = _measure(x, policy, tasks, step or 0, out, "sampled")
     level = get_known_level()
     result = {
         "checkpoint": str(path) if path else None,
@@ -83,38 +83,29 @@ def evaluate_run(
     return result, out
 
 
-def _evaluate_greedily(
-    x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
+def _measure(
+    x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path, how: str
 ) -> dict[str, Any]:
-    """Measure one greedy reply to each task; write the rollouts to `out`."""
-    from rlkit.episodes.evaluation import greedy_accuracy
-    from rlkit.training.callbacks.evaluation import limit_evaluation
-
-    with keep_failed_rollout(out), limit_evaluation(x.evaluation, "the greedy evaluation"):
-        result, rollouts = greedy_accuracy(policy, tasks, version=version, **x.held_out(0.0))
-        _keep_rollouts(out / "greedy.jsonl.gz", rollouts)
-    return result
-
-
-def _evaluate_samples(
-    x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
-) -> dict[str, Any]:
-    """Measure several sampled replies to each task; write the rollouts to `out`."""
-    from rlkit.episodes.evaluation import sampled_accuracy
+    """Measure one reply to each task (`how` = greedy), or several (sampled). Write the rollouts to
+    `out`."""
+    from rlkit.episodes.evaluation import greedy_accuracy, sampled_accuracy
     from rlkit.training.callbacks.evaluation import limit_evaluation
 
     settings = x.evaluation
-    with keep_failed_rollout(out), limit_evaluation(settings, "the sampled evaluation"):
-        result, rollouts = sampled_accuracy(
-            policy,
-            tasks,
-            samples=settings.samples,
-            k=settings.k,
-            seed=settings.seed,
-            version=version,
-            **x.held_out(settings.temperature),
-        )
-        _keep_rollouts(out / "sampled.jsonl.gz", rollouts)
+    with keep_failed_rollout(out), limit_evaluation(settings, f"the {how} evaluation"):
+        if how == "greedy":
+            result, rollouts = greedy_accuracy(policy, tasks, version=version, **x.held_out(0.0))
+        else:
+            result, rollouts = sampled_accuracy(
+                policy,
+                tasks,
+                samples=settings.samples,
+                k=settings.k,
+                seed=settings.seed,
+                version=version,
+                **x.held_out(settings.temperature),
+            )
+        _keep_rollouts(out / f"{how}.jsonl.gz", rollouts)
     return result
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlkit.commands.arguments import STARTED, Arguments
 from rlkit.config.problems.numbers import sampling_problems
-from rlkit.environments import find_environment
+from rlkit.environments import Setting, find_environment
 from rlkit.episodes.record import append_rollouts, keep_failed_rollout, save_rollouts
 from rlkit.episodes.summary import (
     count_failures,
@@ -32,7 +32,7 @@ from rlkit.system.files import (
     write_json,
 )
 from rlkit.training.experiment import RolloutRun
-from rlkit.types import Environment, Rollout, Task
+from rlkit.types import Rollout
 
 UNSCORED = "unscored.jsonl.gz"  # finished episodes, until all are scored
 
@@ -136,9 +136,7 @@ def keep_unscored(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
                 )
 
 
-def limit_environment(
-    environment: Environment | Callable[[Task], Environment], max_steps: int | None
-) -> Environment | Callable[[Task], Environment]:
+def limit_environment(environment: Setting, max_steps: int | None) -> Setting:
     """Give the environment another limit of replies; None keeps its own limit."""
     if max_steps is None:
         return environment

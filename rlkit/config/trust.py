@@ -194,7 +194,9 @@ class Folder(NamedTuple):
     )
 
 
-def find_unsafe_values(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterator[str]:
+def find_unsafe_values(
+    node: Any, by: Folder, base: Any = ABSENT, path: str = "", word: str = ""
+) -> Iterator[str]:
     """Yield a sentence for every value not declared safe, for example "path=value can reach a
     program".
 
@@ -202,11 +204,9 @@ def find_unsafe_values(node: Any, by: Folder, base: Any = ABSENT, path: str = ""
       node: the config, with ${oc.env:NAME} for values of the environment.
       base: the same config without the folder's own values. A value equal in both configs comes
         from rlkit or from the user, so it is safe.
+      path: the place of the node in the whole config.
+      word: the word declared for the argument that the node belongs to.
     """
-    yield from _find_unsafe_values(node, by, base, path, "")
-
-
-def _find_unsafe_values(node: Any, by: Folder, base: Any, path: str, word: str) -> Iterator[str]:
     if is_same(node, base):
         return
     if isinstance(node, Mapping):
@@ -214,12 +214,12 @@ def _find_unsafe_values(node: Any, by: Folder, base: Any, path: str, word: str) 
             yield from _find_unsafe_arguments(node, by, base, path, word)
             return
         for key, value in node.items():
-            yield from _find_unsafe_values(
+            yield from find_unsafe_values(
                 value, by, get_child(base, key), f"{path}.{key}" if path else str(key), word
             )
     elif isinstance(node, list):
         for i, value in enumerate(node):
-            yield from _find_unsafe_values(value, by, get_item(base, i), f"{path}[{i}]", word)
+            yield from find_unsafe_values(value, by, get_item(base, i), f"{path}[{i}]", word)
     elif isinstance(node, str):
         names = FROM_ENVIRONMENT.findall(node)
         if names:
@@ -273,7 +273,7 @@ def _find_unsafe_arguments(
             continue
         if verdict.word and _says(value, verdict) and not _is_own_model(target, key, value, by):
             yield f"{where}={shorten_value(value)} can reach {_reach(verdict.word)}"
-        yield from _find_unsafe_values(value, by, get_child(base, key), where, verdict.word)
+        yield from find_unsafe_values(value, by, get_child(base, key), where, verdict.word)
 
 
 def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:

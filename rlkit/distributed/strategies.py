@@ -22,6 +22,14 @@ from rlkit.distributed import ranks
 from rlkit.errors import ConfigError
 
 
+def save_once(
+    strategy: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+) -> None:
+    """Write the checkpoint on rank 0. If writing fails, raise OSError on every rank. With
+    Lightning's own method, the other ranks would hang."""
+    ranks.broadcast(lambda: strategy.checkpoint_io.save_checkpoint(checkpoint, filepath))
+
+
 class Replicated(DDPStrategy):
     """Run DDP without its reducer: the module is not wrapped.
 
@@ -31,12 +39,7 @@ class Replicated(DDPStrategy):
     def configure_ddp(self) -> None:
         return None
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        """Write the checkpoint on rank 0. If writing fails, raise OSError on every rank. With
-        Lightning's own method, the other ranks would hang."""
-        ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
+    save_checkpoint = save_once
 
 
 class Sharded(ModelParallelStrategy):
@@ -85,11 +88,7 @@ class Sharded(ModelParallelStrategy):
             }
             optimizer.load_state_dict({**saved, "state": state})
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        """Write the checkpoint on rank 0, as `Replicated` does."""
-        ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
+    save_checkpoint = save_once
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

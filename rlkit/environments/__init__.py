@@ -6,7 +6,7 @@ weather, _by_task, calling, tool_parsers, toolbox, _single_turn, _tool_use, game
 _dialogue, _guess_number, _gymnasium.
 """
 
-from rlkit.environments._by_task import by_task, find_environment
+from rlkit.environments._by_task import Setting, by_task, find_environment
 from rlkit.environments._calculator import calculator
 from rlkit.environments._dialogue import continue_with_step, dialogue, said_done
 from rlkit.environments._guess_number import guess_number

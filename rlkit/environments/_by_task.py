@@ -10,6 +10,9 @@ from rlkit.system.copies import copy_value
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Task, safe
 
+# one environment for all tasks, or a function from a task to its environment
+Setting = Environment | Callable[[Task], Environment]
+
 
 @safe("environments", "system_prompt")
 def by_task(
@@ -67,9 +70,7 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
     return environment._replace(first_prompt=first_prompt)
 
 
-def find_environment(
-    environment: Environment | Callable[[Task], Environment], task: Task
-) -> Environment:
+def find_environment(environment: Setting, task: Task) -> Environment:
     """Return the environment of a task. The config gives one environment for all tasks, or a
     function from a task to its environment.
 

@@ -9,16 +9,14 @@ from functools import partial
 from typing import Any
 
 from rlkit.distributed import ranks
+from rlkit.environments import Setting
 from rlkit.episodes._collect import collect
 from rlkit.episodes.summary import count_failures, group_by_part, measure_reward_functions
 from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, score, score_spread
 from rlkit.statistics import count_independent, mean_interval, pass_at_k, share_interval
 from rlkit.tasks.splits import identify_problem
-from rlkit.types import Environment, Policy, Rollout, Task
-
-# one environment for all tasks, or a function from a task to its environment
-Setting = Environment | Callable[[Task], Environment]
+from rlkit.types import Policy, Rollout, Task
 
 # smallest score of a right answer, unless the task's metadata sets another score as `correct_from`
 CORRECT = 1.0

@@ -1,6 +1,8 @@
-"""The error message for a hyperparameter out of its range."""
+"""The error messages for hyperparameters out of their ranges."""
 
 from __future__ import annotations
+
+import math
 
 
 def require(holds: bool, name: str, value: object, allowed: str) -> None:
@@ -14,3 +16,15 @@ def require(holds: bool, name: str, value: object, allowed: str) -> None:
     """
     if not holds:
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def require_positive(**numbers: float) -> None:
+    """Raise a ValueError for the first of these arguments that is not > 0 and finite."""
+    for name, number in numbers.items():
+        require(0 < number < math.inf, name, number, "> 0 and finite")
+
+
+def require_unsigned(**numbers: float) -> None:
+    """Raise a ValueError for the first of these arguments that is not ≥ 0 and finite."""
+    for name, number in numbers.items():
+        require(0 <= number < math.inf, name, number, "≥ 0 and finite")

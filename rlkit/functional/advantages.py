@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlkit.functional._arguments import require
+from rlkit.functional._arguments import require, require_unsigned
 from rlkit.functional._groups import centre_groups, spread
 from rlkit.functional.filters import mixed_groups
 from rlkit.functional.masking import episode_positions, fill_masked, from_episodes, to_episodes
@@ -194,7 +194,7 @@ def gdpo(
     ... )
     tensor([ 0.7071, -0.7071])
     """
-    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
+    require_unsigned(eps=eps)
     used = {
         name: weight
         for name, weight in (dict.fromkeys(components, 1.0) if weights is None else weights).items()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkit.functional._arguments import require
+from rlkit.functional._arguments import require_positive
 from rlkit.functional.masking import segment_sum
 
 
@@ -85,7 +85,7 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
     tensor([[0.1250, 0.1250],
             [0.1250, 0.0000]])
     """
-    require(0 < constant < float("inf"), "constant", constant, "> 0 and finite")
+    require_positive(constant=constant)
     return response_mask / (rollout_ids.unique().numel() * constant)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rlkit.functional._arguments import require
+from rlkit.functional._arguments import require, require_positive
 from rlkit.functional.entropy import from_log_probs
 from rlkit.functional.masking import fill_masked, full_precision
 
@@ -202,7 +202,7 @@ def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
 
 def _divide_by_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Convert logits to full precision and divide them by the temperature."""
-    require(0 < temperature < float("inf"), "temperature", temperature, "> 0 and finite")
+    require_positive(temperature=temperature)
     logits = full_precision(logits)
     return logits if temperature == 1 else logits / temperature
 

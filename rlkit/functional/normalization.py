@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlkit.functional._arguments import require
+from rlkit.functional._arguments import require, require_unsigned
 from rlkit.functional._groups import spread
 from rlkit.functional.masking import fill_masked, rollout_mean
 
@@ -145,7 +145,7 @@ def normalize_advantages(
     tensor([[ 0.7071],
             [-0.7071]])
     """
-    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
+    require_unsigned(eps=eps)
     counted = response_mask & ~rewards.isnan()[rollout_ids].unsqueeze(-1)
     of_rollouts = rollout_mean(advantages.double(), counted, rollout_ids)[:, 0]
     rows = counted.any(1)
@@ -192,7 +192,7 @@ def whiten(
     tensor([[ 1.1547,  0.0000],
             [-0.5774, -0.5774]])
     """
-    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
+    require_unsigned(eps=eps)
     counts = response_mask & ~rewards.isnan()[rollout_ids].unsqueeze(-1)
     counted = advantages.double()[counts]
     if counted.numel() < 2 or bool((counted == counted[0]).all()):
@@ -204,4 +204,4 @@ def whiten(
 
 def _require_deviation(std: str, eps: float) -> None:
     require(std in ("sample", "population"), "std", std, "sample or population")
-    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
+    require_unsigned(eps=eps)

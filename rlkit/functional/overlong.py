@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkit.functional._arguments import require
+from rlkit.functional._arguments import require, require_positive
 from rlkit.functional.masking import full_precision
 from rlkit.types import assumes, keeps
 
@@ -55,7 +55,7 @@ def soft_penalty(
     >>> soft_penalty(torch.ones(4), torch.tensor([80, 90, 100, 500]), limit=100)[0]
     tensor([1.0000, 0.5000, 0.0000, 0.0000])
     """
-    require(0 < limit < float("inf"), "limit", limit, "> 0 and finite")
+    require_positive(limit=limit)
     require(0 < buffer <= 1, "buffer", buffer, "0 < buffer ≤ 1")
     exact = full_precision(rewards)  # bfloat16 cannot represent 4001
     # in this form the penalty is exactly -1 at the limit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlkit.functional._arguments import require
+from rlkit.functional._arguments import require_positive
 from rlkit.functional.masking import fill_masked, segment_sum
 from rlkit.types import safe
 
@@ -103,7 +103,7 @@ def pairwise_loss(
     >>> pairwise_loss(torch.tensor([[-1.0], [-1.0]]), mask, torch.tensor([0, 1]), pairs)
     tensor([0.6931])
     """
-    require(0 < beta < float("inf"), "beta", beta, "> 0 and finite")
+    require_positive(beta=beta)
     scores = segment_sum(fill_masked(logprobs, response_mask, 0.0), rollout_ids)
     if length_normalise:
         scores = scores / segment_sum(response_mask, rollout_ids).clamp_min(1)
@@ -155,7 +155,7 @@ def pairwise(
     tensor([[ 1.],
             [-1.]])
     """
-    require(0 < beta < float("inf"), "beta", beta, "> 0 and finite")
+    require_positive(beta=beta)
     n = len(rewards)
     tokens = segment_sum(response_mask, rollout_ids, n=n)
     scores = segment_sum(

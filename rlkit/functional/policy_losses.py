@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlkit.functional._arguments import require
+from rlkit.functional._arguments import require, require_positive, require_unsigned
 from rlkit.functional.masking import fill_masked, full_precision, rollout_mean, segment_sum
 from rlkit.functional.proximal import binary_kl
 from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
@@ -195,8 +195,7 @@ def sapo(
     >>> sapo(torch.tensor([[1.0]]), torch.tensor([[1.0]]))
     tensor([[-2.]])
     """
-    for name, steepness in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        require(0 < steepness < float("inf"), name, steepness, "> 0 and finite")
+    require_positive(tau_positive=tau_positive, tau_negative=tau_negative)
     advantages = advantages.detach()
     tau = torch.where(
         advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative)
@@ -246,8 +245,7 @@ def gmpo(
     >>> gmpo(new, old, mask, torch.tensor([0]), torch.ones(1, 2))  # (0.2 + 0.4) / 2 = 0.3
     tensor([[-1.3499, -1.3499]])
     """
-    for name, width in (("clip_log_low", clip_log_low), ("clip_log_high", clip_log_high)):
-        require(0 < width < float("inf"), name, width, "> 0 and finite")
+    require_positive(clip_log_low=clip_log_low, clip_log_high=clip_log_high)
     advantages = advantages.detach()
     difference = log_ratio(logprobs, logprobs_old, response_mask)
     clip = torch.where(
@@ -301,7 +299,7 @@ def kl_cov(
     tensor([[-1.3069, -2.0000]])
     """
     require(0 <= share <= 1, "share", share, "0 ≤ share ≤ 1")
-    require(0 <= coef < float("inf"), "coef", coef, "≥ 0 and finite")
+    require_unsigned(coef=coef)
     penalty = fill_masked((logprobs - logprobs_old.detach()).abs(), covariance_rank < share, 0.0)
     return -ratio * advantages.detach() + coef * penalty
 
@@ -360,8 +358,7 @@ def vespo(
         "k_negative": k_negative,
         "lam_negative": lam_negative,
     }
-    for name, number in numbers.items():
-        require(0 < number < float("inf"), name, number, "> 0 and finite")
+    require_positive(**numbers)
     total = segment_sum(log_ratio(logprobs.detach(), logprobs_sampler, response_mask), rollout_ids)
     log_w = total.clamp(math.log(1e-8), LOG_RATIO_BOUND)[rollout_ids].unsqueeze(-1)
     sign = (advantages < 0).long()
@@ -425,8 +422,8 @@ def dppo(
     tensor([[ 0., -4.]])
     """
     require(divergence in ("tv", "kl"), "divergence", divergence, "tv or kl")
-    require(0 < delta < float("inf"), "delta", delta, "> 0 and finite")
-    require(0 <= penalty < float("inf"), "penalty", penalty, "≥ 0 and finite")
+    require_positive(delta=delta)
+    require_unsigned(penalty=penalty)
     advantages = advantages.detach()
     ratio = token_ratio(logprobs, logprobs_sampler, response_mask)
     rule = partial(
@@ -462,4 +459,4 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 def _require_widths(clip_low: float, clip_high: float) -> None:
     require(0 < clip_low <= 1, "clip_low", clip_low, "0 < clip_low ≤ 1")
-    require(0 < clip_high < float("inf"), "clip_high", clip_high, "> 0 and finite")
+    require_positive(clip_high=clip_high)

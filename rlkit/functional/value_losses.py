@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkit.functional._arguments import require
+from rlkit.functional._arguments import require_positive
 
 
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def clipped_squared_error(
     ... )
     tensor([[0.1250]])
     """
-    require(0 < clip < float("inf"), "clip", clip, "> 0 and finite")
+    require_positive(clip=clip)
     values_old = values_old.detach()
     returns = returns.detach()
     held = torch.clamp(values, values_old - clip, values_old + clip)

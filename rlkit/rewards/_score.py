@@ -44,7 +44,7 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
             ' rlkit.Reward("mine", {"mine": rlkit.Term(1.0, my_function)})'
         )
     require_terms(reward)
-    with guard_state(*reward.functions):
+    with guard_state(reward.aggregator, *(term.fn for term in reward.terms.values())):
         played = [_drop_term_rewards(rollout) for rollout in rollouts]
         columns = {name: _score_column(name, played, reward) for name in reward.terms}
         rows = [{name: column[i] for name, column in columns.items()} for i in range(len(played))]

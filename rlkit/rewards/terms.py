@@ -71,11 +71,6 @@ class Reward(NamedTuple):
     max_error_rate: float = 0.0
     normalize: bool = False
 
-    @property
-    def functions(self) -> list[Callable[..., Any]]:
-        """List the aggregator and the functions of the terms."""
-        return [self.aggregator, *(term.fn for term in self.terms.values())]
-
 
 def require_terms(reward: Reward) -> None:
     """Raise ConfigError if every weight is 0, a limit is out of range, or a function cannot be

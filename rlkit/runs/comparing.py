@@ -153,11 +153,9 @@ def estimate_bounded_mean(
 # ------------------------------------------------------------------------------------ seeds to plan
 
 
-def count_needed_seeds(
-    spread: float, effect: float, *, power: float = POWER, comparisons: float = 1
-) -> int:
+def count_needed_seeds(spread: float, effect: float, *, comparisons: float = 1) -> int:
     """Count the seeds that a paired t test needs to find a difference `effect` with probability
-    `power`. The result is at least `TO_CLAIM`.
+    POWER. The result is at least `TO_CLAIM`.
 
     Up to 300 seeds the count comes from `compute_power`, which is exact for normal differences.
     Above 300 seeds, the count is `(z + z_power)² (σ_D/δ)² + z²/2` (Guenther 1981, The American
@@ -177,60 +175,58 @@ def count_needed_seeds(
             f"count_needed_seeds: effect={effect} must be above 0, and spread={spread} at least 0"
         )
     z = NORMAL.inv_cdf(1 - ALPHA / comparisons / 2)
-    about = (z + NORMAL.inv_cdf(power)) ** 2 * (spread / effect) ** 2 + z**2 / 2
+    about = (z + NORMAL.inv_cdf(POWER)) ** 2 * (spread / effect) ** 2 + z**2 / 2
     if about > 300:
         return math.ceil(about)
     low = TO_CLAIM - 1  # a number of seeds that is too small, or one below the minimum
     high = TO_CLAIM
-    while find_detectable_effect(spread, high, power=power, comparisons=comparisons) > effect:
+    while find_detectable_effect(spread, high, comparisons=comparisons) > effect:
         low = high
         high *= 2
     while high - low > 1:
         middle = (low + high) // 2
-        if find_detectable_effect(spread, middle, power=power, comparisons=comparisons) > effect:
+        if find_detectable_effect(spread, middle, comparisons=comparisons) > effect:
             low = middle
         else:
             high = middle
     return high
 
 
-def find_detectable_effect(
-    spread: float, n: int, *, power: float = POWER, comparisons: float = 1
-) -> float:
-    """Return the smallest difference that n seeds find with probability `power` (`compute_power`).
+def find_detectable_effect(spread: float, n: int, *, comparisons: float = 1) -> float:
+    """Return the smallest difference that n seeds find with probability POWER (`compute_power`).
     With fewer than `TO_CLAIM` seeds the result is inf, because nothing can be claimed."""
-    return spread * compute_visible_effect(n, power, comparisons) if n >= TO_CLAIM else math.inf
+    return spread * compute_visible_effect(n, comparisons) if n >= TO_CLAIM else math.inf
 
 
 @functools.lru_cache(4096)
-def compute_visible_effect(n: int, power: float, comparisons: float) -> float:
-    """Return the smallest difference that n seeds find with probability `power`, in units of the
+def compute_visible_effect(n: int, comparisons: float) -> float:
+    """Return the smallest difference that n seeds find with probability POWER, in units of the
     differences' standard deviation."""
     low = 0.0
     high = 1.0
-    while compute_power(1.0, high, n, comparisons=comparisons) < power:
+    while compute_power(1.0, high, n, comparisons=comparisons) < POWER:
         low = high
         high *= 2
     for _ in range(24):
         middle = (low + high) / 2
-        if compute_power(1.0, middle, n, comparisons=comparisons) < power:
+        if compute_power(1.0, middle, n, comparisons=comparisons) < POWER:
             low = middle
         else:
             high = middle
     return high
 
 
-def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
+def spread_bound(spread: float, n: int) -> float:
     """Return an upper bound of the true standard deviation: `s √((n - 1)/χ²)`. s is the standard
     deviation of n ≥ 2 values, and χ² is a lower quantile of the χ² distribution with n - 1 degrees
     of freedom.
 
     A pilot with few seeds underestimates the spread about half of the time. A plan with this bound
-    reaches its power with the probability `confidence`. The quantile is approximated as in Wilson
+    reaches its power with the probability POWER. The quantile is approximated as in Wilson
     and Hilferty 1931, to within 2 % from four values on.
     """
     freedom = n - 1
-    root = 1 - 2 / (9 * freedom) + NORMAL.inv_cdf(1 - confidence) * math.sqrt(2 / (9 * freedom))
+    root = 1 - 2 / (9 * freedom) + NORMAL.inv_cdf(1 - POWER) * math.sqrt(2 / (9 * freedom))
     return spread / math.sqrt(max(root, 0.05) ** 3)
 
 

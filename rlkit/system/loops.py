@@ -31,7 +31,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         threads = ThreadPoolExecutor(thread_name_prefix="asyncio")
         loop.set_default_executor(threads)
         try:
-            return runner.run(_run_alone(main))
+            # in a task of its own, which can be left behind
+            return runner.run(run_together([main]))[0]
         except RuntimeError as error:
             if str(error).startswith("Event loop stopped"):
                 raise EnvironmentFailed(
@@ -43,11 +44,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             _end_tasks(runner)
             threads.shutdown(wait=False, cancel_futures=True)
             loop.close()
-
-
-async def _run_alone(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a task of its own, which can be left behind, and return its result."""
-    return (await run_together([main]))[0]
 
 
 def _end_tasks(runner: asyncio.Runner) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlkit.engines.transformers import use_sampling_mode
-from rlkit.environments import find_environment, name_tools
+from rlkit.environments import Setting, find_environment, name_tools
 from rlkit.episodes import assemble, collect, count_failures
 from rlkit.episodes.episode import read_opening
 from rlkit.errors import DataError, SelfCheckError, show_controls
@@ -29,7 +29,7 @@ from rlkit.models import (
 from rlkit.system.adapters import base_model
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import list_phases
-from rlkit.types import Environment, Policy, Task, Tool, bound, declarations
+from rlkit.types import Policy, Task, Tool, bound, declarations
 
 FP32_TOLERANCE = 1e-3  # largest |Δ log-prob|: two correct float32 paths differ only by rounding
 # The following limits are for the mean of |Δ log-prob| in half precision.
@@ -83,9 +83,7 @@ def select_first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
     return out
 
 
-def check_contexts(
-    policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
-) -> tuple[str, str]:
+def check_contexts(policy: Policy, tasks: Sequence[Task], environment: Setting) -> tuple[str, str]:
     """Check that the chat template shows the rows' tools. Check also that even the longest prompts
     leave room for a reply in the model's context.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
 from rlkit.algorithm import Stream
 from rlkit.config.problems.assumptions import assumption_problems
-from rlkit.environments import find_environment
+from rlkit.environments import Setting, find_environment
 from rlkit.episodes.episode import read_opening
 from rlkit.episodes.summary import group_by_part
 from rlkit.errors import ConfigError, DataError, refuse_problems
@@ -24,7 +24,7 @@ from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import list_phases
 from rlkit.training.selfcheck import ROWS, select_first_rows
 from rlkit.training.teachers import answer, demonstration
-from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
+from rlkit.types import Rollout, Split, Splits, Step, Task
 
 
 def load_tasks(x: Experiment) -> Splits:
@@ -60,7 +60,7 @@ def _check_tasks(x: Experiment) -> Splits:
             own = [task for task in train if rewarded.of(task.part)]
             check_truths(own, phase.reward, x.environment)
             check_reward(own, phase.reward, x.environment)
-        check_assumptions(train, phase)
+        refuse_problems(assumption_problems(phase, train))
         check_streams(train, phase)
     check_tools(train, x.environment)
     return Splits(train, validation, test)
@@ -147,7 +147,7 @@ def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | Non
 def check_truths(
     tasks: Sequence[Task],
     reward: Reward,
-    environment: Environment | Callable[[Task], Environment],
+    environment: Setting,
 ) -> None:
     """Check every row's truth and environment. Each term of the reward must be able to read the
     row's truth. Otherwise the row would silently be left out of every step. Terms of weight 0 are
@@ -227,16 +227,10 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
         )
 
 
-def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
-    """Check the parts' assumptions against the rewards named in the rows. Raises: ConfigError with
-    all problems."""
-    refuse_problems(assumption_problems(x, tasks))
-
-
 def check_reward(
     tasks: Sequence[Task],
     reward: Reward,
-    environment: Environment | Callable[[Task], Environment] | None = None,
+    environment: Setting | None = None,
 ) -> None:
     """Check that the training reward runs. For every part of a mixture, the reward must be able to
     score the gold answer of at least one of the first rows.
@@ -263,9 +257,7 @@ def check_reward(
             )
 
 
-def check_tools(
-    tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
-) -> None:
+def check_tools(tasks: Sequence[Task], environment: Setting) -> None:
     """Check that tools for running the policy's code get the isolation required by their sandbox,
     in every environment named by the rows.
 

@@ -80,16 +80,9 @@ def make_sweep(
       threads: number of threads of each job. With None the jobs share the cores. If only one job
         runs at a time, the job itself chooses.
     """
-    environment = settle(root, parallel, threads)
-    return Sweep(root, config_dir, parallel, environment, owner.describe_process(os.getpid()))
-
-
-def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
-    """Return environment variables for every job of a sweep, so that all jobs compute in the same
-    way."""
-    kernels = decide_kernels(root)
     shared = threads or (max(1, count_cores() // parallel) if parallel > 1 else None)
-    return kernels | (dict.fromkeys(THREADS, str(shared)) if shared else {})
+    environment = decide_kernels(root) | (dict.fromkeys(THREADS, str(shared)) if shared else {})
+    return Sweep(root, config_dir, parallel, environment, owner.describe_process(os.getpid()))
 
 
 # ---------------------------------------------------------------------------------------- the whole

@@ -25,7 +25,7 @@ def make_sampled_batch(u: Update) -> Batch:
     a = u.x.algorithm
     rollouts = u.trained if u.moments is None else normalise(u.trained, u.moments)
     batch = filter_rollouts(u.assemble_batch(rollouts), a)
-    batch = select_reward_rows(batch, u.trained, a.streams.get("reward"))
+    batch = select_parts(batch, u.trained, a.streams.get("reward", Stream()))
     if any(stream.mask == "observations" for stream in a.active_streams.values()):
         batch = mark_observed(batch, u.trained, u.policy.renderer)
     return batch
@@ -58,12 +58,6 @@ def mark_last_tokens(batch: Batch) -> Tensor:
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
     return F.from_episodes(last, positions, mask, batch.response_mask)
-
-
-def select_reward_rows(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
-    """Train only on rollouts from the parts of the mixture that the reward's stream names. If no
-    stream belongs to the reward, return the batch unchanged."""
-    return batch if stream is None else select_parts(batch, rollouts, stream)
 
 
 def select_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
