@@ -94,7 +94,13 @@ class Scheduler:
                 "generation.cache=varlen: the model has a forward pass of its own; use gather"
             )
         self.asked = kernel
-        self.kernel, self.why_eager = choose_kernel(kernel, self.passes.forward, self.passes.head)
+        if not self.on_cpu and kernel == "auto":
+            self.kernel = None
+            self.why_eager = "it needs float32 or bfloat16 weights on a CPU"
+        else:
+            self.kernel, self.why_eager = choose_kernel(
+                kernel, self.passes.forward, self.passes.head
+            )
         self.graphs = Graphs(causal, device)
         self.samplers: dict[Any, Sampler] = {}
         self.params: SamplingParams | None = None  # the parameters of the running completions
