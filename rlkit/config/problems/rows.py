@@ -114,8 +114,8 @@ def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | Non
     answer. The mark counts on the function in `reward` and on the function in `training`.
 
     For programs, the tests of every row are read.
-    Raises: DataError naming the row and what is wrong, among it a test that cannot be judged
-      outside the program, and a `correct_from` that is no number.
+    Raises: DataError naming the row, for a test that cannot be judged outside the program and for a
+      `correct_from` that is no number.
     """
     for task in tasks:
         least = task.metadata.get("correct_from") or 0.0
