@@ -289,24 +289,28 @@ def chart_dynamic(found: Sequence[str]) -> Iterator[Chart]:
 # ------------------------------------------------------------------------------------------ numbers
 
 
-def smooth_values(values: Sequence[float], steps: int) -> list[float]:
-    """Exponential mean with weights that sum to 1 from the start on; `steps` ≤ 1 leaves the values.
+def smooth_values(curve: Mapping[int, float], steps: int) -> dict[int, float]:
+    """Exponential mean, with weights that fade by the distance in steps and sum to 1 from the start
+    on; `steps` ≤ 1 leaves the values.
 
-    m_t = (1 - a) Σ_i a^(t-i) x_i / (1 - a^(t+1)), a = 1 - 1 / steps
+    m_t = Σ_s a^(t-s) x_s / Σ_s a^(t-s) over the measured s ≤ t, a = 1 - 1 / steps
 
-    >>> [round(v, 3) for v in smooth_values([0.0, 1.0, 1.0], 2)]
-    [0.0, 0.667, 0.857]
+    >>> {step: round(v, 3) for step, v in smooth_values({0: 0.0, 1: 1.0, 2: 1.0}, 2).items()}
+    {0: 0.0, 1: 0.667, 2: 0.857}
     """
     if steps <= 1:
-        return list(values)
+        return dict(curve)
     keep = 1 - 1 / steps
     total = 0.0
     weight = 0.0
-    out = []
-    for value in values:
-        total = keep * total + value
-        weight = keep * weight + 1
-        out.append(total / weight)
+    before = 0
+    out = {}
+    for step, value in curve.items():
+        fade = keep ** (step - before)
+        total = fade * total + value
+        weight = fade * weight + 1
+        out[step] = total / weight
+        before = step
     return out
 
 
@@ -364,10 +368,7 @@ def draw_curves(chart: Chart, groups: Sequence[Group], smooth: int | None) -> li
         own = [values for run in group.runs if (values := read_series(run, chart.metric))]
         if not own:
             continue
-        smooth_own = [
-            dict(zip(values, smooth_values(list(values.values()), steps), strict=True))
-            for values in own
-        ]
+        smooth_own = [smooth_values(values, steps) for values in own]
         shown = join_seeds(smooth_own)
         if len(own) == 1 and chart.low:
             low = read_series(group.runs[0], chart.low)
