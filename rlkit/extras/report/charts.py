@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -414,13 +415,16 @@ def choose_limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
 
 def make_axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
     """RL steps → their place on the horizontal axis: the spending of a run of the group by then, in
-    the mean over its seeds."""
+    the mean over its seeds. A seed that has ended spends nothing more."""
     if against == "steps":
         return list
     spent = [read_budget(run, against) for run in group.runs]
-    return lambda steps: [
-        math.fsum(own.get(step, 0.0) for own in spent) / len(spent) for step in steps
-    ]
+    known = [(list(own), [0.0, *own.values()]) for own in spent]
+
+    def place(step: int) -> float:
+        return math.fsum(sums[bisect_right(steps, step)] for steps, sums in known) / len(known)
+
+    return lambda steps: [place(step) for step in steps]
 
 
 def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
@@ -556,13 +560,12 @@ def solve_rates(solved: Sequence[tuple[int, float]]) -> tuple[list[float], list[
         for chosen in (set(steps[:fifth]), set(steps[-fifth:]))
     )
     early, late = (
-        [sum(_bin(rate) == i for rate in side) / max(1, len(side)) for i in range(len(BINS))]
+        [sum(find_bin(rate) == i for rate in side) / max(1, len(side)) for i in range(len(BINS))]
         for side in sides
     )
     return early, late
 
 
-def _bin(rate: float) -> int:
-    if rate <= 0:
-        return 0
-    return 5 if rate >= 1 else min(4, 1 + math.ceil(rate * 4 - 1e-9) - 1)
+def find_bin(rate: float) -> int:
+    """Place of a solve rate in BINS."""
+    return bisect_left((0.0, 0.25, 0.5, 0.75), rate) + (rate >= 1)

@@ -39,6 +39,11 @@ def test_a_seed_that_ended_early_does_not_make_the_mean_jump():
     assert told == charts.Line([1, 2], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0])
 
 
+def test_spending_grows_where_a_seed_ended_early(make_run):
+    (group,) = group_runs([read_run(make_run("a", steps=2)), read_run(make_run("b", seed=1))])
+    assert charts.make_axis(group, "seconds")([0, 1, 2, 3, 4]) == [0, 3, 6, 7.5, 9]
+
+
 def test_charts_that_show_nothing_are_left_out(make_run):
     chosen = {chart.metric for chart in charts.with_values(groups(make_run))}
     assert {
