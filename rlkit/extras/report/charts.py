@@ -41,50 +41,21 @@ TIME = "Time"
 OTHER = "All other metrics"
 SECTIONS = (LEARNING, COMPONENTS, POLICY, EPISODES, OPTIMISATION, SCHEDULE, TIME, OTHER)
 LEAST = 0.1  # the least range of any axis, as a share of its largest value
+
+
+def chart_held_out(name: str, title: str, metric: str, *, joined: bool = True) -> Chart:
+    """A chart of a figure of held-out problems, with its interval."""
+    unit = "" if joined else "before and after"
+    sides = f"{metric}_low", f"{metric}_high"
+    return Chart(name, LEARNING, title, metric, unit, False, *sides, joined=joined)
+
+
 STATIC = (
     Chart("reward", LEARNING, "Training reward", "reward/mean", "mean of the step's rollouts"),
-    Chart(
-        "accuracy",
-        LEARNING,
-        "Validation accuracy",
-        "eval/accuracy",
-        "",
-        False,
-        "eval/accuracy_low",
-        "eval/accuracy_high",
-    ),
-    Chart(
-        "validation_reward",
-        LEARNING,
-        "Validation reward",
-        "eval/reward",
-        "",
-        False,
-        "eval/reward_low",
-        "eval/reward_high",
-    ),
-    Chart(
-        "test_accuracy",
-        LEARNING,
-        "Test accuracy",
-        "test/accuracy",
-        "before and after",
-        False,
-        "test/accuracy_low",
-        "test/accuracy_high",
-        joined=False,
-    ),
-    Chart(
-        "test_reward",
-        LEARNING,
-        "Test reward",
-        "test/reward",
-        "before and after",
-        False,
-        "test/reward_low",
-        "test/reward_high",
-        joined=False,
-    ),
+    chart_held_out("accuracy", "Validation accuracy", "eval/accuracy"),
+    chart_held_out("validation_reward", "Validation reward", "eval/reward"),
+    chart_held_out("test_accuracy", "Test accuracy", "test/accuracy", joined=False),
+    chart_held_out("test_reward", "Test reward", "test/reward", joined=False),
     Chart(
         "reward_by_tokens",
         LEARNING,
@@ -441,6 +412,11 @@ def average_metric(group: Group, metric: str) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
+def name_line(group: Group) -> str:
+    """A line's name in a legend, with the number of its seeds."""
+    return group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
+
+
 def abridge_name(text: str, length: int) -> str:
     """Shorten a name, so that it leaves room for the chart."""
     return text if len(text) <= length else text[: length - 1] + "…"
@@ -470,9 +446,8 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         for unit in ("tokens", "seconds")
         if _report_spending(groups, unit)
     }
-    label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
     return {
-        "label": label,
+        "label": name_line(group),
         "phases": list(dict.fromkeys(phase_starts(group))),
         "steps": steps,
         "spent": spent,
