@@ -207,6 +207,10 @@ def test_an_engine_that_keeps_its_first_weights_is_seen_long_before_the_bound():
         row["mismatch/logp_abs_mean"] = 3e-7 + 0.004 * i
     found = list_findings(e)
     assert [own.cause for own in found] == ["stale"] and "it has old weights" in found[0].evidence
+    assert found[0].remedy == ("generation=cached",)
+    e.run.settings["generation.engine._target_"] = "rlkit.engines.Cached"
+    [own] = list_findings(e)
+    assert own.remedy == () and "generation=transformers" in own.advice
 
 
 def test_what_only_came_later_is_no_cause():
@@ -396,6 +400,9 @@ def test_a_remedy_takes_the_place_of_what_its_option_was_set_to():
     assert apply_remedy(["algorithm/normalization=group"], ["algorithm/normalization=none"]) == [
         "algorithm/normalization=none"
     ]
+    sampled = ["generation=vllm", "generation.max_new_tokens=9", "generation.engine.max_rows=8"]
+    kept = ["generation.max_new_tokens=9", "generation=cached"]
+    assert apply_remedy(sampled, ["generation=cached"]) == kept
 
 
 def test_remedies_of_findings_come_first_and_none_changes_the_reward():
