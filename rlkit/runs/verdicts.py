@@ -232,8 +232,8 @@ def list_notes(groups: Sequence[Group]) -> list[str]:
                 f"{group.label} {value:,.0f}" for group, value in zip(groups, values, strict=True)
             )
             out.append(
-                f"The lines had unequal budgets, in {UNITS[unit]}: {said}. at={unit} compares them"
-                " at equal budgets."
+                f"The lines had unequal budgets, in {UNITS[unit]}: {said}. `rlkit compare`"
+                f" with at={unit} compares them at equal budgets."
             )
     changed = [
         key

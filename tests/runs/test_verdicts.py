@@ -182,7 +182,8 @@ def test_unequal_budgets_are_said_and_can_be_made_equal(arms):
     )
     assert read_budget(groups[1].runs[0], "updates") == {1: 2, 2: 4, 3: 6, 4: 8}
     (note,) = list_notes(groups)
-    assert "in optimiser steps: grpo 4, dapo 8" in note and "at=updates" in note
+    assert "in optimiser steps: grpo 4, dapo 8" in note
+    assert "`rlkit compare` with at=updates" in note
     curves = {0: 0.1, 2: 0.3, 4: 0.5}
     measured = [
         g._replace(

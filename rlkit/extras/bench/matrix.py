@@ -57,6 +57,8 @@ SPENT = {
     "tokens": "tokens",
     "processor_s": "processor seconds",
 }
+# overrides on which a run's learning rate depends
+RATES = re.compile(r"(?<!\S)(?:optimizer|optimizer\.lr|model|model\.lora\.rank)=\S+")
 FEW = 6  # most unseparated pairs of a task named on the page
 ROUNDED = 2e-5  # regrets of a table that differ by less differ by rounding alone
 
@@ -369,13 +371,12 @@ def format_page(rows: Sequence[Row], failed: Mapping[Path, str], rates: str = ""
 
 
 def shares_rate(rows: Sequence[Row]) -> bool:
-    """Return whether no arm sets its own learning rate, so that all arms share the default rate."""
+    """Return whether all arms have one learning rate. Arms with another optimizer, model or rank of
+    adapters have another default rate."""
     rates = {
-        re.search(r"(?:^|\s)optimizer\.lr=(\S+)", row.get("overrides", ""))
-        for row in rows
-        if row["arm"] not in PLACEBOS
+        tuple(RATES.findall(row.get("overrides", ""))) for row in rows if row["arm"] not in PLACEBOS
     }
-    return len({rate and rate[1] for rate in rates}) < 2
+    return len(rates) < 2
 
 
 def list_failures(failed: Mapping[Path, str]) -> str:
@@ -498,6 +499,9 @@ def list_claims(found: Scores) -> str:
             high = max(p.sees for p in own)
             seen = f"{low:.2f}" if len(own) == 1 else f"{low:.2f} to {high:.2f}"
             rest.append(f"- {task}: {names} (a difference of {seen} would be seen)")
+    above = list_above_placebos(found, all_pairs)
+    if not every:
+        return "\n".join(["Nothing: no task has two arms.", "", *above]).rstrip()
     head = (
         f"{len(told)} of {len(every)} comparisons, at a false-discovery rate of 5 % (Benjamini and"
         " Hochberg) over all of them."
@@ -507,9 +511,7 @@ def list_claims(found: Scores) -> str:
         if rest
         else "All are told apart; comparisons.csv has each."
     )
-    return "\n".join(
-        [head, "", *lines, "", tail, "", *rest, "", *list_above_placebos(found, all_pairs)]
-    ).rstrip()
+    return "\n".join([head, "", *lines, "", tail, "", *rest, "", *above]).rstrip()
 
 
 def rate(q: float) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlkit.tasks.splits import check_split
@@ -123,6 +123,7 @@ def average_value(tasks: Sequence[Task]) -> Value:
 # ---------------------------------------------------------------------------------------- one reply
 
 
+@ranges(problems=(1, 32), letters=(2, 32), depths=(1, None))
 def needle(
     *,
     split: Split = "train",
@@ -158,6 +159,25 @@ def needle(
     )
 
 
+def deal_letters(
+    name: str,
+    problems: int,
+    seed: int,
+    change: Callable[[int], Mapping[str, float]] = lambda i: {},
+    **given: Any,
+) -> list[Task]:
+    """Make tasks of problems with one right letter of eight.
+
+    Args:
+      change: number of a problem → fields of its `Question`.
+      given: further arguments of `deal_tasks`.
+    """
+    rng = random.Random(f"{name} of {seed}")
+    rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])], **change(i)) for i in range(problems)]
+    return deal_tasks(name, rows, [LETTERS[:8]], seed=seed, **given)
+
+
+@ranges(problems=(1, 32))
 def scales(
     *,
     split: Split = "train",
@@ -168,22 +188,11 @@ def scales(
 ) -> list[Task]:
     """Make the task of normalisation: one of eight letters is right. In training it pays 1, 10, 100
     or 1000, by problem; in evaluations it pays 1."""
-    rng = random.Random(f"scales of {seed}")
-    rows = [
-        Question(LETTERS[i], [rng.choice(LETTERS[:8])], pay=10.0 ** (i % 4))
-        for i in range(problems)
-    ]
-    return deal_tasks(
-        "scales",
-        rows,
-        [LETTERS[:8]],
-        split=split,
-        seed=seed,
-        max_samples=max_samples,
-        placebo=placebo,
-    )
+    given: dict[str, Any] = {"split": split, "max_samples": max_samples, "placebo": placebo}
+    return deal_letters("scales", problems, seed, lambda i: {"pay": 10.0 ** (i % 4)}, **given)
 
 
+@ranges(problems=(1, 32))
 def noisy(
     *,
     split: Split = "train",
@@ -194,22 +203,11 @@ def noisy(
 ) -> list[Task]:
     """Make the task of a verifier with errors: one of eight letters is right. The training verifier
     errs with a chance of 0, 0.15, 0.3 or 0.45, by problem."""
-    rng = random.Random(f"noisy of {seed}")
-    rows = [
-        Question(LETTERS[i], [rng.choice(LETTERS[:8])], flip=0.15 * (i % 4))
-        for i in range(problems)
-    ]
-    return deal_tasks(
-        "noisy",
-        rows,
-        [LETTERS[:8]],
-        split=split,
-        seed=seed,
-        max_samples=max_samples,
-        placebo=placebo,
-    )
+    given: dict[str, Any] = {"split": split, "max_samples": max_samples, "placebo": placebo}
+    return deal_letters("noisy", problems, seed, lambda i: {"flip": 0.15 * (i % 4)}, **given)
 
 
+@ranges(problems=(1, 32))
 def stale(
     *,
     split: Split = "train",
@@ -220,20 +218,11 @@ def stale(
 ) -> list[Task]:
     """Make the task of off-policy corrections: one of eight letters is right. The difficulty comes
     from the preset, which samples with old weights."""
-    rng = random.Random(f"stale of {seed}")
-    rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])]) for i in range(problems)]
-    return deal_tasks(
-        "stale",
-        rows,
-        [LETTERS[:8]],
-        split=split,
-        seed=seed,
-        max_samples=max_samples,
-        placebo=placebo,
-    )
+    given: dict[str, Any] = {"split": split, "max_samples": max_samples, "placebo": placebo}
+    return deal_letters("stale", problems, seed, **given)
 
 
-@ranges(fooled=(1, None))
+@ranges(problems=(1, 32), fooled=(1, None))
 def proxy(
     *,
     split: Split = "train",
@@ -278,6 +267,7 @@ def proxy(
     )
 
 
+@ranges(problems=(1, 32))
 def lengthy(
     *,
     split: Split = "train",
@@ -317,6 +307,7 @@ def lengthy(
 # -------------------------------------------------------------------------------------------- games
 
 
+@ranges(problems=(1, 32), choices=(2, 32))
 def chain(
     *,
     split: Split = "train",
@@ -342,6 +333,7 @@ def chain(
     )
 
 
+@ranges(length=(1, 32), choices=(2, 32))
 class Chain:
     """A game of `length` turns. One turn counts, and the problem decides which. The other turns pay
     `coin` or -`coin` at random in training, and nothing in evaluations.
@@ -378,6 +370,7 @@ class Chain:
         return LETTERS[-self.turn], reward, self.turn == self.length, False, {}
 
 
+@ranges(problems=(1, 32), holes=(0, 9), length=(6, None))
 def lake(
     *,
     split: Split = "train",

@@ -130,13 +130,14 @@ class IterationLearner(Learner):
             self.load({"rlkit": run.learner})
             self.progress = self.progress._replace(step=self.rl_step)
 
-    def iterate(self, tasks: Sequence[Task], stream: StreamState) -> TrainingState:
+    def iterate(self, tasks: Sequence[Task], stream: StreamState, engine: Any) -> TrainingState:
+        """Take the step. `engine` is that of iterations without one of their own."""
         x = self.begin()
         sampled, trained, stream = experience(
             x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock
         )
         metrics = self.step(sampled, trained)
-        RUNS[self.optimizer] = Run(self.save(), self.own_critic, x.generation.engine, stream)
+        RUNS[self.optimizer] = Run(self.save(), self.own_critic, engine, stream)
         row = {short: float(metrics[name]) for short, name in NAMES.items()} | metrics
         unread = {} if x.kl.active else {"kl": 0.0, "kl_coef": 0.0}
         return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row | unread)
@@ -187,12 +188,14 @@ def training_iteration(
     )
     params = gen_config.params
     reward = viewed_reward(reward_fn, aggregator)
-    engine = choose_engine(generator, gen_config, engine or (run.engine if run else None))
+    kept = choose_engine(None, gen_config, engine or (run.engine if run else None))
     parts = {
         "seed": seed,
         "batch": BatchSize(batch_size or len(tasks), train_config.group_size),
         "environment": environment or single_turn(),
-        "generation": Sampling(engine, params.temperature, params.max_new_tokens),
+        "generation": Sampling(
+            choose_engine(generator, gen_config, kept), params.temperature, params.max_new_tokens
+        ),
         "reward": reward._replace(normalize=reward.normalize or train_config.normalize_rewards),
     }
     was_training = model.training
@@ -200,7 +203,7 @@ def training_iteration(
     try:
         return IterationLearner(
             policy, optimizer, train_config, ref_model, ref_update_fn, parts, **hooks
-        ).iterate(tasks, stream)
+        ).iterate(tasks, stream, kept)
     finally:
         model.train(was_training)
 
@@ -257,8 +260,12 @@ def train(
     train_config: replaces algorithm, learning_rate and kl_coef. switch_strategy: replaces
     algorithm. log_fn: called with every state. optimizer_fn: function from (parameters,
     lr=learning_rate) to an optimizer. hooks: hooks of `training_iteration`. With a switch_strategy,
-    pair_selector is used only in iterations with dapo.
+    pair_selector is used only in iterations with dapo. save_every: 0 saves nothing. Raises:
+    ValueError for a switch_strategy beside a train_config.
     """
+    rate = train_config.learning_rate if train_config else learning_rate
+    numbers = {"kl_coef": kl_coef if use_ref_model else 0.0, "learning_rate": rate}
+    configure = _choose_configs(train_config, switch_strategy, algorithm, **numbers)
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
     model = (
         load_model(model_name, use_lora=True, model_loader=model_loader)
@@ -266,17 +273,14 @@ def train(
         else model_name
     )
     ref_model = create_reference_model(model, ref_model_fn) if use_ref_model else None
-    optimizer = optimizer_fn([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    optimizer = optimizer_fn([p for p in model.parameters() if p.requires_grad], lr=rate)
     ema = dict[str, float]()
     tokens = 0
     seed = choose_seed(seed)
     update_fn = hooks.pop("ref_update_fn", None)
     os.makedirs(output_dir, exist_ok=True)
     for step in range(num_steps):
-        numbers = {"kl_coef": kl_coef if use_ref_model else 0.0, "learning_rate": learning_rate}
-        config = train_config or get_algorithm_config(
-            step, switch_strategy or (lambda _: algorithm), **numbers
-        )
+        config = configure(step)
         acting = {
             key: hook
             for key, hook in hooks.items()
@@ -289,9 +293,27 @@ def train(
         ema = update_ema_metrics(state.metrics, ema)
         tokens += state.total_tokens
         (log_fn or partial(_say, num_steps, tokens))(state._replace(ema_metrics=ema))
-        if (step + 1) % save_every == 0:
+        if save_every and (step + 1) % save_every == 0:
             save_checkpoint(model, tokenizer, step, str(output_dir), checkpoint_fn)
     return model, tokenizer
+
+
+def _choose_configs(
+    train_config: TrainingConfig | None,
+    switch_strategy: Callable[[int], str] | None,
+    algorithm: str,
+    **numbers: float,
+) -> Callable[[int], TrainingConfig]:
+    """Return a function from an iteration to its config."""
+    if train_config is None:
+        switch = switch_strategy or (lambda _: algorithm)
+        return lambda step: get_algorithm_config(step, switch, **numbers)
+    if switch_strategy is not None:
+        raise ValueError(
+            "train_config has one algorithm for all iterations, and switch_strategy chooses one for"
+            " each; give one of them"
+        )
+    return lambda _: train_config
 
 
 def _say(steps: int, tokens: int, state: TrainingState) -> None:

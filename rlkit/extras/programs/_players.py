@@ -113,20 +113,16 @@ async def call_function(function: Callable[..., Any], task: Task, door: Any, add
             done.set_result((value, error))
 
     def work() -> None:
-        said: tuple[Any, Exception | None] = (None, None)
+        value: Any = None
+        failed: Exception | None = None
         try:
-            said = function(task, client), None
-        except (Exception, SystemExit) as error:
-            said = (
-                None,
-                (
-                    error
-                    if isinstance(error, Exception)
-                    else RuntimeError(f"it asked to exit with {error}")
-                ),
-            )
+            value = function(task, client)
+        except Exception as error:
+            failed = error
+        except SystemExit as error:
+            failed = RuntimeError(f"it asked to exit with {error}")
         with suppress(RuntimeError):  # the loop is closed, because the episode ended long ago
-            loop.call_soon_threadsafe(tell, *said)
+            loop.call_soon_threadsafe(tell, value, failed)
 
     if inspect.iscoroutinefunction(inner):
         try:

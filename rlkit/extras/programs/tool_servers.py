@@ -155,15 +155,15 @@ class Connection:
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  what the server writes to standard error
         self.over = asyncio.Event()
         self.client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.owner = asyncio.create_task(self._own(start_timeout, env))
+        self.owner = asyncio.create_task(self._own(env))
 
-    async def _own(self, start_timeout: float, env: Mapping[str, str]) -> None:
-        reason = f"it did not answer within {start_timeout:g} s"
+    async def _own(self, env: Mapping[str, str]) -> None:
+        reason = f"it did not answer within {self.start_timeout:g} s"
         held = make_folder() if needs_folder(self.server) else nullcontext("")
         try:
             with held as where:
                 connected = self._client(env, where)
-                async with asyncio.timeout(start_timeout) as limit, connected as client:
+                async with asyncio.timeout(self.start_timeout) as limit, connected as client:
                     limit.reschedule(None)
                     reason = "the connection was closed"
                     self.client.set_result(client)

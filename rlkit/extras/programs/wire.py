@@ -84,9 +84,10 @@ def _items(value: Any, where: str) -> list[Body]:
     return value
 
 
-def _tool(name: Any, function: Body, parameters: str, where: str) -> dict[str, Any]:
+def _tool(function: Body, parameters: str) -> dict[str, Any]:
+    name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{where} has a tool without a name")
+        raise ValueError("a tool in tools has no name")
     schema = {
         "name": name,
         "description": function.get("description") or "",
@@ -227,10 +228,7 @@ def read_responses(body: Body) -> ChatRequest:
                 f"{where} is of type {kind!r:.60} and role {role!r:.60}; text, function calls and"
                 " their outputs are read"
             )
-    tools = [
-        _tool(t.get("name"), t, "parameters", "tools")
-        for t in _items(body.get("tools") or [], "tools")
-    ]
+    tools = [_tool(t, "parameters") for t in _items(body.get("tools") or [], "tools")]
     return _check_request(
         ChatRequest(
             messages, tools, _limit(body, "max_output_tokens"), (), bool(body.get("stream"))
@@ -280,10 +278,7 @@ def read_messages(body: Body) -> ChatRequest:
             messages.append(message)
         elif of["text"] or not of["tool_result"]:
             messages.append({"role": role, "content": text})
-    tools = [
-        _tool(t.get("name"), t, "input_schema", "tools")
-        for t in _items(body.get("tools") or [], "tools")
-    ]
+    tools = [_tool(t, "input_schema") for t in _items(body.get("tools") or [], "tools")]
     stops = _stops(body.get("stop_sequences"), "stop_sequences")
     return _check_request(
         ChatRequest(messages, tools, _limit(body, "max_tokens"), stops, bool(body.get("stream")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -40,50 +41,21 @@ TIME = "Time"
 OTHER = "All other metrics"
 SECTIONS = (LEARNING, COMPONENTS, POLICY, EPISODES, OPTIMISATION, SCHEDULE, TIME, OTHER)
 LEAST = 0.1  # the least range of any axis, as a share of its largest value
+
+
+def chart_held_out(name: str, title: str, metric: str, *, joined: bool = True) -> Chart:
+    """A chart of a figure of held-out problems, with its interval."""
+    unit = "" if joined else "before and after"
+    sides = f"{metric}_low", f"{metric}_high"
+    return Chart(name, LEARNING, title, metric, unit, False, *sides, joined=joined)
+
+
 STATIC = (
     Chart("reward", LEARNING, "Training reward", "reward/mean", "mean of the step's rollouts"),
-    Chart(
-        "accuracy",
-        LEARNING,
-        "Validation accuracy",
-        "eval/accuracy",
-        "",
-        False,
-        "eval/accuracy_low",
-        "eval/accuracy_high",
-    ),
-    Chart(
-        "validation_reward",
-        LEARNING,
-        "Validation reward",
-        "eval/reward",
-        "",
-        False,
-        "eval/reward_low",
-        "eval/reward_high",
-    ),
-    Chart(
-        "test_accuracy",
-        LEARNING,
-        "Test accuracy",
-        "test/accuracy",
-        "before and after",
-        False,
-        "test/accuracy_low",
-        "test/accuracy_high",
-        joined=False,
-    ),
-    Chart(
-        "test_reward",
-        LEARNING,
-        "Test reward",
-        "test/reward",
-        "before and after",
-        False,
-        "test/reward_low",
-        "test/reward_high",
-        joined=False,
-    ),
+    chart_held_out("accuracy", "Validation accuracy", "eval/accuracy"),
+    chart_held_out("validation_reward", "Validation reward", "eval/reward"),
+    chart_held_out("test_accuracy", "Test accuracy", "test/accuracy", joined=False),
+    chart_held_out("test_reward", "Test reward", "test/reward", joined=False),
     Chart(
         "reward_by_tokens",
         LEARNING,
@@ -289,24 +261,28 @@ def chart_dynamic(found: Sequence[str]) -> Iterator[Chart]:
 # ------------------------------------------------------------------------------------------ numbers
 
 
-def smooth_values(values: Sequence[float], steps: int) -> list[float]:
-    """Exponential mean with weights that sum to 1 from the start on; `steps` ≤ 1 leaves the values.
+def smooth_values(curve: Mapping[int, float], steps: int) -> dict[int, float]:
+    """Exponential mean, with weights that fade by the distance in steps and sum to 1 from the start
+    on; `steps` ≤ 1 leaves the values.
 
-    m_t = (1 - a) Σ_i a^(t-i) x_i / (1 - a^(t+1)), a = 1 - 1 / steps
+    m_t = Σ_s a^(t-s) x_s / Σ_s a^(t-s) over the measured s ≤ t, a = 1 - 1 / steps
 
-    >>> [round(v, 3) for v in smooth_values([0.0, 1.0, 1.0], 2)]
-    [0.0, 0.667, 0.857]
+    >>> {step: round(v, 3) for step, v in smooth_values({0: 0.0, 1: 1.0, 2: 1.0}, 2).items()}
+    {0: 0.0, 1: 0.667, 2: 0.857}
     """
     if steps <= 1:
-        return list(values)
+        return dict(curve)
     keep = 1 - 1 / steps
     total = 0.0
     weight = 0.0
-    out = []
-    for value in values:
-        total = keep * total + value
-        weight = keep * weight + 1
-        out.append(total / weight)
+    before = 0
+    out = {}
+    for step, value in curve.items():
+        fade = keep ** (step - before)
+        total = fade * total + value
+        weight = fade * weight + 1
+        out[step] = total / weight
+        before = step
     return out
 
 
@@ -364,10 +340,7 @@ def draw_curves(chart: Chart, groups: Sequence[Group], smooth: int | None) -> li
         own = [values for run in group.runs if (values := read_series(run, chart.metric))]
         if not own:
             continue
-        smooth_own = [
-            dict(zip(values, smooth_values(list(values.values()), steps), strict=True))
-            for values in own
-        ]
+        smooth_own = [smooth_values(values, steps) for values in own]
         shown = join_seeds(smooth_own)
         if len(own) == 1 and chart.low:
             low = read_series(group.runs[0], chart.low)
@@ -413,13 +386,16 @@ def choose_limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
 
 def make_axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
     """RL steps → their place on the horizontal axis: the spending of a run of the group by then, in
-    the mean over its seeds."""
+    the mean over its seeds. A seed that has ended spends nothing more."""
     if against == "steps":
         return list
     spent = [read_budget(run, against) for run in group.runs]
-    return lambda steps: [
-        math.fsum(own.get(step, 0.0) for own in spent) / len(spent) for step in steps
-    ]
+    known = [(list(own), [0.0, *own.values()]) for own in spent]
+
+    def place(step: int) -> float:
+        return math.fsum(sums[bisect_right(steps, step)] for steps, sums in known) / len(known)
+
+    return lambda steps: [place(step) for step in steps]
 
 
 def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
@@ -434,6 +410,11 @@ def average_metric(group: Group, metric: str) -> float:
     """Mean over all steps of all runs of a group; 0 if it is not measured."""
     values = [value for run in group.runs for value in read_series(run, metric).values()]
     return math.fsum(values) / len(values) if values else 0.0
+
+
+def name_line(group: Group) -> str:
+    """A line's name in a legend, with the number of its seeds."""
+    return group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
 
 
 def abridge_name(text: str, length: int) -> str:
@@ -465,9 +446,8 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         for unit in ("tokens", "seconds")
         if _report_spending(groups, unit)
     }
-    label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
     return {
-        "label": label,
+        "label": name_line(group),
         "phases": list(dict.fromkeys(phase_starts(group))),
         "steps": steps,
         "spent": spent,
@@ -555,13 +535,12 @@ def solve_rates(solved: Sequence[tuple[int, float]]) -> tuple[list[float], list[
         for chosen in (set(steps[:fifth]), set(steps[-fifth:]))
     )
     early, late = (
-        [sum(_bin(rate) == i for rate in side) / max(1, len(side)) for i in range(len(BINS))]
+        [sum(find_bin(rate) == i for rate in side) / max(1, len(side)) for i in range(len(BINS))]
         for side in sides
     )
     return early, late
 
 
-def _bin(rate: float) -> int:
-    if rate <= 0:
-        return 0
-    return 5 if rate >= 1 else min(4, 1 + math.ceil(rate * 4 - 1e-9) - 1)
+def find_bin(rate: float) -> int:
+    """Place of a solve rate in BINS."""
+    return bisect_left((0.0, 0.25, 0.5, 0.75), rate) + (rate >= 1)

@@ -7,14 +7,15 @@ import base64
 import gzip
 import json
 import math
+import os
 import random
 import shlex
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rlkit.episodes.record import load_rollouts
+from rlkit.episodes.summary import group_rewards
 from rlkit.errors import DataError
 from rlkit.runs import folder as runs
 from rlkit.runs.reading import ReadRun, find_rollout_file
@@ -73,7 +74,7 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
     best, its worst and a random choice of the others. Test and validation problems take at most
     half of the room.
     """
-    shown = Shown([_name(run) for run in found], [], [], [], [])
+    shown = Shown(name_runs(found), [], [], [], [])
     traced = has_command("why")
     size = 0
     for index, run in enumerate(found):
@@ -144,9 +145,15 @@ def compress_data(data: Any) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def _name(run: ReadRun) -> str:
-    """A line for a run, distinct from the other runs'."""
-    return f"{run.name}{'' if run.seed is None else f', seed {run.seed}'} · {run.folder.name}"
+def name_runs(found: Sequence[ReadRun]) -> list[str]:
+    """A line for each run, with its place below the folder common to all of them."""
+    folders = [os.path.abspath(run.folder) for run in found]
+    common = os.path.commonpath([os.path.dirname(folder) for folder in folders])
+    seeds = ["" if run.seed is None else f", seed {run.seed}" for run in found]
+    return [
+        f"{run.name}{seed} · {os.path.relpath(folder, common)}"
+        for run, seed, folder in zip(found, seeds, folders, strict=True)
+    ]
 
 
 def token_command(run: ReadRun, step: int, number: int) -> str:
@@ -183,7 +190,8 @@ def choose_rollouts(
         room -= len(chosen)
         yield step, kind, chosen, len(rollouts)
     steps = [*index_steps(run.folder / "rollouts").items()]
-    spread = _spread(steps, max(1, room // LEAST))
+    # the solve rates need both ends
+    spread = _spread(steps, max(2, room // LEAST))
     skipped = (len(steps) - len(spread)) / max(1, len(spread))  # unread steps after each read one
     for left, (step, part) in zip(range(len(spread), 0, -1), spread, strict=True):
         rollouts = read(part)
@@ -229,11 +237,8 @@ def select_best_worst_random(
 
 def count_played(played: Played, step: int, rollouts: Sequence[Rollout]) -> None:
     """Add a step's episodes to the solve rates and the turns of a run."""
-    groups: dict[int, list[float]] = defaultdict(list)
     for rollout in rollouts:
         total = rollout.total_reward
-        if total is not None:
-            groups[rollout.group].append(total)
         for i, reply in enumerate(rollout.steps):
             bad = any(call.error for call in reply.tool_calls) or any(
                 not result.ok for result in reply.tool_results
@@ -245,7 +250,8 @@ def count_played(played: Played, step: int, rollouts: Sequence[Rollout]) -> None
                 (played.turns[i] if i < len(played.turns) else Turn()).plus(own)
             ]
     played.solved.extend(
-        (step, sum(value > 0 for value in values) / len(values)) for values in groups.values()
+        (step, sum(value > 0 for value in values) / len(values))
+        for values in group_rewards(rollouts).values()
     )
 
 

@@ -15,6 +15,7 @@ from rlkit.extras.report.charts import (
     choose_limits,
     draw_curves,
     make_axis,
+    name_line,
     phase_starts,
     seconds_data,
 )
@@ -119,7 +120,6 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
         group = groups[curve.group]
         shown = curve.shown
         colour, dash = choose_style(curve.group)
-        label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
         mark = "o" if len(shown.steps) <= 12 or curve.bars else None
         drawn = {"color": colour, "linestyle": dash if chart.joined else "none"}
         at = make_axis(group, chart.against)
@@ -129,7 +129,7 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
             marker=mark,
             markersize=3,
             linewidth=1.6,
-            label=label,
+            label=name_line(group),
             **drawn,
         )
         if curve.raw:

@@ -25,7 +25,7 @@ from rlkit.extras.report.charts import (
 )
 from rlkit.extras.report.conversations import Shown, compress_data, trim_text
 from rlkit.runs.comparing import TO_CLAIM
-from rlkit.runs.reading import Group, ReadRun, find_differences, is_number
+from rlkit.runs.reading import Group, ReadRun, find_differences, find_rollout_file, is_number
 from rlkit.runs.tables import (
     HeldOutRow,
     WithInterval,
@@ -49,15 +49,13 @@ from rlkit.tasks.splits import count_in_words
 
 SCRIPTS = ("charts.js", "report.js")
 NOSCRIPT = (
-    "<noscript><p class=note>The charts need JavaScript; they are in the folder beside this file as"
-    " SVG and PDF too.</p></noscript>"
+    "<noscript><p class=note>The charts need JavaScript; the last line of this page names the same"
+    " data as files.</p></noscript>"
 )
 SOLVED = (
     "<p class=note>How many of a step's problems have which share of samples with a reward above 0:"
-    " pale over the first fifth of the "
-)
-SOLVED += (
-    "steps, full over the last. Problems at 0 and at 1 teach nothing to a group algorithm.</p>"
+    " pale over the first fifth of the steps, full over the last. Problems at 0 and at 1 teach"
+    " nothing to a group algorithm.</p>"
 )
 SHOWN = 80  # differing settings
 
@@ -349,7 +347,8 @@ def runs_table(found: Sequence[ReadRun]) -> str:
     rows = []
     for run in found:
         s = run.summary
-        ended = str(s.get("ended", "")) or ("unfinished" if run.rows else "episodes")
+        unfinished = "unfinished" if find_rollout_file(run.folder) is None else "episodes"
+        ended = str(s.get("ended", "")) or unfinished
         good = ended in ("finished", "episodes")
         steps = run.rows[-1]["step"] if run.rows else None
         rows.append(

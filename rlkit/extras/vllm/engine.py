@@ -10,6 +10,7 @@ change.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -272,14 +273,17 @@ def _addresses(addresses: Sequence[str]) -> list[str]:
 
 
 def make_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Convert arguments of vLLM's LLM class to flags of `vllm serve`."""
+    """Convert arguments of vLLM's LLM class to flags of `vllm serve`. A mapping becomes JSON, and a
+    list a word for each of its items."""
     out = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             out.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            out += [f"--{flag}", str(value)]
+            values = value if isinstance(value, list) else [value]
+            words = [json.dumps(own) if isinstance(own, dict) else str(own) for own in values]
+            out += [f"--{flag}", *words]
     return out
 
 

@@ -125,13 +125,18 @@ def stale_engine(e: Evidence) -> Finding | None:
     if not (grew or gap > bound):
         return None
     why = "so it has old weights" if grew else f"more than the {bound:.2g} of rounding"
+    remedy: tuple[str, ...] = ("generation=cached",)
+    advice = "Sample with rlkit's engine. If that mends it, look at how the other loads weights."
+    if e.setting("generation.engine._target_") == "rlkit.engines.Cached":
+        remedy = ()
+        advice = "Sample with generation=transformers. If that mends it, report a fault of rlkit."
     return Finding(
         "stale",
         "The engine does not sample from the trained policy.",
         f"Sampler and trainer differed by {first:.2g} nats a token in the first step, and by"
         f" {gap:.2g} in the last third, {why}.",
-        "Sample with rlkit's engine. If that mends it, look at how the other one loads weights.",
-        ("generation=cached",),
+        advice,
+        remedy,
     )
 
 

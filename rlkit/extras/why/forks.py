@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlkit.config.changes import identify
 from rlkit.config.compose import make_builder
 from rlkit.config.problems.schedules import build_first_steps
 from rlkit.episodes.stream import StreamState, take
@@ -46,6 +47,7 @@ class Fork(NamedTuple):
     steps: int
     seconds: float
     rewards: Mapping[str, float]  # id of a prompt → mean reward of its replies
+    of: str = ""  # `identify` of its config
 
 
 class Place(NamedTuple):
@@ -121,8 +123,9 @@ def run_fork(x: Experiment, setting: Setting, tasks: Splits, place: Place, steps
                 flight = take_step(learner, source, flight)
         with autocast(own, device):
             rewards = measure(x, learner, policy, choose_probes(x, tasks, place, steps))
-    seconds = time.perf_counter() - begun
-    return Fork(remedy.title, remedy.overrides, place.step, steps, round(seconds, 2), rewards)
+    seconds = round(time.perf_counter() - begun, 2)
+    of = identify(config)
+    return Fork(remedy.title, remedy.overrides, place.step, steps, seconds, rewards, of)
 
 
 def take_step(learner: Learner, source: GroupSource, flight: Flight) -> Flight:
@@ -178,8 +181,8 @@ def measure(
 
 
 def read_forks(folder: Path, place: Place, steps: int) -> dict[tuple[str, ...], Fork]:
-    """Read the finished forks from this place, by their overrides. A line cut short by a kill is
-    skipped."""
+    """Read the finished forks from this place, by the identity of their config and their overrides.
+    A line cut short by a kill is skipped."""
     done = {}
     file = folder / FILE
     for line in file.read_text().splitlines() if file.is_file() else ():
@@ -188,7 +191,7 @@ def read_forks(folder: Path, place: Place, steps: int) -> dict[tuple[str, ...], 
         except (ValueError, TypeError):
             continue
         if (fork.start, fork.steps) == (place.step, steps):
-            done[tuple(fork.overrides)] = fork._replace(overrides=tuple(fork.overrides))
+            done[fork.of, *fork.overrides] = fork._replace(overrides=tuple(fork.overrides))
     return done
 
 

@@ -14,6 +14,8 @@ STEPS = 8  # RL steps of a fork
 PROBES = 64  # further prompts to measure every fork on
 SAMPLES = 4  # replies to each of these prompts
 FACTOR = 3.0  # factor by which the learning rate is raised and lowered
+# option → those of its settings that another option cannot take; of every other option all
+OWN = {"generation": "generation.engine"}
 UNTRIED = ("reward", "task", "seed", "model")  # a change of these groups would change the measure
 
 
@@ -90,13 +92,13 @@ def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: 
 
 def apply_remedy(saved: Iterable[str], overrides: Sequence[str]) -> list[str]:
     """Add a remedy to a run's overrides. If it replaces an option, the overrides of this option's
-    settings are removed.
+    settings are removed, except for those that the new option has too (`OWN`).
 
     >>> apply_remedy(["kl=k3", "kl.coef=10", "seed=1"], ["kl=none"])
     ['seed=1', 'kl=none']
     """
     keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
-    groups = tuple(f"{key.replace('/', '.')}." for key in keys)
+    groups = tuple(f"{OWN.get(key, key).replace('/', '.')}." for key in keys)
     kept = []
     for text in saved:
         key = text.partition("=")[0].lstrip("+~")

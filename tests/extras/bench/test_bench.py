@@ -22,7 +22,7 @@ from rlkit.config.experiment import experiment as configured
 from rlkit.config.schema import build
 from rlkit.errors import ConfigError
 from rlkit.extras.bench import matrix as bench
-from rlkit.extras.bench import rates
+from rlkit.extras.bench import rates, tasks
 from rlkit.extras.bench.fresh import Opinions, fresh_policy, random_reply
 from rlkit.extras.bench.lists import listed, paid, priced
 from rlkit.extras.bench.tasks import LETTERS, Chain, Lake, Value, average_value, draw_holes
@@ -484,6 +484,30 @@ def test_a_page_whose_arms_share_one_rate_says_so_in_its_title():
         for row in rows
     ]
     assert bench.format_page(own, {}).startswith("# rlkit bench\n")
+    adapted = [
+        row | {"overrides": row["overrides"] + " model.lora.rank=8" * (row["arm"] == "a")}
+        for row in rows
+    ]
+    assert bench.format_page(adapted, {}).startswith("# rlkit bench\n")
+
+
+def test_a_page_of_one_arm_claims_nothing():
+    assert "\nNothing: no task has two arms.\n" in bench.format_page(table({"a": 0.5}), {})
+
+
+@each("word", ["1", "True", "yes"])
+def test_placebo_is_true_or_false(word, capsys):
+    assert main(["bench", "algorithms=grpo", f"placebo={word}"]) == 2
+    assert f"placebo={word}: must be true or false" in capsys.readouterr().err
+
+
+def test_every_problem_of_the_largest_tasks_is_there():
+    for make in (tasks.needle, tasks.scales, tasks.noisy, tasks.stale, tasks.proxy, tasks.lengthy):
+        assert len({own.messages[0]["content"] for own in make(problems=32)}) == 32
+    for number in range(32):
+        assert Chain(length=32).reset(seed=number)[0] == LETTERS[number]
+        for holes in range(10):
+            assert tasks.compute_crossing(draw_holes(number, holes), 6).best == 1.0
 
 
 def test_regret_is_1_at_random_and_0_at_best():
@@ -499,6 +523,12 @@ def test_regret_is_1_at_random_and_0_at_best():
         (["algorithms=grpp"], "grpp"),
         (["algorithms=grpo", "seeds=x"], "whole number"),
         (["arms=nowhere.yaml"], "nowhere.yaml"),
+        (["algorithms=grpo", "seed=7"], "set seeds=N"),
+        (["algorithms=grpo", "experiment=laptop"], "set tasks=A,B"),
+        (["algorithms=grpo", "algorithm=rloo"], "the arm 'grpo' sets it itself"),
+        (["algorithms=grpo", "tasks=lake", "task.length=5"], "task.length"),
+        (["algorithms=grpo", "tasks=lake", "task.holes=10"], "task.holes"),
+        (["algorithms=grpo", "tasks=scales", "task.problems=33"], "task.problems"),
         (["algorithms=grpo", "rates=1e-3,2e-3"], "5 or more different learning rates"),
         (["algorithms=grpo", "rates=1e-3,2e-3,4e-3,8e-3,x"], "5 or more different learning rates"),
     ],

@@ -118,6 +118,22 @@ def test_a_part_of_ones_own_has_its_line(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_an_estimator_of_ones_own_is_in_the_update(capsys):
+    def cells(*words):
+        assert main(["prove", *words]) == 0
+        return capsys.readouterr().out.splitlines()[-1].partition("` |")[2]
+
+    assert cells("kl_estimator=rlkit.functional.k3") == cells("algorithm=rloo", "kl=k3")
+    assert main(["prove", "kl_estimator=rlkit.functional.k3", "kl=none"]) == 2
+    assert "no effect without a KL" in capsys.readouterr().err
+
+
+def test_a_value_loss_is_no_part_of_an_update(capsys):
+    assert main(["prove", "value_loss=rlkit.functional.squared_error"]) == 2
+    assert "value_loss" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_what_has_no_update_says_so():
     """All four of a group of two: every subset is the group itself."""
     assert cell(bench.prove(given("algorithm=pass_at_k", "kl=none"), 2, 0)) == "no update"

@@ -39,6 +39,7 @@ def test_a_card_that_is_not_here(capsys):
         (["check.device=h20"], "Did you mean 'h200'?"),
         (["check.device=h200", "check.trns=2"], "Did you mean 'turns'?"),
         (["check.turns=2"], "name a card"),
+        (["check.device=h200", "check.turns=1.5"], "must be a whole number from 1"),
         (["check.device=h200", "check.reply_share=2"], "from 0.001 to 1"),
     ],
     ids=str,

@@ -70,6 +70,7 @@ def settings(x):
     rate = x.algorithm.critic.optimizer.keywords["lr"] if x.algorithm.critic.active else 0.0
     config = TrainingConfig(
         x.algorithm,
+        learning_rate=x.optimizer.keywords["lr"],
         kl=x.kl,
         value_learning_rate=rate,
         max_grad_norm=x.trainer.max_grad_norm,
@@ -97,7 +98,6 @@ def by_runs(x, tasks, update_fn, tmp_path):
         x.reward,
         x.trainer.steps,
         x.batch.prompts,
-        learning_rate=x.optimizer.keywords["lr"],
         use_ref_model=bool(update_fn),
         output_dir=tmp_path,
         gen_config=sampling,

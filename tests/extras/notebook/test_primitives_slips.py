@@ -223,6 +223,39 @@ def test_training_takes_the_configs_numbers_and_says_what_it_ignores(model, toke
         nb.training_iteration(*quiet, pair_selector=lambda rollouts: [])
 
 
+def test_train_takes_the_rate_of_its_config_and_refuses_two_choices(model, tokenizer, tmp_path):
+    rates = []
+
+    def optimizer_fn(parameters, lr):
+        rates.append(lr)
+        return torch.optim.SGD(parameters, lr)
+
+    config = nb.TrainingConfig(learning_rate=3e-5, kl_coef=0.0)
+    given = (model, ["a"], lambda rollout: 1.0, 1, 1)
+    own = {"gen_config": FULL, "train_config": config, "tokenizer": tokenizer}
+    own |= {"output_dir": tmp_path, "optimizer_fn": optimizer_fn, "log_fn": lambda state: None}
+    nb.train(*given, **own, save_every=0)
+    assert rates == [3e-5] and not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="switch_strategy chooses one for each"):
+        nb.train(*given, **own, switch_strategy=lambda step: "dapo")
+
+
+def test_a_generator_samples_in_its_own_iteration_alone(model, tokenizer):
+    calls = []
+
+    def generator(model, tokenizer, prompt, config, compute_logprobs):
+        calls.append(prompt)
+        return nb.generate(model, tokenizer, prompt, config)
+
+    config = nb.create_grpo_config(kl_coef=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    given = (model, tokenizer, ["a"], FULL, config, lambda rollout: 1.0, optimizer)
+    nb.training_iteration(*given, generator=generator)
+    assert len(calls) == config.group_size
+    nb.training_iteration(*given)
+    assert len(calls) == config.group_size
+
+
 def test_every_hook_of_an_iteration_is_called_and_trains(model, tokenizer):
     """The document's own loss as a loss_fn gives the step that the config alone gives: its
     log-probs carry the gradient."""

@@ -19,13 +19,29 @@ def groups(make_run, **changes):
 def test_smoothing_has_no_bias_towards_the_start():
     """A constant stays itself from the first value on; an exponential mean that starts at 0 would
     not."""
-    assert charts.smooth_values([3.0] * 5, 4) == pytest.approx([3.0] * 5)
-    assert charts.smooth_values([1.0, 2.0], 0) == [1.0, 2.0]
+    flat = dict.fromkeys(range(1, 6), 3.0)
+    assert charts.smooth_values(flat, 4) == pytest.approx(flat)
+    assert charts.smooth_values({1: 1.0, 2: 2.0}, 0) == {1: 1.0, 2: 2.0}
+
+
+def test_smoothing_fades_by_steps_and_not_by_points(make_run):
+    """A metric of two evaluations ended near the mean of both."""
+    run = read_run(make_run("a"))
+    measured = {0: 0.2, 48: 0.9}
+    rows = [{"step": step, "test/part/easy/accuracy": own} for step, own in measured.items()]
+    chart = charts.Chart("", charts.OTHER, "", "test/part/easy/accuracy")
+    (curve,) = charts.draw_curves(chart, group_runs([run._replace(rows=rows)]), None)
+    assert curve.shown.mean == pytest.approx([0.2, 0.9], abs=1e-3)
 
 
 def test_a_seed_that_ended_early_does_not_make_the_mean_jump():
     told = charts.join_seeds([{1: 0.0, 2: 0.0, 3: 0.0}, {1: 1.0, 2: 1.0}])
     assert told == charts.Line([1, 2], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0])
+
+
+def test_spending_grows_where_a_seed_ended_early(make_run):
+    (group,) = group_runs([read_run(make_run("a", steps=2)), read_run(make_run("b", seed=1))])
+    assert charts.make_axis(group, "seconds")([0, 1, 2, 3, 4]) == [0, 3, 6, 7.5, 9]
 
 
 def test_charts_that_show_nothing_are_left_out(make_run):

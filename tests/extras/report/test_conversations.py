@@ -87,6 +87,18 @@ def test_solve_rates_and_turns_are_those_of_whole_steps(make_run):
     assert second.reward == pytest.approx(steps)
 
 
+def test_solve_rates_have_both_ends_of_a_run_at_any_limit(make_run):
+    (played,) = collect([read_run(make_run("a", steps=9))], 1).played
+    assert {step for step, _ in played.solved} == {1, 9}
+
+
+def test_runs_of_a_bench_have_different_names(make_run):
+    """The folders of a bench end in the seed."""
+    runs = [read_run(make_run(f"{task}/grpo/0")) for task in ("noisy", "needle")]
+    told = ["grpo, seed 0 · noisy/grpo/0", "grpo, seed 0 · needle/grpo/0"]
+    assert collect(runs, 4).runs == told
+
+
 def test_the_best_and_the_worst_come_first():
     rollouts = [
         Rollout(Task(f"row/{i}", ()), (), group=i, reward=[0.5, 0.1, 0.9, None, 0.5, 0.5][i])

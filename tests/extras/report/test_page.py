@@ -112,6 +112,7 @@ def test_without_matplotlib_there_is_the_page_and_a_word_on_the_files(
         and blocks(text)["curves"]["charts"]
         and not (tmp_path / "plain").exists()
     )
+    assert "SVG and PDF" in text and "folder beside" not in text
 
 
 @pytest.mark.slow
@@ -144,6 +145,7 @@ def test_a_folder_of_rollouts_is_conversations_alone(tmp_path, make_run):
     next((make_run("a") / "rollouts").iterdir()).rename(tmp_path / "rolled" / "rollouts.jsonl.gz")
     text = write_report([tmp_path / "rolled"]).read_text()
     assert re.findall(r"<h2>(.*?)</h2>", text) == ["Solve rates", "Turns", "Runs", "Conversations"]
+    assert ">episodes<" in text and ">unfinished<" not in text
 
 
 @pytest.mark.slow
@@ -162,7 +164,8 @@ def test_what_the_policies_read_first_stands_once_and_is_no_markup(make_run, tmp
 def test_a_run_that_has_just_begun_is_reported_too(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("name: grpo\nseed: 0\n")
-    assert "Runs" in write_report([tmp_path / "run"]).read_text()
+    text = write_report([tmp_path / "run"]).read_text()
+    assert ">unfinished<" in text and ">episodes<" not in text
 
 
 @pytest.mark.slow

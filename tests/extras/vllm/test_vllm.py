@@ -398,6 +398,15 @@ PROMPTS = [(10 + i,) for i in range(6)]
 REPLIES = [(11 + i, EOS) for i in range(6)]
 
 
+def test_arguments_become_flags_that_vllm_serve_reads():
+    given = {"enforce_eager": True, "sleep": False, "dtype": "float32"}
+    given |= {"hf_overrides": {"rope_theta": 1e6, "a": None}, "middleware": ["x", "y"]}
+    assert vllm_engine.make_flags(given) == [
+        *("--enforce-eager", "--no-sleep", "--dtype", "float32"),
+        *("--hf-overrides", '{"rope_theta": 1000000.0, "a": null}', "--middleware", "x", "y"),
+    ]
+
+
 def test_a_server_gets_ids_and_seeds_and_gives_ids(server, policy):
     engine = VLLM(addresses=[server.url])
     first, second = sample(

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shlex
+import shutil
 from itertools import chain
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from parametrise import each
 from rlkit import Reward, Term
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.cli import main
+from rlkit.config.changes import identify
 from rlkit.extras.why import attacks, data, findings, settings
 from rlkit.extras.why.attacks import attack, explain_unsafe, make_episode
 from rlkit.extras.why.commands.why import compose_run
@@ -205,6 +207,10 @@ def test_an_engine_that_keeps_its_first_weights_is_seen_long_before_the_bound():
         row["mismatch/logp_abs_mean"] = 3e-7 + 0.004 * i
     found = list_findings(e)
     assert [own.cause for own in found] == ["stale"] and "it has old weights" in found[0].evidence
+    assert found[0].remedy == ("generation=cached",)
+    e.run.settings["generation.engine._target_"] = "rlkit.engines.Cached"
+    [own] = list_findings(e)
+    assert own.remedy == () and "generation=transformers" in own.advice
 
 
 def test_what_only_came_later_is_no_cause():
@@ -394,6 +400,9 @@ def test_a_remedy_takes_the_place_of_what_its_option_was_set_to():
     assert apply_remedy(["algorithm/normalization=group"], ["algorithm/normalization=none"]) == [
         "algorithm/normalization=none"
     ]
+    sampled = ["generation=vllm", "generation.max_new_tokens=9", "generation.engine.max_rows=8"]
+    kept = ["generation.max_new_tokens=9", "generation=cached"]
+    assert apply_remedy(sampled, ["generation=cached"]) == kept
 
 
 def test_remedies_of_findings_come_first_and_none_changes_the_reward():
@@ -521,12 +530,40 @@ def test_the_command_names_the_cause_and_proves_it(run, capsys):
     assert [json.loads(line) for line in again][: len(rows)] == rows, "what is done is not repeated"
 
 
+@pytest.mark.slow
+def test_trials_of_other_settings_are_not_reused(run, tmp_path, monkeypatch):
+    """A resumed run may have a new learning rate; its trials had the old one."""
+    from rlkit.extras.why import forks
+    from rlkit.extras.why.commands.why import try_all
+
+    calls = []
+    trained = fork("The run as it is", [0.5], ())
+
+    def run_fork(x, setting, tasks, place, steps):
+        calls.append(setting.remedy.overrides)
+        return trained._replace(of=identify(setting.config), start=0, steps=steps)
+
+    monkeypatch.setattr(forks, "run_fork", run_fork)
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("why"))
+    e = read_evidence(folder)
+    place = Place(0, None)
+    for more, count in (("", 1), ("", 1), ("optimizer.lr=1e-9", 2), ("", 2)):
+        words = yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text())
+        written = yaml.safe_dump([*words, *filter(None, [more])])
+        (folder / ".hydra" / "overrides.yaml").write_text(written)
+        setting = compose_run(folder, "run", Arguments([]), (), "The run as it is")
+        done = read_forks(folder, place, 1)
+        try_all(e, [setting], place, done, minutes=1, steps=1)
+        assert len(calls) == count, more
+
+
 def test_a_row_that_a_kill_cut_is_passed_over(tmp_path):
     write_fork(tmp_path, fork("A", [0.5]))
     file = tmp_path / "why" / "forks.jsonl"
     with file.open("a") as out:
         out.write('{"title": "B", "over')
-    assert list(read_forks(tmp_path, Place(0, None), 8)) == [("a=b",)]
+    assert list(read_forks(tmp_path, Place(0, None), 8)) == [("", "a=b")]
     assert not read_forks(tmp_path, Place(0, None), 4)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlkit.commands.arguments import Answer, Arguments, drop, find_option
+from rlkit.commands.arguments import Answer, Arguments, drop, find_option, read_flag
 from rlkit.config.problems.names import part_problem
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs.sweeps.runner import sum_up
@@ -30,6 +31,7 @@ SETTINGS = {
     "jobs": "",
     "folder": "outputs/bench",
 }
+FIXED = {"seed": "seeds=N", "experiment": "tasks=A,B"}  # override → the setting in its place
 
 
 def command(arguments: Arguments) -> Answer:
@@ -58,7 +60,8 @@ def command(arguments: Arguments) -> Answer:
     for key in ("seeds", "jobs"):
         if given[key] and not (given[key].isdigit() and int(given[key])):
             raise ConfigError(f"{key}={given[key]}: give a whole number, 1 or more")
-    arms = read_arms(given) | (bench.PLACEBOS if given["placebo"] == "true" else {})
+    arms = read_arms(given) | (bench.PLACEBOS if read_flag("placebo", given["placebo"]) else {})
+    check_words(common, arms)
     folder = Path(given["folder"])
     tasks = read_tasks(given["tasks"], arguments.config_dir)
     rates = check_rates(given, arms | {"the command": tuple(common)})
@@ -172,6 +175,22 @@ def read_arms(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
     if not arms:
         raise ConfigError("rlkit bench needs algorithms=grpo,dapo,… or arms=FILE.yaml")
     return arms
+
+
+def check_words(common: Sequence[str], arms: Mapping[str, Sequence[str]]) -> None:
+    """Raises: ConfigError for an override that another override of the same run would replace."""
+    for arm, own in arms.items():
+        keys = [word.partition("=")[0].lstrip("+~") for word in (*own, *common)]
+        fixed = FIXED.keys() & set(keys)
+        if fixed:
+            key = min(fixed)
+            raise ConfigError(f"{key}=: rlkit bench gives each run its own; set {FIXED[key]}")
+        twice = set(keys[: len(own)]) & set(keys[len(own) :])
+        if twice:
+            raise ConfigError(
+                f"{min(twice)}=: the command gives it to all arms, and the arm {arm!r} sets it"
+                " itself; remove one of the two"
+            )
 
 
 def check_rates(given: dict[str, str], arms: dict[str, tuple[str, ...]]) -> list[str]:

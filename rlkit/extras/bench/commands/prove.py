@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.algorithm import PARTS
 from rlkit.commands.arguments import Arguments, drop, find_option
+from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlkit.extras.bench.prove import Figures
 
-# key → path of a user's function in the experiment
-OWN = {name: path for name, (path, _, _) in PARTS.items()} | {"loss": "algorithm.policy_loss"}
-# Everything else around a user's own part is exact.
+# key → path of a user's function in the experiment; the critic is perfect and has no loss
+OWN = {name: path for name, (path, _, _) in PARTS.items() if name != "value_loss"}
+OWN["loss"] = "algorithm.policy_loss"
+# Everything else around a user's own part is exact. An estimator needs a KL with a coefficient.
 AROUND = {"algorithm": "rloo", "kl": "none"}
+AROUND_ESTIMATOR = {"algorithm": "rloo", "kl": "k3"}
 HEAD = """| | 2, fresh | 3, fresh | 2, stale | 3, stale | easy, turns 1 to 3 | hard, turns 1 to 3 |
 |---|---|---|---|---|---|---|"""
 
@@ -56,6 +59,7 @@ def row(
     Args:
       words: overrides of a run.
       parts: path in the experiment → dotted name of the user's function in its place.
+    Raises: ConfigError for an estimator of a KL without weight.
     """
     from rlkit.config.experiment import experiment
     from rlkit.config.problems.schedules import build_first_steps
@@ -63,13 +67,19 @@ def row(
     from rlkit.extras.bench.prove import SIZES, STALENESS, prove
 
     given = {path: resolve(name) for path, name in (parts or {}).items()}
-    usual = {"generation.max_new_tokens": "1"} | (AROUND if parts else {})
+    around = AROUND_ESTIMATOR if "kl.estimator" in given else AROUND
+    usual = {"generation.max_new_tokens": "1"} | (around if given else {})
     words = [f"{key}={value}" for key, value in usual.items() if not find_option(words, key)] + [
         *words
     ]
     keywords: dict[str, Any] = {path.replace(".", "__"): part for path, part in given.items()}
     x = experiment(*words, config_dir=config_dir, **keywords)
     x = next(iter(build_first_steps(x).values()))
+    if "kl.estimator" in given and not x.kl.active:
+        raise ConfigError(
+            f"{label}: this estimator has no effect without a KL; leave kl= out, or set kl.coef"
+            " above 0"
+        )
     figures = [prove(x, size, staleness) for staleness in STALENESS for size in SIZES]
     turns = [" ".join(map(format_hundredths, own)) for own in figures[1].turns]
     return f"| `{label}` | {' | '.join([*map(cell, figures), *turns])} |"

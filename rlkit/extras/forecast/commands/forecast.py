@@ -45,10 +45,7 @@ def command(arguments: Arguments) -> Answer:
         report, cost = measure_here(x, tasks, given)
         text = check.show_report(report, phases=phases, costs=list_costs(cost, report.memory))
         return Answer(check.describe_report(report, phases, doubts) | {"cost": cost}, text)
-    composed = compose(
-        overrides,
-        config_dir=arguments.config_dir,
-    )
+    composed = compose(overrides, config_dir=arguments.config_dir)
     first = next(iter(build_first_steps(experiment(composed)).values()))
     data = forecast_card(first, composed.config, given)
     return Answer(data, format_forecast(data))
@@ -72,9 +69,8 @@ def measure_here(
     report = check.run(x, tasks, Host(forward=reads))
     lengths = Given(**{name: float(value) for name, value in given.items()})
     learner = report.learner
-    device = next(learner.model.parameters()).device
     with (
-        autocast(x, device, updates=True),
+        autocast(x, next(learner.model.parameters()).device, updates=True),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: "a timed step hangs"),
     ):
         return report, forecast_run(learner, x, tasks, reads, lengths)
@@ -140,17 +136,19 @@ def split_settings(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]
                 f"check.{name}: there is no such setting.{suggest_name(name, RANGES)} There are:"
                 f" device, {', '.join(RANGES)}"
             )
-        if name == "device" and value not in CARDS:
-            raise ConfigError(
-                f"check.device={value}: no such card.{suggest_name(value, CARDS)} There are:"
-                f" {', '.join(CARDS)}"
-            )
-        if name != "device":
-            low, high = RANGES[name]
-            if not re.fullmatch(r"\d*\.?\d+", value) or not low <= float(value) <= high:
+        if name == "device":
+            if value not in CARDS:
                 raise ConfigError(
-                    f"check.{name}={value}: must be a number from {low:g} to {high:g}"
+                    f"check.device={value}: no such card.{suggest_name(value, CARDS)} There are:"
+                    f" {', '.join(CARDS)}"
                 )
+            continue
+        low, high = RANGES[name]
+        share = name == "reply_share"
+        pattern = r"\d*\.?\d+" if share else r"\d+"
+        if not re.fullmatch(pattern, value) or not low <= float(value) <= high:
+            kind = "number" if share else "whole number"
+            raise ConfigError(f"check.{name}={value}: must be a {kind} from {low:g} to {high:g}")
     if "turns" in given and "device" not in given:
         raise ConfigError(
             "check.turns belongs to check.device, because turns are measured on this machine; name"

@@ -230,7 +230,9 @@ def try_all(
     steps: int,
 ) -> list[Fork]:
     """Run a fork for each setting, in order and with the unchanged run first, until the budget is
-    spent. A fork finished earlier is not run again. Each fork's row is written when it ends."""
+    spent. A fork finished earlier is not run again, unless the settings of the run have changed.
+    Each fork's row is written when it ends."""
+    from rlkit.config.changes import identify
     from rlkit.config.problems.rows import load_tasks
     from rlkit.extras.why.forks import run_fork, write_fork
 
@@ -241,7 +243,7 @@ def try_all(
     forks: list[Fork] = []
     longest = 0.0
     for setting in settings:
-        known = done.get(setting.remedy.overrides)
+        known = done.get((identify(setting.config), *setting.remedy.overrides))
         spent = time.perf_counter() - begun
         if known is None and len(forks) > 1 and spent + longest > 60 * minutes:
             continue
