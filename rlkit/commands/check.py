@@ -198,7 +198,10 @@ def show_report(
             )
         )
     lines = [f"{name:<18}{text}" for name, text in rows]
-    return "\n".join(["", *lines, "", "ready: rlkit train with the same overrides"])
+    ready = "ready: rlkit train with the same overrides"
+    if not any(r.total_reward for r in report.rollouts):
+        ready += "; but no reply has a reward, so look at more of them first (rlkit rollout n=32)"
+    return "\n".join(["", *lines, "", ready])
 
 
 def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
@@ -222,7 +225,7 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
         for key, label in names.items()
         if isinstance(m.get(key), float) and m[key] == m[key]
     )
-    spread = "all rewards were equal, so 0 and 1 took their place in turn"
+    spread = "all rewards were equal; the update was tried with 0 and 1 in turn"
     return [
         (
             "config",

@@ -163,8 +163,8 @@ def explain_unreadable(task: Task, **keywords: object) -> str:
     if _truth(task.answer) is not None:
         return ""
     return (
-        "is not one number with an optional unit; write it like 18, 3/4 or 2.5 km, or choose a"
-        " reward that can read it"
+        "is not one number with an optional unit; write it like 18, 3/4 or 2.5 km, or let the rows"
+        " be checked by text, as with task.reward=exact_match"
     )
 
 

@@ -66,7 +66,7 @@ def guard_output() -> None:
                     raw,
                     encoding=stream.encoding,
                     errors=errors,
-                    line_buffering=stream.line_buffering,
+                    line_buffering=True,  # a pipe too gets each line when it is written
                 ),
             )
 

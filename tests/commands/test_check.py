@@ -88,7 +88,7 @@ def test_rewards_that_are_all_equal_are_spread_for_the_update(capsys, tmp_path, 
     said = capsys.readouterr().out
     assert (
         "1.00 (numeric 1.00)" in said
-        and "0 and 1 took their place in turn" in said
+        and "tried with 0 and 1 in turn" in said
         and "gradient norm" in said
         and "ready" in said
     )

@@ -144,7 +144,8 @@ def flat_start(rollouts: Sequence[Rollout]) -> str | None:
     cut = sum(rollout.truncation == "length" for rollout in rollouts)
     remedy = (
         "choose easier problems (task), put worked examples into the prompts, or warm the model up"
-        " (experiment=sft)"
+        " (experiment=sft). If replies say the answer in another form (rlkit rollout shows some),"
+        " ask for the form in the prompt, or choose another task.reward"
     )
     if 2 * cut > n:
         remedy = f"{cut} of them were cut, so raise generation.max_new_tokens"
