@@ -18,6 +18,7 @@ from parametrise import cases, count_threads
 from rlkit.commands.cli import main
 from rlkit.config.experiment import override
 from rlkit.display import LINES, format_rollout, render_rollout
+from rlkit.errors import DataError
 from rlkit.functional import group_mean
 from rlkit.system import extras
 from rlkit.types import Step
@@ -293,11 +294,6 @@ def test_a_bare_function_is_a_tool():
             "generation.engine: .* cannot stand there; give a value of the type Engine",
         ),
         ({"task": [brief]}, "task: .* is no task; give a list of Task"),
-        ({"task": [TASK._replace(answer=2)]}, "its id is 't/0' and its answer 2; give two texts"),
-        (
-            {"task": [{"prompt": "1 + 1?", "answer": 2, "metadata": {"at": date(2026, 1, 31)}}]},
-            "its metadata is .*not JSON serializable",
-        ),
         ({"trainer__steps": 0}, "trainer.steps=0: must be at least 1"),
         ({"algorithm": "grp"}, "algorithm=grp: no such option. Did you mean 'grpo'?"),
         (
@@ -313,6 +309,21 @@ def test_a_bare_function_is_a_tool():
 def test_what_cannot_be_placed_is_refused_in_a_sentence(given, said):
     with pytest.raises(rlkit.ConfigError, match=said):
         rlkit.experiment(**given)
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        (TASK._replace(answer=2), "its id is 't/0' and its answer 2; give two texts"),
+        (
+            {"prompt": "1 + 1?", "answer": 2, "metadata": {"at": date(2026, 1, 31)}},
+            "its metadata is .*not JSON serializable",
+        ),
+    ],
+)
+def test_a_row_that_a_record_cannot_hold_is_refused(row, said):
+    with pytest.raises(DataError, match=said):
+        rlkit.experiment(task=[row])
 
 
 # --------------------------------------------------------------------------------------------- runs
