@@ -23,7 +23,7 @@ FAMILIES = {  # of some layers, or of all
 }
 
 
-def model_of(family, window=WINDOW):
+def random_model(family, **more):
     """Random weights under which far tokens matter."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -33,14 +33,17 @@ def model_of(family, window=WINDOW):
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
         initializer_range=0.3,
         max_position_embeddings=64,
-        sliding_window=window,
-        **FAMILIES[family],
+        **more,
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def model_of(family, window=WINDOW):
+    """A model of which some layers, or all, see a window."""
+    sizes = {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": window}
+    return random_model(family, **sizes, **FAMILIES[family])
 
 
 @pytest.fixture(params=FAMILIES)
@@ -185,19 +188,7 @@ def test_other_kinds_of_attention_are_served_or_left_to_the_simple_engine(
 ):
     """Falcon computes attention by itself and does not read the cache's masks: it saw all
     positions."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=50,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        **more,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = random_model(family, **more)
     policy = tiny._replace(model=model, eos_token_ids=(49,), pad_token_id=0, context_length=64)
     contexts = [tuple(range(1, 12)), (5, 6, 7)]
     given = complete(Cached(), policy, contexts, [1, 2], max_new_tokens=8)
