@@ -467,19 +467,20 @@ def draw_page(folders: Sequence[Path], file: Path) -> None:
 
 def list_doubts(folder: Path) -> list[str]:
     """List harmful drifts over the whole run, and for each warning printed only once the number of
-    its steps."""
+    its steps. A warning that the last third of the steps did not show again is over."""
     from rlkit.runs.reading import read_run
     from rlkit.runs.tables import find_symptoms
 
     try:
-        found = find_symptoms(read_run(folder))
+        run = read_run(folder)
     except OSError:  # a failing disk is named elsewhere
         return []
+    found = find_symptoms(run)
     drifted = [f.text for f in found if not f.steps]
     return drifted + [
         f"{f.text} (step {f.steps[0]}, the first of {len(f.steps)})"
         for f in found
-        if len(f.steps) > 1
+        if len(f.steps) > 1 and 3 * f.steps[-1] > 2 * run.rows[-1]["step"]
     ]
 
 

@@ -104,9 +104,16 @@ def test_rewards_are_told_at_the_start_and_at_the_end(make_run):
 
 def test_the_end_of_a_run_says_what_drifted(tmp_path):
     """Only the report did, which is read by those who suspect something."""
+    sick = run(HEALTHY | SICK["entropy_collapse"]).rows
+    last = sick[-1]["step"]
+    # what the last third does not show again is over
     rows = [
-        {**row, "stop_reason/error": 0.25 * (row["step"] in (3, 5))}
-        for row in run(HEALTHY | SICK["entropy_collapse"]).rows
+        {
+            **row,
+            "stop_reason/error": 0.25 * (row["step"] in (3, last)),
+            "parse_fail_frac": 0.5 * (row["step"] in (1, 2)),
+        }
+        for row in sick
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     said = format_closing_lines(

@@ -208,7 +208,7 @@ def test_a_policy_that_lost_what_it_could_do_is_not_told_that_problems_are_hard(
         (line,) = trainer.lines
         assert "lower optimizer.lr" in line
     else:
-        assert "easier problems" in trainer.lines[0]
+        assert "lower optimizer.lr" not in "".join(trainer.lines)
 
 
 def test_a_tool_that_fails_in_every_call_is_named():
@@ -255,6 +255,9 @@ def test_equal_groups_name_the_direction():
     ill = HEALTHY | ILL["all_rewards_equal"][0]
     assert "easier" in spoken(ill | {"group/frac_all_bad": 0.9})["all_rewards_equal"]
     assert "harder" in spoken(ill | {"group/frac_all_bad": 0.0})["all_rewards_equal"]
+    # replies that are cut earn nothing, whatever the problems
+    both = spoken(ill | {"group/frac_all_bad": 1.0} | ILL["most_truncated"][0])
+    assert both["all_rewards_equal"].endswith("first let the replies end")
     # at a mean of 0.88 it advised harder problems alone, and one prompt in eight was never solved
     mixed = spoken(ill | {"group/frac_all_bad": 0.125})["all_rewards_equal"]
     assert "solved always or never" in mixed

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rlkit.extras.why.evidence import MIXED, NONE, Evidence, Finding
 
 STEPS = 8  # RL steps of a fork
+PATIENCE = 60  # minutes that a user may be asked to wait for all forks
 PROBES = 64  # further prompts to measure every fork on
 SAMPLES = 4  # replies to each of these prompts
 FACTOR = 3.0  # factor by which the learning rate is raised and lowered
@@ -73,10 +74,17 @@ def forecast_minutes(e: Evidence, remedies: Sequence[Remedy], steps: int) -> flo
     return sum(forecast_seconds(e, overrides, steps, PROBES) for overrides in forks) / 60
 
 
-def budget_minutes(forecast: float) -> int:
-    """Add a half to a forecast, in whole minutes, because the run's own steps may have been faster.
-    A forecast of NaN, of a run with scheduled sizes, gives 1."""
-    return 1 if math.isnan(forecast) else max(1, round(1.5 * forecast + 0.5))
+def choose_budget(e: Evidence, remedies: Sequence[Remedy], steps: int) -> int:
+    """Choose the minutes to offer for the forks: enough for all if this is at most PATIENCE,
+    otherwise enough for the first remedy.
+
+    A half is added to the forecast, in whole minutes, because the run's own steps may have been
+    faster. A forecast of NaN, of a run with scheduled sizes, gives 1.
+    """
+    minutes = 1.5 * forecast_minutes(e, remedies, steps)
+    if minutes > PATIENCE:
+        minutes = 1.5 * forecast_minutes(e, remedies[:1], steps)
+    return 1 if math.isnan(minutes) else max(1, round(minutes + 0.5))
 
 
 def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: int) -> float:

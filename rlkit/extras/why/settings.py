@@ -111,6 +111,16 @@ def hard_problems(e: Evidence) -> Finding | None:
     size = e.number("batch.group_size")
     task = " ".join(own for own in e.given if own.partition("=")[0].split(".")[0] == "task")
     own = f"You set {task}: choose easier problems" if task else "Choose easier problems"
+    if min(e.values("group/frac_all_bad"), default=0.0) == 1:
+        # Not even one of many replies was right, so a few more in a group would not be either.
+        return Finding(
+            "hard",
+            "No reply has earned anything.",
+            f"In none of {e.steps} steps was a reply right, so there was nothing to compare.",
+            "Read some replies (rlkit rollout): if they say the answer in another form, ask for the"
+            f" form in the prompt, or choose another reward. {own}, put worked examples into the"
+            " prompts, or warm the model up in a run with experiment=sft.",
+        )
     return Finding(
         "hard",
         "The problems are too hard for this model.",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rlkit.extras.why.evidence import Evidence, Finding, read_played
 from rlkit.extras.why.findings import list_findings
-from rlkit.extras.why.remedies import STEPS, budget_minutes, forecast_minutes, list_remedies
+from rlkit.extras.why.remedies import STEPS, choose_budget, list_remedies
 from rlkit.runs import folder as runs
 from rlkit.runs.reading import Group, ReadRun, group_runs, read_run
 
@@ -72,4 +72,4 @@ def write_proof(e: Evidence, finding: Finding) -> str:
     remedies = list_remedies(e, [finding])
     if finding.remedy not in [own.overrides for own in remedies]:
         return command
-    return f"{command} minutes={budget_minutes(forecast_minutes(e, remedies, STEPS))}"
+    return f"{command} minutes={choose_budget(e, remedies, STEPS)}"

@@ -58,6 +58,7 @@ class HeldOut(L.Callback):
         resumed = module.rl_step or any(self.results.values())
         if resumed or not (self.tasks.validation or self.tasks.test):
             return  # a resumed run has already written its first row
+        trainer.print(self.announce(module.experiment.evaluation.curve_temperature))
         row, rollouts = self.evaluate(trainer, module, "validation")
         for_test, others = self.evaluate(trainer, module, "test")
         row = add_evaluation(row, for_test)
@@ -66,19 +67,20 @@ class HeldOut(L.Callback):
             append_row(self.metrics, module.rl_step, row)
         for logger in trainer.loggers:
             logger.log_metrics(dict(row), step=module.rl_step)
-        temperature = module.experiment.evaluation.curve_temperature
-        tasks = self.tasks._asdict()
-        played = {split: tasks[split] for split in PREFIXES if tasks[split]}
-        counts = " and ".join(
-            f"{count_in_words(len(own), count_distinct(own))} {split}"
-            for split, own in played.items()
-        )
-        trainer.print(
-            f"before: {format_held_out(row)} on {counts} problems, {describe_sampling(temperature)}"
-        )
+        trainer.print(f"  {format_held_out(row)}")
         advice = flat_start([*rollouts, *others])
         if advice and module.experiment.algorithm.episodes is None:  # the policy samples episodes
             trainer.print(f"warning: {advice}")
+
+    def announce(self, temperature: float) -> str:
+        """Say which problems are played before the first step: on a CPU this may take minutes."""
+        tasks = self.tasks._asdict()
+        counts = " and ".join(
+            f"{count_in_words(len(tasks[split]), count_distinct(tasks[split]))} {split}"
+            for split in PREFIXES
+            if tasks[split]
+        )
+        return f"before the first step: {counts} problems, {describe_sampling(temperature)}"
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         settings = module.experiment.evaluation

@@ -17,6 +17,7 @@ INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 # The largest accepted mean difference between sampler and trainer in float32, in nats per token.
 # The check before the first step has the same limit.
 MISMATCH = 0.001
+CUT = 0.5  # share of truncated episodes
 PROOF = 6  # digits that prove a version (rlkit.training.update.claims)
 LEAST_BAD = "least_bad"  # key of the smallest group/frac_all_bad of the run so far
 
@@ -54,15 +55,23 @@ def all_rewards_equal(row: Row) -> str | None:
     if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed or broken_policy(row):
         return None
     bad = row["group/frac_all_bad"]
-    if bad <= 0.1:
-        remedy = "choose harder problems (task)"
+    if bad >= 0.9 and row["len/truncated_frac"] > CUT:
+        remedy = "first let the replies end"  # most_truncated says how
+    elif bad <= 0.1:
+        remedy = "raise batch.group_size, or choose harder problems (task)"
     elif bad >= 0.9:
-        remedy = "choose easier problems (task) or warm the model up (experiment=sft)"
+        remedy = (
+            "choose easier problems (task), put worked examples into the prompts, or warm the model"
+            " up (experiment=sft)"
+        )
     else:
-        remedy = "choose problems of medium difficulty (task); these are solved always or never"
+        remedy = (
+            "raise batch.group_size, or choose problems of medium difficulty (task); these are"
+            " solved always or never"
+        )
     return (
         f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is"
-        f" nothing to learn from; raise batch.group_size, or {remedy}"
+        f" nothing to learn from; {remedy}"
     )
 
 
@@ -89,7 +98,7 @@ OF_PROGRAMS = {  # for environment=program: the remedies that differ
 
 def most_truncated(row: Row) -> str | None:
     """Report that more than half of the episodes were truncated."""
-    if not row["len/truncated_frac"] > 0.5 or broken_policy(row):
+    if not row["len/truncated_frac"] > CUT or broken_policy(row):
         return None
     why = max(REMEDIES, key=lambda why: row.get(f"stop_reason/{why}", 0))
     remedies = REMEDIES | (OF_PROGRAMS if "program/rows" in row else {})

@@ -35,7 +35,13 @@ from rlkit.extras.why.findings import (
     say_progress,
 )
 from rlkit.extras.why.forks import Fork, Place, choose_place, read_forks, run_fork, write_fork
-from rlkit.extras.why.remedies import apply_remedy, list_remedies
+from rlkit.extras.why.remedies import (
+    PATIENCE,
+    apply_remedy,
+    choose_budget,
+    forecast_minutes,
+    list_remedies,
+)
 from rlkit.extras.why.tokens import read_step
 from rlkit.rewards import batched, numeric
 from rlkit.runs.reading import ReadRun, read_run
@@ -150,6 +156,26 @@ def test_a_few_lucky_groups_in_the_first_step_do_not_hide_hard_problems():
     assert causes(e) == ["hard"]
     e.run.rows[0]["group/frac_all_bad"] = 5 / 8
     assert "hard" not in causes(e)
+
+
+def test_larger_groups_are_offered_only_where_a_reply_was_once_right():
+    """No trial of 64 replies to a prompt was worth its hours where none of 3,000 was right."""
+    none = list_findings(evidence(row={"group/frac_all_bad": 1.0, "group/frac_zero_std": 1.0}))
+    assert [own.cause for own in none] == ["hard"] and not none[0].remedy
+    few = list_findings(evidence(row={"group/frac_all_bad": 0.95, "group/frac_zero_std": 0.95}))
+    assert few[0].remedy == ("batch.group_size=32",)
+
+
+def test_the_offered_minutes_are_an_hour_or_enough_for_the_first_remedy():
+    """A command of 280 minutes was offered."""
+    e = evidence(row={"perf/step_s": 10.0, "perf/generate_s": 4.0})
+    remedies = list_remedies(e, [])
+    whole = 1.5 * forecast_minutes(e, remedies, 8)
+    assert len(remedies) > 2 and whole <= PATIENCE
+    assert choose_budget(e, remedies, 8) == round(whole + 0.5)
+    slow = evidence(row={"perf/step_s": 300.0, "perf/generate_s": 4.0})
+    first = 1.5 * forecast_minutes(slow, remedies[:1], 8)
+    assert choose_budget(slow, remedies, 8) == round(first + 0.5)
 
 
 def of_critic(explained, predicted, count=9):

@@ -165,7 +165,7 @@ def prove(
     """Offer to continue the run with each change, or report the outcome."""
     from rlkit.extras.why.effects import list_effects, sum_up
     from rlkit.extras.why.forks import choose_place, read_forks
-    from rlkit.extras.why.remedies import budget_minutes, forecast_minutes, list_remedies
+    from rlkit.extras.why.remedies import choose_budget, forecast_minutes, list_remedies
 
     folder = e.run.folder
     remedies = list_remedies(e, findings)
@@ -178,7 +178,7 @@ def prove(
         f" {max(whole, 0.1):.1f} minutes by the times of this run."
     )
     if minutes is None:
-        limit = budget_minutes(whole)
+        limit = choose_budget(e, remedies, steps)
         yield f"Optional: measure which change helps. {trial} It tries:"
         yield f"   {'; '.join(' '.join(own.overrides) for own in remedies)}"
         untried = list_untried(findings, remedies)
@@ -188,7 +188,10 @@ def prove(
                 " reward."
             )
         yield f"   rlkit why {shlex.quote(named)} minutes={limit}"
-        yield f"   After {limit} minutes no further change is begun; the forecast is rough."
+        yield (
+            f"   After {limit} minutes no further change is begun; the same command again tries the"
+            " rest. The forecast is rough."
+        )
         return
     yield trial
     done = read_forks(folder, place, steps)
