@@ -655,6 +655,7 @@ SEQUENCE_PARTS = {
 }
 
 
+@pytest.mark.slow
 @each("aggregation", AGGREGATIONS)
 @each("part", SEQUENCE_PARTS)
 def test_no_budget_changes_what_is_made_of_whole_rollouts(part, aggregation):

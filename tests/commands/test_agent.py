@@ -320,6 +320,7 @@ def test_a_question_is_told_from_an_override():
     assert parse(["-3 + 5?"], texts=True).texts == ("-3 + 5?",)
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_by_a_run(tmp_path, monkeypatch, capsys):
     """The model of the run's config, with the weights of its newest checkpoint; nothing is
     written."""

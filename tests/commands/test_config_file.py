@@ -76,6 +76,7 @@ def test_the_flat_config_trains(write, tmp_path, capfd):
     assert rate == 1e-5  # not of the row: replies of 8 tokens earn nothing, so no update is taken
 
 
+@pytest.mark.slow
 def test_every_key_of_the_flat_config_is_read(write):
     config = compose(parse(["--config", write(FILE.replace("gsm8k ", "mbpp "))]).overrides).config
     expected = {

@@ -92,6 +92,7 @@ def test_refusals(run, tmp_path, capsys):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_adapters_on_adapters_leave_merged_alone(tmp_path):
     """No other program would find the base of their base."""
     save_policy(tmp_path / "first", load_policy(path="tiny", lora=LoRA(rank=2)))
@@ -101,6 +102,7 @@ def test_adapters_on_adapters_leave_merged_alone(tmp_path):
         export(adapted | {"_partial_": True}, checkpoint=tmp_path, out=tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_another_model_is_the_reference():
     """The teacher's own scores, whatever the policy does, also under LoRA; nothing of it goes into
     the checkpoint."""

@@ -92,6 +92,7 @@ def test_show(answer, text):
     assert re.search(r"lr +0\.5 +command line", text("show", "optimizer.lr=0.5"))
 
 
+@pytest.mark.slow
 def test_what_is_printed_on_the_way_goes_to_standard_error(tmp_path, capsys):
     """The translation of a flat config is printed while the words are read."""
     (tmp_path / "flat.yaml").write_text("training:\n  lr: 0.5\n")
@@ -150,6 +151,7 @@ def test_check(answer):
     assert ("cost" in found) == has_command("forecast")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_command("forecast"), reason="the extra forecast brings it")
 def test_check_of_a_card(answer, text):
     words = ("check", "check.device=h200")

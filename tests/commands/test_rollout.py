@@ -139,6 +139,7 @@ def test_a_reward_that_fails_leaves_its_rollout_behind(
     )
 
 
+@pytest.mark.slow
 def test_a_cut_reaches_the_engine(tmp_path, monkeypatch):
     """Of one token to choose from, each is certain."""
     monkeypatch.chdir(tmp_path)

@@ -107,6 +107,7 @@ def test_each_key_has_the_origin_that_it_has(options, keys):
     assert all(any(key.startswith(f"{name}.") for name in references) for key in missing)
 
 
+@pytest.mark.slow
 def test_options_have_the_origin_that_they_have():
     explained = explain(["experiment=recipe/scalerl", "kl=k3", "algorithm/advantage=opo"])
     origins = {o.place: (o.name, o.origin) for o in explained.options}
@@ -118,6 +119,7 @@ def test_options_have_the_origin_that_they_have():
     assert origins["task"] == ("arithmetic", "default") and origins["algorithm.ratio"][1] == ""
 
 
+@pytest.mark.slow
 def test_keys_of_a_phase_say_so():
     own = "schedule.phases.refine.algorithm.epochs"
     values = {v.key: v for v in explain(["schedule=grpo_to_dapo", f"{own}=2"]).values}
@@ -196,6 +198,7 @@ def test_the_tools_are_always_on_the_screen():
     assert shown("environment=single_turn") == []
 
 
+@pytest.mark.slow
 def test_the_command_prints_files_and_no_secret(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OF_MINE", "0rigin-of-env")
@@ -211,6 +214,7 @@ def test_the_command_prints_files_and_no_secret(tmp_path, monkeypatch, capsys):
     assert ["*", "samples", "removed", "command", "line"] in rows
 
 
+@pytest.mark.slow
 def test_overrides_of_a_run_folder_say_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run" / ".hydra").mkdir(parents=True)

@@ -174,6 +174,7 @@ def test_a_broken_assumption_is_refused_with_what_to_choose(overrides, words):
         experiment(compose(overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     cases(
@@ -194,6 +195,7 @@ def test_what_holds_is_taken(overrides):
     assert assumption_problems(x) == assumption_warnings(x) == []
 
 
+@pytest.mark.slow
 def test_a_phase_is_checked_by_its_own_reward():
     words = ["schedule=grpo_to_dapo", "algorithm@schedule.phases.refine.algorithm=max_rl"]
     with pytest.raises(ConfigError, match=r"schedule\.phases\.refine: algorithm\.advantage"):

@@ -91,6 +91,7 @@ def test_every_option_composes_builds_and_dry_runs(option):
     experiment(compose([option, *REQUIRED.get(option, [])]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", cases([f"experiment={name}" for name in presets()] + options("debug"), 2)
 )
@@ -418,6 +419,7 @@ def test_a_frozen_reference_that_no_kl_uses_is_a_warning():
     assert [line for line in list_warnings(x) if "reference=frozen is not built" in line]
 
 
+@pytest.mark.slow
 def test_an_average_of_adapters_says_once_what_it_averages():
     """The factors, not their product; a copy of all weights is averaged exactly, and so is an
     adapter that is copied."""
@@ -435,6 +437,7 @@ def test_an_average_of_adapters_says_once_what_it_averages():
     assert list(found.values()) == [1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
     """The coefficient stands at 0 in the config, and the schedule raises it; without an estimator
     nothing can."""
@@ -519,6 +522,7 @@ def two_phases(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_overrides_reach_into_a_phase(two_phases):
     overrides = [
         "schedule=two",
@@ -574,6 +578,7 @@ def test_an_override_that_every_phase_replaces_is_refused(two_phases, override, 
     compose(["schedule=two", meant], config_dir=two_phases)
 
 
+@pytest.mark.slow
 def test_an_override_of_a_group_that_some_phase_shares_stands(two_phases):
     x = experiment(
         compose(
@@ -584,6 +589,7 @@ def test_an_override_of_a_group_that_some_phase_shares_stands(two_phases):
     assert [p.reference.update.keywords["decay"] for p in list_phases(x).values()] == [0.99, 0.5]
 
 
+@pytest.mark.slow
 def test_a_reference_is_needed_where_any_phase_needs_one(two_phases):
     x = experiment(
         compose(["schedule=two", "kl@schedule.phases.first.kl=none"], config_dir=two_phases)
@@ -594,6 +600,7 @@ def test_a_reference_is_needed_where_any_phase_needs_one(two_phases):
     ).needs_reference  # whatever stands at the top, where no phase reads it
 
 
+@pytest.mark.slow
 def test_phases_keep_the_decay_of_the_learning_rate():
     """It counts over the whole run."""
     x = experiment(compose(["schedule=on_reward"]))
@@ -610,6 +617,7 @@ def test_an_end_beyond_the_run_is_a_warning():
     assert "schedule.phases.explore.until=50" in text and "trainer.steps=20" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides, words",
     [
@@ -708,6 +716,7 @@ def test_a_controller_may_be_written_in_place_of_a_number(override):
     assert list_values(x, start(x))[path] == 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["reward/mean > 0.8 for 3", "'reward/mean > 0.8 for 3'"])
 def test_a_condition_needs_no_second_quotes(value):
     """The shell takes one pair; Hydra's own grammar would want another."""
@@ -781,6 +790,7 @@ def test_a_kl_of_the_user_replaces_that_of_the_algorithm(algorithm):
     assert not experiment(compose([f"algorithm={algorithm}", "kl.coef=0"])).needs_reference
 
 
+@pytest.mark.slow
 def test_only_a_reference_that_somebody_chose_is_warned_of():
     """`algorithm=gspo` alone has no KL, and the default reference is not built; the first line says
     so."""
@@ -833,6 +843,7 @@ FALLING = f"{{{LINEAR}, start: %s, end: %s, steps: 3}}"
 TWICE = "under LoRA there is one second adapter, and both need it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -927,6 +938,7 @@ def test_every_algorithm_composes_with_every_kl(pair):
     assert kl == "by_algorithm" or (x.kl.name == kl and x.kl.placement == "loss")
 
 
+@pytest.mark.slow
 def test_dapo_with_its_overrides_taken_back_is_grpo():
     taken_back = [
         "policy_loss=clipped",

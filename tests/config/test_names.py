@@ -67,6 +67,7 @@ def test_the_message_names_the_key_that_the_name_comes_from():
     assert name_problems(both)[0].startswith("schedule.name=")
 
 
+@pytest.mark.slow
 def test_whatever_is_accepted_resolves_inside_outputs():
     """Names of random pieces, most of them hostile."""
     rng = random.Random(34)
@@ -118,6 +119,7 @@ def test_a_command_refuses_before_anything_is_made(command, name, tmp_path, monk
     assert [str(p) for p in tmp_path.rglob("*")] == [str(tmp_path / "a"), str(inside)]
 
 
+@pytest.mark.slow
 def test_a_sweep_refuses_such_a_name_in_any_of_its_jobs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "-m", "name=good,'../x'", "debug=fast"]) == 2

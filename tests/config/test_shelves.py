@@ -48,6 +48,7 @@ def used_by(file: Path) -> Iterator[Path]:
                     yield folder / f"{name}.yaml"
 
 
+@pytest.mark.slow
 def test_every_option_is_on_one_shelf():
     found = {file: yaml.safe_load(file.read_text()).get("shelf") for file in OPTIONS}
     assert {named(file): shelf for file, shelf in found.items() if shelf not in SHELVES} == {}
@@ -95,6 +96,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", cases(WORDS, 1), ids=" ".join)
 def test_no_composed_config_holds_the_key(words):
     """Neither Hydra's own node, nor phases, nor parts of parts."""
@@ -113,6 +115,7 @@ def test_a_sweep_does_not_hold_the_key():
     )
 
 
+@pytest.mark.slow
 def test_nothing_that_is_printed_holds_the_key(capsys):
     assert main(["train", "schedule=grpo_to_dapo", "experiment=quickstart", "--cfg", "all"]) == 0
     assert "shelf:" not in capsys.readouterr().out

@@ -83,6 +83,7 @@ def test_every_task_composes_to_sane_numbers_with_every_model(task, model):
     assert tokens < config["trainer"]["micro_batch_tokens"] or model == "smollm2_135m"
 
 
+@pytest.mark.slow
 def test_thinking_lengthens_the_replies_and_adapters_raise_the_rate():
     words = ["task=gsm8k", "model=qwen3_0.6b", "trainer=gpu"]
     got = {
@@ -117,6 +118,7 @@ def test_the_longest_answer_of_a_file_gives_the_length_of_a_reply(tmp_path, rows
     assert at(compose([*words, "task.fields.answer=a"]).config, "generation.max_new_tokens") == 1024
 
 
+@pytest.mark.slow
 def test_rows_of_a_file_have_tools_where_the_model_asks_for_them():
     """A model without tools in its template read 150 tokens of a calculator's description."""
     rows = ["task=jsonl"]
@@ -146,6 +148,7 @@ def test_a_value_that_is_set_wins(path):
     assert at(composed("task=gsm8k", "model=qwen3_0.6b", f"{path}=7"), path) == 7
 
 
+@pytest.mark.slow
 def test_a_model_and_a_task_that_suggest_nothing_get_the_careful_numbers():
     """A user's own option need not know of suggestions."""
     bare = ["task=gsm8k", "~task.suggests", "~model.suggests", "model.enable_thinking=false"]

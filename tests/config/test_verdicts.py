@@ -203,6 +203,7 @@ def test_each_command_refuses_what_is_not_declared_safe(
     assert not canary.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", cases([None, *presets()], 3))
 def test_runs_of_shipped_options_need_no_trust(experiment):
     words = (

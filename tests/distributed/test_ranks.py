@@ -143,6 +143,7 @@ def test_a_sweep_runs_jobs_of_several_devices_on_one_machine_and_refuses_the_res
 END = "import os, signal, sys, threading; rank = int(os.environ['RANK'])\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "status"),
     [
@@ -164,6 +165,7 @@ def test_a_rank_that_fails_ends_the_others_and_gives_its_status(monkeypatch, pro
     assert launch.start_ranks([sys.executable, "-c", END + program], 2) == status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", ["go on", "end too"])
 def test_a_rank_killed_by_a_signal_is_the_cause_of_the_failures_seen_beside_it(
     monkeypatch, capfd, others

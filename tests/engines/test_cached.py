@@ -255,6 +255,7 @@ def test_an_episode_with_tools_is_the_same_with_either_engine(tiny, experiment):
     assert max(len(r.steps) for r in ours) > 1
 
 
+@pytest.mark.slow
 def test_adapters_are_part_of_the_policy(tiny, contexts, complete, reference):
     """Under LoRA the cache is that of the adapted model."""
     from rlkit.models import LoRA, load_policy
@@ -371,6 +372,7 @@ def test_parts_cover_all_slots_and_read_less():
     ]
 
 
+@pytest.mark.slow
 def test_slots_of_very_different_lengths(tiny, complete, reference, monkeypatch):
     """Read in parts, the replies are the same: contexts of 20 and of 200 tokens."""
     monkeypatch.setattr("rlkit.engines.cached.attention.CALL", 64)

@@ -216,6 +216,7 @@ def test_the_cache_is_made_once_and_no_row_is_read_twice(small, complete, monkey
     assert len(made) == 4  # keys and values of two layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [3, 64])
 def test_a_beginning_shared_by_all_prompts_is_read_once(small, complete, monkeypatch, slots):
     """Ten prompts of two samples each: 40 common tokens, of which two pages of 16 are shared, and 9
@@ -246,6 +247,7 @@ def test_a_beginning_shared_by_all_prompts_is_read_once(small, complete, monkeyp
         assert sorted(read) == [49 - 32] * 9 + [49]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(range(40), 4))
 def test_shared_beginnings_change_no_reply(small, complete, monkeypatch, case):
     """Prompts from a random tree, in any slots and cache, over turns that go on or are rewritten,

@@ -64,11 +64,13 @@ def test_neither_batch_nor_row_changes_a_reply(tiny, contexts, temperature):
     assert together == alone == backwards == in_twos
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_reply(tiny, contexts):
     a, b = (generate(tiny, contexts, [s] * 4, max_new_tokens=24) for s in (1, 2))
     assert tokens(a) != tokens(b)
 
 
+@pytest.mark.slow
 def test_greedy_equals_a_loop_over_full_forwards(tiny, contexts):
     """No cache, no padding, argmax: the plainest decoder there is."""
     for context, reply in zip(
@@ -100,6 +102,7 @@ def test_log_probs_equal_the_trainer_at_the_same_temperature(tiny, contexts, tem
         torch.testing.assert_close(logprobs, torch.tensor(reply.logprobs), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_cut_distribution_is_the_one_that_is_sampled_and_scored(tiny, contexts):
     """Top-k 1 is greedy and certain; under top-p every log-prob is that of the cut distribution,
     here by full forwards."""

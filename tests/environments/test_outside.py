@@ -52,6 +52,7 @@ def call(tool, **arguments):
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
 
 
+@pytest.mark.slow
 def test_a_shelf_is_an_episodes_own_and_its_end_state_is_rewarded(tiny, chosen, tmp_path):
     x = chosen("environment=shelf", "reward=shelved", "environment.tools.shelf.size=1")
 
@@ -76,6 +77,7 @@ def test_a_shelf_is_an_episodes_own_and_its_end_state_is_rewarded(tiny, chosen, 
     assert [r.state for r in load_rollouts(tmp_path / "r.jsonl")] == [r.state for r in rollouts]
 
 
+@pytest.mark.slow
 def test_the_tool_with_state_of_the_page_runs_as_it_is_shown(tiny, tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "own_parts.md").read_text()
     for name in ("my_tools.py", "environment/till.yaml", "reward/thrifty.yaml"):

@@ -415,6 +415,7 @@ def test_all_waiting_episodes_are_one_call_of_the_engine(tiny):
     assert sizes == [6, 6]
 
 
+@pytest.mark.slow
 def test_the_same_call_gives_the_same_rollouts_and_so_does_a_part_of_it(tiny):
     """Randomness is a function of (seed, step, position, sample, turn): neither call, batch nor
     group size enters."""
@@ -826,6 +827,7 @@ def test_the_tiny_model_through_the_real_engine(tiny):
         assert all(len(s.response_ids) == len(s.logprobs) for s in rollout.steps)
 
 
+@pytest.mark.slow
 def test_the_real_engine_gives_a_part_of_a_batch_what_it_gives_the_whole(tiny):
     """Hot, so that noise decides every token: an episode's replies are its own, whoever is sampled
     beside it."""

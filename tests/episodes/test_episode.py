@@ -259,6 +259,7 @@ def test_after_an_error_sessions_are_closed_and_the_engine_is_as_new(
     assert not complaints and bits(play(policy, tasks, engine)) == bits(plain)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_loop_itself_comes_out_as_it_was_raised(policy, tasks, plain, monkeypatch):
     """A signal may strike while all wait for something outside."""
     sessions, engine = [], Cached()

@@ -304,6 +304,7 @@ def test_a_damaged_line_is_named_and_the_rest_is_kept(tmp_path, ending, damage):
         load_rollouts(path, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
 def test_whatever_is_cut_off_costs_no_whole_line(tmp_path, ending):
     """A process that is killed while it appends leaves a file that ends anywhere. What is appended

@@ -178,6 +178,7 @@ def test_by_hand(name: str, expected: list[float]) -> None:
     )  # the table has five decimals
 
 
+@pytest.mark.slow
 @each("seed", range(5))
 @each("name", LOOPS)
 def test_against_a_loop(name: str, seed: int) -> None:

@@ -1894,6 +1894,7 @@ def test_equals_its_loop_at_the_edge(module: str, edge: str) -> None:
             assert all(g.isfinite().all() for g in _call(name, _given(name, batch))), name
 
 
+@pytest.mark.slow
 @each("name", CASES)
 def test_half_precision_is_computed_in_full(name: str) -> None:
     """On bfloat16 inputs the result is that of float32 on the same numbers; where it has their

@@ -246,6 +246,7 @@ def test_no_split_into_micro_batches_changes_the_gradient(overrides):
             torch.testing.assert_close(got, loss, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", TABLE, ids=ids)
 def test_neither_padding_nor_order_changes_the_gradient(overrides):
     x = experiment(overrides)

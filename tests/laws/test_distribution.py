@@ -41,6 +41,7 @@ def installed(name: str, command: str) -> Distribution:
     return Fake()
 
 
+@pytest.mark.slow
 def test_no_file_tells_to_install_the_other_project():
     told = re.compile(r"""pip install [^\n&]*['" ]rlkit([\['"\s]|==|$)|\brlkit\[""")
     others = [f for f in (*TEXTS, ROOT / "README.md") if f != Path(__file__)]

@@ -603,6 +603,7 @@ def test_the_site_cuts_no_command(site):
     assert count > 40
 
 
+@pytest.mark.slow
 def test_the_embedded_model_follows_the_task():
     """`rlkit rollout task=guess_number` was played by the model of the word problems, which never
     says a number."""

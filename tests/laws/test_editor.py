@@ -21,10 +21,12 @@ def completed(text: str) -> set[str]:
     return {found.name for found in script.complete(len(lines), len(lines[-1]))}
 
 
+@pytest.mark.slow
 def test_the_names_of_the_package_complete():
     assert set(rlkit.__all__) <= completed("import rlkit\n\nrlkit.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "names"),
     [

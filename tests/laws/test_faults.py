@@ -179,6 +179,7 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2], ids=["all weights", "adapters"])
 def test_the_saved_model_is_the_trained_one(tmp_path, rank):
     """Read back with the libraries' own `from_pretrained`, from a folder that was replaced."""
@@ -313,6 +314,7 @@ def test_several_ranks_do_not_halve(monkeypatch):
         module.retry_halved(eight_rows(), lambda: module.work(terms), terms)
 
 
+@pytest.mark.slow
 def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment, monkeypatch):
     """Rows as long as the prompt and every reply of an episode; as many as a micro-batch takes."""
     from rlkit.models import load_policy

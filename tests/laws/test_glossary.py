@@ -88,6 +88,7 @@ def test_every_metric_of_the_goldens_has_an_entry():
     assert not sorted(name for name in found if not known(name)), MISSING
 
 
+@pytest.mark.slow
 def test_every_metric_that_the_code_names_has_an_entry():
     found = list(named())
     assert len(found) > 100

@@ -232,6 +232,7 @@ PLACE = f"{__file__}:"
 WAITING = [("a tool", swallows), ("a next prompt", swallows), ("step", waits)]  # fast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("door", "do"),
     cases(
@@ -243,6 +244,7 @@ def test_async_code_that_hangs_is_named_and_its_episodes_fail(tiny, quick, capfd
     check_async(tiny, capfd, DOORS[door], do)
 
 
+@pytest.mark.slow
 def test_a_call_at_its_limit_is_named_though_the_watcher_had_no_turn(
     tiny, quick, capfd, monkeypatch
 ):
@@ -384,6 +386,7 @@ FAST = {("close", sleeps), ("step", holds)}
 BLOCKS = cover([(door, do) for door in DOORS for do in PLAIN if door != "two tools"], 6, also=FAST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("door", "do"), cases(BLOCKS, FAST, unpack=True))
 def test_plain_code_that_blocks_the_main_thread_ends_the_run_at_its_limit_with_the_line(
     tiny, quick, tmp_path, door, do
@@ -671,6 +674,7 @@ BLOCKING = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("door", "do"),
     cases(
@@ -711,6 +715,7 @@ class Pair(Whole):
         return rollout, [{"role": "user", "content": "Go on."}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", cases(["rounds", "barrier", "free"], ["rounds"]))
 def test_sessions_that_wait_for_one_another_fail_at_the_limit(tiny, quick, capfd, admission):
     Pair.met.clear()
@@ -745,6 +750,7 @@ def test_a_reward_without_a_timeout_ends_the_run_at_its_limit(quick, tmp_path, d
     )
 
 
+@pytest.mark.slow
 def test_an_engine_of_the_users_that_hangs_ends_the_run(tiny, quick, tmp_path):
     def work():
         with limited():
@@ -897,6 +903,7 @@ def test_a_loop_ends_whatever_its_tasks_and_threads_do(quick):
     assert loops.run(main()) == "done"
 
 
+@pytest.mark.slow
 def test_a_call_that_comes_back_in_its_grace_is_no_hang(quick, monkeypatch):
     monkeypatch.setattr(waiting, "GRACE", BOUND)
 
@@ -996,6 +1003,7 @@ def test_a_call_is_named_ever_more_rarely_and_only_the_innermost_one(quick, monk
 # ----------------------------------------------------------------------------- the end of a process
 
 
+@pytest.mark.slow
 def test_a_finished_command_ends_whatever_threads_and_handlers_are_left(
     quick, tmp_path, monkeypatch
 ):

@@ -588,6 +588,7 @@ def test_a_resume_is_refused_where_it_would_mix_two_runs(pair, mine, name, damag
     assert before == {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_every_file_of_a_run_folder_has_a_kind(pair):
     assert {kind_of(name) for name in names_in(pair[0])} >= {
         "metrics",
@@ -711,6 +712,7 @@ def test_a_run_folder_without_an_identity_is_refused_with_a_sentence(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_no_new_run_begins_in_the_folder_of_one_that_lost_its_config(mine, capsys, resume):
     (mine / "config.yaml").unlink()

@@ -128,6 +128,7 @@ def names_of_tests(file: str) -> dict[str, str]:
     return {n.name: ast.get_source_segment(text, n) or "" for n in nodes}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not every_extra(), reason="tests of a missing extra are not there")
 def test_the_tests_of_the_table_are_there_and_each_reason_is_a_sentence():
     for row, path, _ in entries():

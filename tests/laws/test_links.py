@@ -69,6 +69,7 @@ def find_lost_imports(script: Path) -> list[str]:
     return lost
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not every_extra(), reason="studies import the extras")
 def test_every_study_imports_names_that_exist():
     """experiments/sandbox imported a function that had been merged into another."""

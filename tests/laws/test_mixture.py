@@ -104,6 +104,7 @@ def test_means_of_the_parts_add_up_to_the_whole(run):
     assert all(f"part/{part}/{key}" in rows[1] for part in parts for key in keys)
 
 
+@pytest.mark.slow
 def test_held_out_accuracy_is_that_of_the_parts_together(run, tmp_path):
     _, summary, rows = run
     for row, result in ((rows[0], summary["before"]), (rows[1], summary["after"])):

@@ -16,6 +16,7 @@ from parametrise import every_extra
 TABLE = read_table()
 
 
+@pytest.mark.slow
 def test_every_mutation_fits_the_code_and_names_its_tests():
     assert len(TABLE) >= 120 and len({m.key for m in TABLE}) == len(TABLE)
     for mutation in TABLE:

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import rlkit
 
 PACKAGE = Path(rlkit.__file__).parent
@@ -23,10 +25,12 @@ def probes() -> Iterator[tuple[str, ast.expr]]:
                 yield f"{file.relative_to(PACKAGE)}:{node.lineno}", node.args[0]
 
 
+@pytest.mark.slow
 def test_few_places_ask_an_object_what_it_has():
     assert len(list(probes())) <= PROBES
 
 
+@pytest.mark.slow
 def test_engines_models_tasks_and_environments_are_not_probed():
     found = [
         f"{place}: {ast.unparse(what)}"

@@ -19,6 +19,7 @@ def prose():
     return module
 
 
+@pytest.mark.slow
 def test_no_folder_holds_too_many_relative_words(prose):
     figures = prose.count(prose.read_sentences())
     above = {

@@ -137,6 +137,7 @@ def test_a_python_object_stands_where_the_part_stood():
     ].endswith(".brief")
 
 
+@pytest.mark.slow
 def test_a_run_says_what_is_known_of_its_model_and_its_tasks():
     """A function of one's own says nothing of its model; sampler, reuse and suggestions are the
     run's, whatever gives model and tasks."""
@@ -184,6 +185,7 @@ class Shelf:
         return name
 
 
+@pytest.mark.slow
 def test_a_number_below_a_part_that_is_replaced_belongs_to_the_new_one():
     """Whatever their order, and where the number has the type that the part asks for."""
     x = rlkit.experiment(algorithm__advantage__by=3, algorithm__advantage=doubled)

@@ -296,6 +296,7 @@ def test_a_change_of_shared_state_is_put_back_and_named_once(kind, door, same, c
     assert f"({__file__}:" in said[0]
 
 
+@pytest.mark.slow
 def test_a_change_that_holds_over_a_wait_is_put_back_while_others_run(same, capfd, as_before):
     """An async function that leaves grad mode off and waits: nothing else of the episode computes
     without gradients."""

@@ -56,6 +56,7 @@ TWINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(TWINS, ("forward", "gspo_token")))
 def test_twins_have_one_config(name):
     one, other, apart = TWINS[name]

@@ -84,6 +84,7 @@ def test_of_several_processes_at_once_one_compiles_and_all_have_it(
     assert (tmp_path / "count").read_text() == "x\n"
 
 
+@pytest.mark.slow
 def test_a_lock_of_a_dead_process_is_free(source, tmp_path):
     load_library(source, "step")
     (folder,) = folders()
@@ -264,6 +265,7 @@ def test_a_home_that_is_none_is_passed_over(home, source, monkeypatch):
     assert load_library(source, "step").step() == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     ["a file", "a FIFO", "a loop", "open to all", "of somebody else", "a link to another folder"],

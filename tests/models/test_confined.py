@@ -91,6 +91,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(HOSTILE, ["a product", "a long text"]))
 def test_a_hostile_template_is_stopped(kind, template, policy):
     """It held the process for ever, or took the machine's memory."""

@@ -116,6 +116,7 @@ def test_a_task_without_tests_cannot_be_scored_and_a_test_that_cannot_be_checked
         code_exec([rollout("x = 1", Task("t/2", (), metadata={"tests": ("assert f(1) != 2",)}))])
 
 
+@pytest.mark.slow
 def test_a_hostile_value_is_wrong_for_its_own_program_and_no_other():
     """10**400 under isclose raised OverflowError in the trainer, took the batch with it, and the
     first rollout got the blame."""

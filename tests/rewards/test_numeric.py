@@ -464,6 +464,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @examples(st.lists(PIECES, min_size=1, max_size=6).map("".join), fast=60, slow=400)
 @example("1the answer is ")
 @example("_minus 1")
@@ -509,6 +510,7 @@ def test_no_final_answer_is_wrong(episode):
     assert numeric(episode) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     cases(

@@ -284,6 +284,7 @@ def test_a_timeout_is_positive(timeout):
 # -------------------------------------------------------------------------------------------- async
 
 
+@pytest.mark.slow
 def test_async_rewards_are_in_flight_together_and_keep_their_order():
     most = running = 0
 

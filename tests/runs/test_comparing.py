@@ -47,6 +47,7 @@ def test_an_effect_of_the_seed_changes_nothing_and_an_arm_equals_itself():
     assert c.compare_pairs(a, a)[:4] == (0.0, 0.0, 0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_correlated_arms_have_the_variance_of_the_formula():
     """Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n; with c = 0 the unpaired one. σ = 2 and 1, c = 0.8."""
     rng = np.random.default_rng(1)

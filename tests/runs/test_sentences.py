@@ -134,6 +134,7 @@ WORDS = {
 WORDS = {name: said for name, said in WORDS.items() if not explain_missing(f"rlkit.{name}")}
 
 
+@pytest.mark.slow
 @each(
     "name",
     [

@@ -134,6 +134,7 @@ def test_only_common_seeds_are_pairs_and_no_common_seed_is_said(arms, make_run):
     assert "they share no seeds" in judge_lines(groups, apart)[0].sentence
 
 
+@pytest.mark.slow
 def test_more_comparisons_need_more_evidence(arms):
     """p = 0.031 alone; of two comparisons it is no claim."""
     noise = [0.06, -0.04, 0.05, 0.0, 0.03, -0.01, 0.04, 0.02, -0.02, 0.06, 0.02, 0.01]
@@ -223,6 +224,7 @@ def test_figures_are_the_best_that_the_runs_have(arms, tmp_path):
             find_shared_figure(bare, name, at)
 
 
+@pytest.mark.slow
 def test_the_commands_say_it(arms, tmp_path, capsys):
     arms(BASE, BETTER)
     folders = [str(tmp_path / "runs" / name) for name in ("grpo", "dapo")]

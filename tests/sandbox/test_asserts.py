@@ -384,6 +384,7 @@ def test_a_verdict_never_raises_and_is_that_of_python(test):
         agree(test, value)
 
 
+@pytest.mark.slow
 @examples(st.sampled_from(EXPRESSIONS), VALUES, fast=60, slow=400)
 def test_a_verdict_never_raises_on_any_value(test, value):
     agree(test, value)

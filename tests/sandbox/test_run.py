@@ -196,6 +196,7 @@ def test_ordinary_programs_give_their_values(name):
     assert ("ZeroDivisionError" in outcome.results[0].error) == (call == "1 / 0")
 
 
+@pytest.mark.slow
 def test_the_standard_library_can_be_imported():
     outcome = run(Job("\n".join(f"import {name}" for name in STDLIB)))
     assert outcome.status == "ok", outcome
@@ -233,6 +234,7 @@ def test_what_came_before_the_deadline_is_kept():
     )
 
 
+@pytest.mark.slow
 def test_many_programs_keep_their_order():
     outcomes = run_many(
         [Job(f"import time\ntime.sleep({0.2 if i % 2 else 0})", (str(i),)) for i in range(6)],

@@ -180,6 +180,7 @@ def test_nothing_of_a_damaged_checkpoint_is_loaded_and_the_one_before_it_is_used
     assert "step_000002.ckpt is damaged" in said and "step_000001.ckpt is used" in said
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_one_before_it_is_offered(copy):
     zeroed(newest(copy), 3)
     with pytest.raises(
@@ -192,6 +193,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_one_before_it_is
             load_checkpoint(source)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_kept_when_a_run_goes_on_without_it(copy, capsys):
     """It is evidence of a failing disk. A whole one of another past makes room at the next save, as
     before."""
@@ -216,6 +218,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "export")) for name in COMMANDS],
@@ -236,6 +239,7 @@ def test_commands_take_the_checkpoint_before_a_damaged_one_and_say_so(
         ] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["model.lora.rank=0", "model.lora.targets=[q_proj]"])
 def test_a_checkpoint_of_other_weights_is_not_loaded_in_part(run, capsys, other):
     """Names that the model does not have were once passed over: the base was evaluated under the
@@ -244,6 +248,7 @@ def test_a_checkpoint_of_other_weights_is_not_loaded_in_part(run, capsys, other)
     assert "belongs to another model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_best_model_is_not_written_of_a_damaged_checkpoint(copy):
     zeroed(newest(copy), 3)
     with pytest.raises(OSError, match="is damaged"):

@@ -66,6 +66,7 @@ def test_no_process_outlives_the_one_that_started_it(code, tmp_path):
     os.close(writer)
 
 
+@pytest.mark.slow
 def test_a_guarded_command_ends_with_its_own_status():
     from rlkit.system.parent import guard_command
 

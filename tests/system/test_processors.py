@@ -123,6 +123,7 @@ def test_a_given_number_wins_and_a_gpu_keeps_torchs(monkeypatch):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_command_line_has_openmp_wait_without_spinning():
     """It acts only where it is set before torch is imported; a user's own policy stays."""
     program = "import os, sys; from rlkit.commands.cli import main; main(['--help']); "

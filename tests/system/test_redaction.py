@@ -198,6 +198,7 @@ def parameters_of(tree: ast.Module) -> Iterator[str]:
             yield from (field.id for field in fields if isinstance(field, ast.Name))
 
 
+@pytest.mark.slow
 def test_every_key_that_looks_like_a_secret_has_been_judged():
     """A new key belongs into SECRET_KEYS of rlkit/system/redaction.py, or into IS_NONE above."""
     options = [yaml.safe_load(file.read_text()) for file in conf_dir().rglob("*.yaml")]
@@ -225,6 +226,7 @@ COMPOSED = [
 ]
 
 
+@pytest.mark.slow
 @each("words", [pytest.param(words) for words in COMPOSED if all(map(available, words))])
 def test_settings_are_written_in_clear(words):
     """`max_new_tokens` stood as <redacted> in `--cfg job` and in every run's .hydra/config.yaml."""

@@ -49,6 +49,7 @@ def test_a_step_is_found_without_the_others_and_a_file_is_one_gzip_file_to_other
     ]
 
 
+@pytest.mark.slow
 def test_wherever_a_file_was_cut_off_a_resumed_run_keeps_its_steps_and_loses_nothing(folder):
     """Cut anywhere: whole steps are read; cutting back keeps exactly those up to the checkpoint's
     and moves the rest aside, once."""

@@ -119,6 +119,7 @@ def test_a_row_that_makes_no_task_is_named(tmp_path, row, words):
         prompts(str(tmp_path), "train")
 
 
+@pytest.mark.slow
 def test_two_problems_with_one_id_are_refused(tmp_path):
     """A sampler that looks at scores never drew the second, and a resume took one for the other."""
     rows = [{"id": 0, "prompt": f"{i}+1?", "answer": str(i + 1)} for i in range(8)]

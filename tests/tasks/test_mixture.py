@@ -46,6 +46,7 @@ def test_every_number_of_turns_has_its_shares_to_within_one(weights):
         assert all(abs(counts[n] - k * share) < 1 for n, share in shares.items())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, database=None)
 @given(
     WEIGHTS.filter(lambda w: max(w.values()) < 40 * min(w.values())), st.integers(0, 5), st.data()

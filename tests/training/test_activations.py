@@ -241,6 +241,7 @@ def test_the_measurement_takes_no_draw_from_a_run(machine, monkeypatch):
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_a_value_of_the_config_is_taken_without_a_word(machine):
     machine(GIB)
     for value in (True, False):

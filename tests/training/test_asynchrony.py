@@ -336,6 +336,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_sampled_ahead_is_refused(case):
     with pytest.raises(ConfigError) as error:
@@ -366,6 +367,7 @@ def test_what_is_known_ahead_is_not_refused():
     experiment(compose([*COMMON, "asynchrony=lag", "asynchrony.staleness=0", *GIVEN["reward"][2:]]))
 
 
+@pytest.mark.slow
 def test_stale_groups_without_a_correction_are_warned_of():
     def said(*words):
         return [
@@ -384,6 +386,7 @@ def test_stale_groups_without_a_correction_are_warned_of():
     )
 
 
+@pytest.mark.slow
 def test_the_experiment_of_a_later_step_is_foreseen():
     """Phases that end after steps, their numbers and those of the run are as they will be."""
     numbers = (

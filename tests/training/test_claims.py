@@ -270,6 +270,7 @@ def test_engines_of_the_trainers_own_tensors_have_nothing_to_claim():
     assert claims.has_copies(Batched(complete)) and claims.keeps_versions(model)
 
 
+@pytest.mark.slow
 def test_of_weights_too_large_to_keep_only_the_newest_version_is_checked(monkeypatch):
     monkeypatch.setattr(claims, "LARGEST", 1000)
     assert "mismatch/version_right" not in Learned(ignores, steps=1).rows[0]

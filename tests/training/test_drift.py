@@ -77,6 +77,7 @@ def test_where_the_reference_is_the_start_kl_ref_says_it_at_no_cost(tmp_path):
     assert all(row["kl/start"] is None for row in rows) and state["rlkit"]["start"] is None
 
 
+@pytest.mark.slow
 def test_a_reference_that_a_phase_starts_again_is_not_the_start(tiny):
     """kl/start was missing, and kl/ref was read as the distance from the start."""
     words = ["schedule=on_reward", "kl=k3"]

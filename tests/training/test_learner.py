@@ -96,6 +96,7 @@ def by_parts(x, tasks) -> Learner:
     return learner
 
 
+@pytest.mark.slow
 def test_a_normalised_reward_changes_the_batch_and_no_rollout():
     """A teacher that shows right replies looked for a reward of 1, and found a normalised one. The
     moments are those of all episodes, trained on or not."""
@@ -188,6 +189,7 @@ def test_a_plain_loop_gives_the_weights_of_a_run(loop, overrides, seen, tmp_path
     }
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_docstring_gives_the_weights_of_a_run():
     """Copied as it stands, with the settings that it composes."""
     text = textwrap.dedent(Learner.__doc__.partition("\n")[2])

@@ -55,6 +55,7 @@ def test_frozen_does_not_move_when_the_policy_does(model):
     assert torch.equal(reference_scores(kept, state, model), start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reset", [[], ["reference"]])
 def test_a_phase_that_resets_the_reference_compares_with_the_policy_of_that_moment(model, reset):
     x = experiment(
@@ -380,6 +381,7 @@ def test_under_lora_ema_averages_the_factors_which_is_not_the_average_of_their_p
     assert least < (left_out / whole) ** 0.5 < most
 
 
+@pytest.mark.slow
 @moving
 @adapted
 def test_a_moving_reference_starts_equal_to_the_policy(model, kept, lora):
@@ -447,6 +449,7 @@ def test_under_lora_the_reference_of_a_bfloat16_base_is_float32(model):
     assert all(p.dtype is torch.float32 for n, p in policy.named_parameters() if ".reference." in n)
 
 
+@pytest.mark.slow
 @moving
 def test_under_lora_scoring_leaves_the_policy_as_it_was(model, kept):
     """Log-probs, active adapter, what is trained and training mode, also where scoring fails; and
@@ -482,6 +485,7 @@ def test_under_lora_scoring_leaves_the_policy_as_it_was(model, kept):
         assert torch.equal(scores(policy), base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", cases(MOVING, 1), ids=lambda r: r.name)
 def test_the_policy_is_trained_as_without_a_reference(model, kept):
     """A step with the second adapter in place moves the first one as it would alone, and the second
@@ -499,6 +503,7 @@ def test_the_policy_is_trained_as_without_a_reference(model, kept):
     assert all(torch.equal(t, start[n]) for n, t in adapter(beside, "reference").items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept, lora", cases(product(MOVING, [False, True]), 2, unpack=True))
 def test_what_is_saved_continues_as_if_nothing_had_happened(model, kept, lora):
     """Through a file that torch reads with weights_only, into a state that was made anew from

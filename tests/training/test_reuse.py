@@ -116,6 +116,7 @@ def test_what_has_nothing_to_use_again_is_refused():
             experiment(compose(words))
 
 
+@pytest.mark.slow
 def test_sampler_and_reuse_are_the_runs_whatever_gives_the_tasks():
     """Python objects in place of options, tasks as a list, and a mixture, whose factory is no
     partial."""

@@ -610,6 +610,7 @@ def check_curves(overrides: list[str], steps: int) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", cases(LENGTHS, 1))
 @pytest.mark.parametrize(
     "option", cases([*(f"schedule={name}" for name in SCHEDULES), "kl/coef=adaptive"], 2)

@@ -106,6 +106,7 @@ def test_an_empty_answer_may_be_unscored():
     check_verifier(rows("7"), reward_of(lambda r: 1.0 if r.final_content else None))
 
 
+@pytest.mark.slow
 def test_the_embedded_rows_pass(experiment):
     for split in ("train", "test"):
         check_verifier(experiment.task(split=split)[:32], experiment.evaluation.reward)
@@ -315,6 +316,7 @@ def without_a_cache(tiny):
     return Uncached
 
 
+@pytest.mark.slow
 def test_a_model_without_a_cache_may_differ_as_real_models_do(tiny, tasks, experiment):
     policy = of_class(tiny, without_a_cache)
 

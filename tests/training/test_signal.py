@@ -357,6 +357,7 @@ def test_which_minibatch_pays_a_penalty_is_not_drawn(monkeypatch):
         assert None not in gradients(learner_of(*words), ONE_DIFFERS, monkeypatch, skips=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_value_loss_that_trains_the_trunk_is_a_term_of_the_loss(trained):
     """The policy's optimiser steps for it. It did not where no advantage differed from 0."""
@@ -374,6 +375,7 @@ def test_a_value_loss_that_trains_the_trunk_is_a_term_of_the_loss(trained):
     assert signal.has_signal(u, batch) == trained
 
 
+@pytest.mark.slow
 def test_an_update_without_a_trained_token_is_skipped(monkeypatch):
     """Whatever the loss is: it is a sum over no token."""
     cut = [r._replace(status="truncated", truncation="length") for r in EQUAL]
@@ -446,6 +448,7 @@ def test_the_first_step_without_signal_is_skipped_at_the_reference(name):
     assert learner.step(EQUAL)["optim/skipped_no_signal"] == 0
 
 
+@pytest.mark.slow
 def test_weights_that_somebody_else_moved_are_not_the_reference():
     """A callback, or a loop of the user's own: no optimiser has stepped, and still the KL pulls
     back."""

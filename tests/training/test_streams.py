@@ -221,6 +221,7 @@ def test_a_sampled_teacher_is_weighed_by_policy_over_sampler_whatever_old_is(old
     assert (moved - math.exp(0.3) * plain).norm() < 1e-4 * plain.norm()
 
 
+@pytest.mark.slow
 def test_one_part_of_a_mixture_by_its_reward_and_another_by_its_teacher(played, tiny):
     """The gradient is the sum of those of two steps, each with the rollouts of one part alone."""
     x, rollouts = played

@@ -197,6 +197,7 @@ def test_a_reference_that_no_kl_uses_is_not_built(tmp_path, capsys):
     assert state["rlkit"]["references"] == {}
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_never_overwritten(whole, capsys):
     before = {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file()}
     assert train(whole, "trainer.steps=4") == 2

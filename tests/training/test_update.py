@@ -75,6 +75,7 @@ def test_target_kl_bounds_the_mean_over_the_tokens_of_all_micro_batches(tiny):
         assert found["optim/ended_by_target_kl"] == 2 - updates
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_pads_the_work_of_a_rank_changes_no_weight(tiny):
     """A rank with fewer micro-batches than others repeats some of its rows, which do not count."""
 
@@ -178,6 +179,7 @@ def test_a_step_counts_what_it_trained_on_and_where_it_stands(tiny):
     assert learner.moments.n == 8 and steps == [1, 2] and seeds[0] != seeds[1]
 
 
+@pytest.mark.slow
 def test_a_step_that_trains_the_critic_alone_does_not_move_the_policy(tiny):
     """kl/step was measured in the policy's only update, which such a step does not have."""
     words = ["algorithm=ppo", "algorithm.epochs=1", "algorithm.minibatches=1"]

@@ -25,6 +25,7 @@ def windowed(tiny):
     return make
 
 
+@pytest.mark.slow
 @each(
     ("window", "says"),
     [

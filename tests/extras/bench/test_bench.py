@@ -70,6 +70,7 @@ def test_the_value_of_a_task_is_what_enumeration_says(name):
     assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.slow
 def test_needles_are_hidden_as_deep_as_they_say():
     _, tasks = rows("needle")
     assert sorted({len(task.metadata["right"]) / 256 for task in tasks}) == [1 / 64, 1 / 32, 1 / 16]
@@ -208,6 +209,7 @@ def test_the_start_takes_adapters_that_change_nothing_at_first():
     assert trained and all("lora_" in name for name in trained)
 
 
+@pytest.mark.slow
 def test_the_placebos_of_a_game_do_too():
     """At the turn that counts: a coin, or 1, whatever the reply. The other turns pay coins in
     training."""
@@ -221,6 +223,7 @@ def test_the_placebos_of_a_game_do_too():
         assert got == pytest.approx(means, abs=0.17)  # five coins of ±1: standard error 0.04
 
 
+@pytest.mark.slow
 def test_the_verifier_errs_as_often_as_it_says_and_for_all_arms_alike():
     _, tasks = rows("noisy", "train")
     worst = [task for task in tasks if task.metadata["flip"] == pytest.approx(0.45)]
@@ -231,6 +234,7 @@ def test_the_verifier_errs_as_often_as_it_says_and_for_all_arms_alike():
     assert all(task.metadata.get("flip", 0.0) == 0 for task in rows("noisy")[1])
 
 
+@pytest.mark.slow
 def test_a_right_reply_pays_by_problem_in_training_alone():
     earned = {
         split: {paid(reply(task, task.metadata["right"][0])) for task in rows("scales", split)[1]}
@@ -501,6 +505,7 @@ def test_placebo_is_true_or_false(word, capsys):
     assert f"placebo={word}: must be true or false" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_problem_of_the_largest_tasks_is_there():
     for make in (tasks.needle, tasks.scales, tasks.noisy, tasks.stale, tasks.proxy, tasks.lengthy):
         assert len({own.messages[0]["content"] for own in make(problems=32)}) == 32

@@ -163,6 +163,7 @@ def test_a_failed_run_is_told_and_tried_again(tmp_path, capsys):
     assert start.started == ["a", "b", "a"]
 
 
+@pytest.mark.slow
 def test_a_row_says_what_its_run_says(tmp_path):
     """Its overrides are those that the run was started with, not those of the command that reads
     it."""

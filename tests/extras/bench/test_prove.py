@@ -91,6 +91,7 @@ def test_a_perfect_critic_makes_ppo_exact():
     is_along(bench.prove(x, 2, 0), 1)
 
 
+@pytest.mark.slow
 def test_weights_of_whole_rollouts_make_stale_ones_exact():
     """No weight of this game reaches the cap of 2; weights of tokens do not suffice."""
     exact = given("algorithm=rloo", "algorithm/correction=sequence_truncate", "kl=none")

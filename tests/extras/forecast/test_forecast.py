@@ -13,6 +13,7 @@ from rlkit.commands.cli import main
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_a_card_that_is_not_here(capsys):
     """Qwen3-0.6B on an H200: neither the card, nor the weights, nor a network."""
     words = [

@@ -499,6 +499,7 @@ def test_replies_with_values_of_a_list_of_chats():
     assert all(v.abs().sum() > 0 for v in values)
 
 
+@pytest.mark.slow
 def test_the_advantages_of_the_steps_are_what_a_step_learns_from():
     """With equal ones there is nothing to learn; what the notebook's function writes may be
     replaced."""
@@ -524,6 +525,7 @@ def test_a_setting_that_does_not_exist_is_refused():
         trainer(learning_rate=1e-5)
 
 
+@pytest.mark.slow
 def test_the_rows_are_plain_numbers():
     rows = trained(trainer(), 1)
     assert json.loads(json.dumps(rows))[0]["rollout_summary"]["total_rollouts"] == 4

@@ -139,6 +139,7 @@ def test_a_prompt_of_format_prompt_is_read_as_the_template_writes_it(model, toke
     )
 
 
+@pytest.mark.slow
 def test_rewards_may_be_lists_vectors_batched_or_async(model, tokenizer):
     async def later(rollout):
         return 2.0
@@ -256,6 +257,7 @@ def test_a_generator_samples_in_its_own_iteration_alone(model, tokenizer):
     assert len(calls) == config.group_size
 
 
+@pytest.mark.slow
 def test_every_hook_of_an_iteration_is_called_and_trains(model, tokenizer):
     """The document's own loss as a loss_fn gives the step that the config alone gives: its
     log-probs carry the gradient."""

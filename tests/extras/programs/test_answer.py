@@ -391,6 +391,7 @@ def test_a_conversation_with_a_broken_call_goes_on_in_its_row(tiny):
     assert "rows" not in played(tiny, play, BROKEN).metadata
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text, code, truncation, reward",
     [

@@ -394,6 +394,7 @@ def test_a_function_of_responses_is_the_tool_that_rlkit_writes():
 # ----------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.slow
 @each(
     "body, path, key, status",
     [
@@ -777,6 +778,7 @@ def process(tiny, tmp_path, code: str, **settings):
     return rollout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, settings, truncation, reward",
     [

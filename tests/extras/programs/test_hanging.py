@@ -51,6 +51,7 @@ DOORS = {  # name → as in test_hangs, and how many of four episodes fail at le
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("door", "do"),
     cases([(door, do) for door in DOORS for do in ASYNC], 2, unpack=True),
@@ -66,6 +67,7 @@ def test_async_code_of_others_that_hangs_is_named_and_its_episodes_fail(
 BLOCKS = [(door, do) for door in DOORS for do in PLAIN if door != "a program"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("door", "do"), cases(BLOCKS, {("close of a duel", sleeps)}, unpack=True))
 def test_plain_code_of_others_that_blocks_the_main_thread_ends_the_run_with_the_line(
     tiny, quick, tmp_path, door, do

@@ -186,6 +186,7 @@ def test_a_task_without_instruction_or_tests_is_refused(name, tmp_path):
 # --------------------------------------------------------------------------------- the hidden tests
 
 
+@pytest.mark.slow
 @confining
 @pytest.mark.parametrize("name", cases(TASKS, ["rename-key", "pens"]))
 def test_the_solution_of_each_example_earns_1_and_nothing_earns_less(name, tmp_path):

@@ -21,6 +21,7 @@ from rlkit.types import Environment, Task
 AND = {"role": "user", "content": "And?"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [400, pytest.param(1_500, marks=pytest.mark.slow)])
 def test_a_conversation_of_many_turns_is_one_row_that_holds_each_token_once(tiny, turns):
     """Turn 988 failed by a recursion as deep as the conversation, and each turn kept its whole
@@ -150,6 +151,7 @@ def test_no_traceback_of_the_server_reaches_the_terminal(tiny, caplog):
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.slow
 def test_a_large_body_of_a_request_over_the_context_is_a_refusal_that_says_so(tiny):
     found = []
 

@@ -209,6 +209,7 @@ def test_no_attempt_of_a_program_raises_its_reward(attempt, confined, tiny, tmp_
     assert "verify_time_limit" not in rollout.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confined", [False, CONFINED])
 def test_a_verifier_gives_the_reward(confined, tiny, tmp_path):
     code = "open('answer.txt', 'w').write('the right answer')"
@@ -237,6 +238,7 @@ FAILING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(FAILING, ["100", "a number and an error"]))
 def test_a_verifier_that_fails_gives_no_reward_and_says_why(kind, tiny, tmp_path):
     judge, words = FAILING[kind]
@@ -332,6 +334,7 @@ def test_a_config_with_the_score_of_a_file_is_refused():
         build(compose(words).config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["rollout", "evaluate", "train"])
 def test_every_command_that_plays_episodes_takes_a_verifier(command):
     x = build(

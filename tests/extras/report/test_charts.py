@@ -60,6 +60,7 @@ def test_charts_that_show_nothing_are_left_out(make_run):
     assert "eval/reward" not in chosen, "the accuracy, by another name"
 
 
+@pytest.mark.slow
 def test_a_chart_names_its_lines_and_is_there_for_papers(make_run):
     """Names of runs are text in the picture, whatever characters they hold; a dollar sign starts no
     formula."""
@@ -73,6 +74,7 @@ def test_a_chart_names_its_lines_and_is_there_for_papers(make_run):
     assert drawn.pdf.startswith(b"%PDF")
 
 
+@pytest.mark.slow
 def test_a_phase_is_marked_by_its_name(make_run):
     svg = drawing.draw_chart(charts.STATIC[0], groups(make_run, switch=2), None).svg.decode()
     assert ">b</text>" in svg.replace("\n", "")
@@ -86,6 +88,7 @@ def test_long_names_leave_room_for_the_chart(make_run):
         drawing.draw_chart(chart, many, None)
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_bytes(make_run):
     shown = groups(make_run)
     assert drawing.draw_chart(charts.STATIC[0], shown, None) == drawing.draw_chart(

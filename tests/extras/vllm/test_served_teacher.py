@@ -210,6 +210,7 @@ def test_each_part_of_a_mixture_is_scored_by_its_own_servers(played, teacher, ti
     assert 0 < (after[0] - after[1]).norm() < 1e-4 * moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides, says",
     [

@@ -113,6 +113,7 @@ def test_the_command_tells_all_and_writes_nothing(run, capsys):
     assert sorted(path for path in run.rglob("*")) == before
 
 
+@pytest.mark.slow
 @each(
     ("words", "said"),
     [

@@ -499,6 +499,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refills", [0, 6])
 def test_no_fork_trains_on_the_prompts_that_measure_it(refills):
     """A fork with the remedy MIXED draws up to five times a step's prompts, one of a run with
@@ -615,6 +616,7 @@ def test_the_command_beside_a_conversation_of_the_report_explains_its_token(run,
     assert main([*words[1:-1], f"token={entry['tokens']}"]) == 2, "it is the last token"
 
 
+@pytest.mark.slow
 @each(
     ("words", "said"),
     [
