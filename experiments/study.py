@@ -18,7 +18,9 @@ are not repeated. All variants have the same seeds, and differences are taken wi
 warm-up has a row of its own, and its run stays in the study's folder.
 
 With --keep FOLDER the runs stay in FOLDER/VARIANT/SEED, for `rlkit compare` and `rlkit report`. An
-interrupted run then continues, but its measured seconds count only from the continuation.
+interrupted run then continues, and its row has no seconds: those of the first process are unknown.
+The columns of seconds are `step_seconds` of all steps, `process_seconds` and `cpu_seconds` of the
+whole command, and `training_cpu_seconds` without imports, loading and checks.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ import yaml
 
 from rlkit.runs import comparing
 
+WARM_UP_SEED = 1000  # of no variant: else its first prompts would be those of the warm-up
 COMMON = (
     "trainer.threads=1",
     "evaluation.every=4",
@@ -63,7 +66,8 @@ def trained(
     Args:
       modules: a folder of Python files for the run to import.
       kept: the run's folder, in place of an empty one; a run already in it continues.
-    Returns: its summary, its rows of metrics, and the seconds of the process and of its processors.
+    Returns: its summary, its rows of metrics, and its seconds, by the names of their columns; no
+      seconds if it was continued.
     Raises:
       RuntimeError: the command failed; the message has the last lines of its output.
     """
@@ -94,14 +98,14 @@ def trained(
         run = max(ended, key=lambda path: path.stat().st_mtime).parent
         summary = json.loads((run / "summary.json").read_text())
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return (
-        summary,
-        rows,
-        {
-            "process_seconds": round(wall, 1),
-            "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        },
-    )
+    if "processor_seconds" not in summary:  # a continued run
+        return summary, rows, {}
+    seconds = {
+        "process_seconds": round(wall, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "training_cpu_seconds": round(summary["processor_seconds"], 1),
+    }
+    return summary, rows, seconds
 
 
 def one_run(
@@ -131,6 +135,7 @@ def one_run(
         "final_kl": "" if steps[-1].get("kl/ref_k3") is None else round(steps[-1]["kl/ref_k3"], 5),
         "final_entropy": round(steps[-1]["policy/entropy"], 4),
         "step_seconds": round(sum(row["perf/step_s"] for row in steps), 1),
+        **dict.fromkeys(("process_seconds", "cpu_seconds", "training_cpu_seconds"), ""),
         **seconds,
         "curve": " ".join(f"{step}:{accuracy:.3f}" for step, accuracy in curve.items()),
         "overrides": " ".join(overrides),
@@ -348,7 +353,9 @@ def main() -> None:
     if "warm_up" in study and not list(warm_up.glob("outputs/*/*/model")):
         own = [*common, *study["warm_up"], "callbacks.checkpoint.model=true"]
         rows = [row for row in rows if row["variant"] != "warm-up"]
-        rows.append(one_run("warm-up", own, 0, arguments.folder, modules=modules, kept=warm_up))
+        rows.append(
+            one_run("warm-up", own, WARM_UP_SEED, arguments.folder, modules=modules, kept=warm_up)
+        )
         write(path, rows, list(variants))
     with ThreadPoolExecutor(arguments.jobs) as pool:
         runs = [

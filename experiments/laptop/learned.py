@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
+import yaml
+
 RISE = 0.2
 
 
@@ -23,20 +25,24 @@ def has_learned(row: Mapping[str, str]) -> bool:
 
 
 def main() -> None:
-    print("| skill | arm | start | end | seeds that learned | processor minutes a run |")
-    print("|---|---|---|---|---|---|")
+    print("| skill | arm | start | end | seeds that learned | planned | processor minutes a run |")
+    print("|---|---|---|---|---|---|---|")
     for path in sorted(Path(__file__).parent.glob("*/results.csv")):
+        study = yaml.safe_load((path.parent / "study.yaml").read_text())
         with path.open() as file:
             rows = list(csv.DictReader(file))
-        for arm in dict.fromkeys(row["variant"] for row in rows):
+        for arm in study["variants"]:
             own = [row for row in rows if row["variant"] == arm]
-            start, end, seconds = (
-                fmean(float(row[key]) for row in own) for key in ("base", "final", "cpu_seconds")
-            )
+            planned = 1 if arm in study.get("once", []) else len(study.get("seeds", range(3)))
+            if not own:
+                continue
+            start, end = (fmean(float(row[key]) for row in own) for key in ("base", "final"))
+            seconds = [float(row["cpu_seconds"]) for row in own if row["cpu_seconds"]]
+            minutes = f"{fmean(seconds) / 60:.0f}" if seconds else "–"
             learned = sum(map(has_learned, own))
             print(
                 f"| {path.parent.name} | {arm} | {start:.3f} | {end:.3f} | {learned} of {len(own)}"
-                f" | {seconds / 60:.0f} |"
+                f" | {planned} | {minutes} |"
             )
 
 

@@ -104,11 +104,13 @@ def run_all(runs: Sequence[Run], path: Path, *, jobs: int, keep: Path | None) ->
 
 
 def choose_rate(rows: Sequence[study.Row], size: str, arm: str) -> str:
-    """Return the rate with the highest mean test accuracy; of equal ones, the lowest rate."""
+    """Return the rate with the highest mean validation accuracy after the last step; of equal ones,
+    the lowest rate. The test problems are left to the comparison."""
 
     def mean(rate: str) -> float:
         name = Run(size, arm, rate, 0).name
-        return statistics.fmean(float(row["final"]) for row in rows if row["variant"] == name)
+        curves = [row["curve"] for row in rows if row["variant"] == name]
+        return statistics.fmean(float(curve.rpartition(":")[2]) for curve in curves)
 
     return max(SIZES[size].rates, key=mean)
 
@@ -160,7 +162,8 @@ def main() -> None:
     places = {"jobs": arguments.jobs, "keep": arguments.keep and arguments.keep.resolve()}
     warm_up = FOLDER / "warm_up"
     if "small" in arguments.sizes and not list(warm_up.glob("outputs/*/*/model")):
-        study.trained([*study.COMMON, *WARM_UP, "seed=0"], modules=FOLDER, kept=warm_up)
+        words = [*study.COMMON, *WARM_UP, f"seed={study.WARM_UP_SEED}"]
+        study.trained(words, modules=FOLDER, kept=warm_up)
     tried = [
         Run(size, arm, rate, seed)
         for size in arguments.sizes

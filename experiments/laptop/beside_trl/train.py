@@ -2,7 +2,7 @@
 
     bash experiments/benchmarks/peers_env.sh /tmp/peers
     /tmp/peers/bin/python experiments/laptop/beside_trl/train.py [--seeds 0 1 2 3 4] [--steps 20]
-    python experiments/study.py experiments/laptop/beside_trl
+    python experiments/study.py experiments/laptop/beside_trl --jobs 1
 
 Both sides make 20 steps of 8 prompts with 8 replies of at most 8 tokens. They have adapters of rank
 16, two updates a step, GRPO's loss without a KL, and AdamW at 3e-4, which falls linearly to a
@@ -10,9 +10,10 @@ tenth. The prompts are those of rlkit's run with this seed, in their order. TRL 
 transformers, in micro-batches of 16 rows. Each side has one thread. The adapters of TRL are scored
 by `rlkit evaluate`: greedily, on the 128 test problems of rlkit's own runs.
 
-trl.csv has a row for each seed, with the columns of rlkit's own rows in results.csv. Its
-`process_seconds` and `cpu_seconds` are those of training without the evaluation, as rlkit's
-`step_seconds` are. Seeds with a row are not repeated.
+trl.csv has a row for each seed. Its `training_seconds` and `training_cpu_seconds` are those of
+`trainer.train()`, without loading and evaluation. In rlkit's results.csv the column
+`training_cpu_seconds` has the evaluations; the row `rlkit, one problem` evaluates one problem only,
+so this row has the cost to compare. Seeds with a row are not repeated.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ def row_of(seed: int, steps: int, found: dict[str, Any], greedy: dict[str, Any])
         "final_high": round(high, 4),
         "problems": greedy["n"],
         "steps": steps,
-        "process_seconds": round(seconds, 1),
-        "cpu_seconds": round(worked, 1),
+        "training_seconds": round(seconds, 1),
+        "training_cpu_seconds": round(worked, 1),
         "rewards": " ".join(map(str, found["rewards"])),
         "date": date.today().isoformat(),
         **{name: version(name) for name in ("torch", "transformers", "trl")},
