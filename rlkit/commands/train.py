@@ -387,6 +387,9 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
     distinct = [r["distinct"] for r in (before, after)]
     if distinct != [before["n"], after["n"]]:
         lines.append(f"{'of these distinct':<22}{distinct[0]:>16}{distinct[1]:>16}")
+    cut = [r.get("truncated", 0.0) for r in (before, after)]  # absent in older run folders
+    if any(cut):  # some of the gain may be that replies end
+        lines.append(f"{'episodes cut off':<22}{cut[0]:>16.3f}{cut[1]:>16.3f}")
     for part, own in after.get("parts", {}).items():
         was = before.get("parts", {}).get(part)
         cells = [f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)]

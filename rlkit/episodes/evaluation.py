@@ -107,17 +107,18 @@ def summarise_accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0)
     """Compute the share of right rollouts and the mean reward of scored rollouts, with 95 %
     intervals over distinct problems.
 
-    A row that repeats a problem is no new evidence. Therefore the intervals count distinct problems
-    (`distinct`), but the means count rows (`n`). If the reward has several terms, `metrics` holds
-    the mean of each term. It also holds the means of the metrics returned by the reward's
-    functions.
+    `truncated` is the share of truncated rollouts. A row that repeats a problem is no new evidence.
+    Therefore the intervals count distinct problems (`distinct`), but the means count rows (`n`). If
+    the reward has several terms, `metrics` holds the mean of each term. It also holds the means of
+    the metrics returned by the reward's functions.
     """
     right = sum(map(is_correct, rollouts))
     problems = _group_by_problem(rollouts)
     sizes = [len(own) for own in problems]
     mean, low, high = _mean_interval(problems)
     result = {"accuracy": right / len(rollouts), "interval": list(_share_interval(right, sizes))}
-    result |= {"n": len(rollouts), "distinct": len(sizes)}
+    cut = sum(bool(r.truncation) for r in rollouts)
+    result |= {"n": len(rollouts), "distinct": len(sizes), "truncated": cut / len(rollouts)}
     result |= {"reward": mean, "reward_interval": [low, high], "temperature": temperature}
     columns = {
         name: [value for r in rollouts if (value := r.rewards[name]) is not None]

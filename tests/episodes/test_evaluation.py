@@ -76,6 +76,7 @@ def test_greedy_counts_full_marks_over_all_tasks(tiny):
         "interval": list(share_interval(3, 4)),
         "n": 4,
         "distinct": 4,
+        "truncated": 0.0,
         "reward": 3 / 4,
         "temperature": 0.0,
     }

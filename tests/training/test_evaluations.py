@@ -20,6 +20,7 @@ from rlkit.commands.train import format_closing_lines
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import schedule_problems
+from rlkit.episodes.evaluation import summarise_accuracy
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import Reward
@@ -324,6 +325,26 @@ def test_a_run_that_ends_below_its_start_says_so_first(tmp_path):
         "warning: this run ended below its start: test accuracy 0.750 → 0.250"
     )
     assert "below its start" not in said(46) + said(60)
+
+
+def test_a_gain_of_replies_that_end_is_shown_beside_the_accuracy(tmp_path):
+    """A policy that learns to stop gains accuracy without learning to solve anything."""
+
+    def said(*cut: float) -> str:
+        sides = [
+            summarise_accuracy(
+                [*answers(*[0] * 8, truncation="length" if share else ""), *answers(*[1] * 8)]
+            )
+            for share in cut
+        ]
+        ended = {"ended": "finished", "steps": 9, "wall_seconds": 1.0, "tokens": 1}
+        return format_closing_lines(
+            dict(zip(("before", "after"), sides, strict=True)) | ended, tmp_path
+        )
+
+    (line,) = [line for line in said(1, 0).splitlines() if "cut off" in line]
+    assert line.split() == ["episodes", "cut", "off", "0.500", "0.000"]
+    assert "cut off" not in said(0, 0)
 
 
 def answers(*right, truncation=""):
