@@ -66,7 +66,7 @@ LONG = {  # the tests that CI leaves to .ci/long
     if not line.startswith("#")
 }
 COLLECTED: set[str] = set()  # their names, with and without the case
-CASES = 5  # of a slow law that CI tries; .ci/long tries the others
+CASES = 3  # of a slow law that CI tries; .ci/long tries the others
 # laws whose cases are cheap, and are what rlkit exists for
 ALL_CASES = ("tests/laws/test_catalogue.py", "tests/functional/test_functional_laws.py")
 
