@@ -18,7 +18,9 @@ EQUAL = ("hard", "easy", "groups", "equal")  # ways for rewards to be equal
 EXPLAINS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("tool", "unread", "sign", "hackable", "cut", "temperature"), EQUAL),
     **dict.fromkeys(("hard", "easy", "groups"), ("equal",)),
-    "rate_high": ("groups", "equal"),  # a destroyed policy earns the same with every reply
+    # a destroyed policy earns the same with every reply
+    "rate_high": ("frozen", "groups", "equal"),
+    "frozen": ("groups", "equal", "rate_low"),
 }
 
 

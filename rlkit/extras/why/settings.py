@@ -365,6 +365,29 @@ def high_rate(e: Evidence) -> Finding | None:
     )
 
 
+def frozen_policy(e: Evidence) -> Finding | None:
+    """Report if the rewards of a group differed at first and no longer do, with many problems left
+    unsolved. All replies to a prompt have become alike, so nothing more can be learned."""
+    begun, late = e.values("group/frac_zero_std")[:1], e.mean("group/frac_zero_std", -1)
+    entropy = [*e.values("policy/entropy")[:1], math.nan][0]
+    unsolved = e.mean("group/frac_all_good", -1) < NEAR_BEST
+    told = late >= HARD and begun and begun[0] < EQUAL and unsolved
+    if not told or e.progress.rose or not compares_groups(e):
+        return None
+    rate = e.number("optimizer.lr")
+    moved = max(e.values("kl/step"), default=0.0)
+    far = f", and a step moved the policy by up to {moved:.2g} nats a token" if moved > FAR else ""
+    return Finding(
+        "frozen",
+        "The policy gives one reply to each prompt, and has stopped learning.",
+        f"All rewards were equal in {begun[0]:.0%} of the groups of the first step, and in"
+        f" {late:.0%} of those of the last third. The entropy went from {entropy:.2f} to"
+        f" {e.mean('policy/entropy', -1):.2f} nats a token{far}.",
+        "Begin again with smaller steps: this policy cannot come back without replies that differ.",
+        (f"optimizer.lr={rate / 3:.3g}",),
+    )
+
+
 def low_rate(e: Evidence) -> Finding | None:
     """Report if the policy has not moved although there was something to learn."""
     rate = e.number("optimizer.lr")
@@ -398,6 +421,7 @@ REWARDED: Sequence[Callable[[Evidence], Finding | None]] = (
     cold_sampling,
     hot_sampling,
     high_rate,
+    frozen_policy,
     strong_kl,
     loud_entropy,
     useless_critic,

@@ -158,6 +158,27 @@ def test_a_few_lucky_groups_in_the_first_step_do_not_hide_hard_problems():
     assert "hard" not in causes(e)
 
 
+def test_a_policy_that_settled_on_one_reply_is_named():
+    """Of SmolLM2 naming the first of two numbers always, with half of them right, `rlkit why` said
+    that no fault is known."""
+
+    def settled(begun, late, good, rewards=FLAT):
+        e = evidence(rewards=rewards)
+        for i, row in enumerate(e.run.rows):
+            row["group/frac_zero_std"] = late if i > 1 else begun
+            row["group/frac_all_good"] = good
+        return e
+
+    found = list_findings(settled(0.12, 1.0, 0.5))
+    assert [own.cause for own in found] == ["frozen"] and found[0].remedy == (
+        "optimizer.lr=0.0001",
+    )
+    assert "12% of the groups" in found[0].evidence and "100% of those" in found[0].evidence
+    assert "frozen" not in causes(settled(0.12, 0.6, 0.5)), "four groups of ten still differ"
+    assert "frozen" not in causes(settled(0.12, 1.0, 0.95)), "solved"
+    assert causes(settled(0.12, 1.0, 0.5, RISING)) == []
+
+
 def test_larger_groups_are_offered_only_where_a_reply_was_once_right():
     """No trial of 64 replies to a prompt was worth its hours where none of 3,000 was right."""
     none = list_findings(evidence(row={"group/frac_all_bad": 1.0, "group/frac_zero_std": 1.0}))
