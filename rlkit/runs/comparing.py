@@ -150,6 +150,41 @@ def estimate_bounded_mean(
     return mean, *bounded_interval(mean, variance, factor, chance=chance, bounds=bounds)
 
 
+# --------------------------------------------------------------------------------- before and after
+
+
+class WithInterval(NamedTuple):
+    """Hold a value and its 95 % interval. A number that is unknown is nan."""
+
+    value: float
+    low: float
+    high: float
+
+
+def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
+    """Compute a change and its interval from the intervals before and after it (Newcombe 1998,
+    method 10, for independent samples).
+
+    `d = after - before`, `low = d - √((after - after_low)² + (before_high - before)²)`, high
+    likewise
+
+    >>> tuple(
+    ...     round(v, 3) for v in newcombe(WithInterval(0.5, 0.4, 0.6), WithInterval(0.9, 0.8, 0.95))
+    ... )
+    (0.4, 0.259, 0.512)
+    """
+    change = after.value - before.value
+    low = change - math.hypot(after.value - after.low, before.high - before.value)
+    return WithInterval(
+        change, low, change + math.hypot(after.high - after.value, before.value - before.low)
+    )
+
+
+def estimate(value: float | None, interval: Sequence[float | None]) -> WithInterval:
+    """Read a value and its interval from a summary. Null becomes nan."""
+    return WithInterval(*(math.nan if v is None else float(v) for v in (value, *interval)))
+
+
 # ------------------------------------------------------------------------------------ seeds to plan
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from parametrise import each
 from rlkit.runs import comparing as c
+from rlkit.statistics import wilson
 
 
 @each(
@@ -112,6 +113,15 @@ def test_the_interval_of_an_accuracy_is_about_its_mean():
 def test_a_step_is_the_smallest_difference_that_is_more_than_rounding():
     assert c.find_smallest_step([0.99, 0.995, 0.985, 0.99 + 1e-12]) == pytest.approx(0.005)
     assert c.find_smallest_step([0.33333, 0.33334, 0.66667], 2e-5) == pytest.approx(0.33333)
+
+
+# --------------------------------------------------------------------------------- before and after
+
+
+def test_the_interval_of_a_change_is_newcombes():
+    """Newcombe 1998, table II, example (a): 56/70 against 48/80, method 10: 0.0524 to 0.3339."""
+    first, second = (c.WithInterval(k / n, *wilson(k, n)) for k, n in ((48, 80), (56, 70)))
+    assert c.newcombe(first, second) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
 
 
 # -------------------------------------------------------------------------------------------- seeds
