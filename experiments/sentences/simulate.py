@@ -22,13 +22,14 @@ import numpy as np
 from rlkit.commands import plan
 from rlkit.episodes import evaluation
 from rlkit.runs import trends, verdicts
-from rlkit.runs.comparing import ALPHA, TO_CLAIM, estimate, iqm, newcombe
+from rlkit.runs.comparing import ALPHA, TO_CLAIM, estimate, newcombe
 from rlkit.runs.reading import Group, ReadRun
 from rlkit.system.extras import list_extras
 from rlkit.types import Rollout, Task
 
 if "bench" in list_extras():
     from rlkit.extras.bench import matrix as bench
+    from rlkit.extras.bench.over_tasks import iqm, seeds_interval
 if "report" in list_extras():
     from rlkit.extras.report import tables
 
@@ -411,7 +412,7 @@ def bench_iqm(setting: Setting, pages: int, rng: np.random.Generator) -> Count |
     step = 1 / PROBLEMS if setting.coarse else 0.0
     hits = 0
     for page in figures(setting, pages, 2, rng):
-        _, low, high = bench.seeds_interval(page.T, iqm, resolution=step)
+        _, low, high = seeds_interval(page.T, iqm, resolution=step)
         hits += holds(low, truth, high)
     return Count(hits, pages)
 
