@@ -1,5 +1,4 @@
-"""What rlkit starts ends when rlkit is gone, by SIGKILL too. Each kind of process reads from a
-pipe, and is gone once no one does."""
+"""What rlkit starts ends when rlkit is gone, by SIGKILL too."""
 
 from __future__ import annotations
 
@@ -9,19 +8,14 @@ import select
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from outliving import WAIT, check_the_end
 from parametrise import cases
 from rlkit.system.parent import PARENT, end_with_parent, make_child_environment
 
-START = (
-    "import sys; from pathlib import Path; pipe = sys.argv[1]; words = ['train', '--config',"
-    " pipe]\n"
-)
-WAIT = "process.wait()\n"
 KINDS = {
     "a rank": (
         "from rlkit.distributed.launch import start_ranks\nstart_ranks([sys.executable, '-m',"
@@ -30,10 +24,6 @@ KINDS = {
     "a job of a sweep": (
         "from rlkit.runs.sweeps.runner import start_process\n"
         "process = start_process(words, open(pipe + '.log', 'wb'), {})\n" + WAIT
-    ),
-    "a job of a bench": (
-        "from rlkit.runs.sweeps.warm import WarmServer\n"
-        "process = WarmServer({}).start(words, open(pipe + '.log', 'wb'), {})\n" + WAIT
     ),
     "a server of another package": (
         "import subprocess; from rlkit.system.parent import guard_command\n"
@@ -49,21 +39,7 @@ KINDS = {
 
 @pytest.mark.parametrize("code", cases(KINDS.values(), [KINDS["a server of another package"]]))
 def test_no_process_outlives_the_one_that_started_it(code, tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    parent = subprocess.Popen([sys.executable, "-c", START + code, str(pipe)])
-    with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(os.open, pipe, os.O_WRONLY)  # waits until the process reads
-        try:
-            writer = opened.result(120)
-        finally:
-            parent.kill()
-            parent.wait()
-            os.close(os.open(pipe, os.O_RDWR))
-    poller = select.poll()
-    poller.register(writer, 0)  # an error: no one reads any more
-    assert poller.poll(20_000), "the process goes on"
-    os.close(writer)
+    check_the_end(code, tmp_path)
 
 
 def test_a_guarded_command_ends_with_its_own_status():
