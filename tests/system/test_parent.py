@@ -25,29 +25,19 @@ KINDS = {
         "from rlkit.runs.sweeps.runner import start_process\n"
         "process = start_process(words, open(pipe + '.log', 'wb'), {})\n" + WAIT
     ),
-    "a server of another package": (
-        "import subprocess; from rlkit.system.parent import guard_command\n"
-        "process = subprocess.Popen(guard_command(['cat', pipe]), start_new_session=True)\n" + WAIT
-    ),
-    "what a server of another package has started": (
-        "import subprocess; from rlkit.system.parent import guard_command\nprocess ="
-        " subprocess.Popen(guard_command(['sh', '-c', f'cat {pipe} & wait']), start_new_session"
-        "=True)\n" + WAIT
+    "a child of rlkit's own": (
+        "import os, subprocess; from rlkit.system.parent import make_child_environment\n"
+        "code = 'import sys; from rlkit.system.parent import end_with_parent; end_with_parent();"
+        " open(sys.argv[1]).read()'\n"
+        "process = subprocess.Popen([sys.executable, '-c', code, pipe], env=os.environ |"
+        " make_child_environment())\n" + WAIT
     ),
 }
 
 
-@pytest.mark.parametrize("code", cases(KINDS.values(), [KINDS["a server of another package"]]))
+@pytest.mark.parametrize("code", cases(KINDS.values(), [KINDS["a child of rlkit's own"]]))
 def test_no_process_outlives_the_one_that_started_it(code, tmp_path):
     check_the_end(code, tmp_path)
-
-
-def test_a_guarded_command_ends_with_its_own_status():
-    from rlkit.system.parent import guard_command
-
-    for code, status in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)):
-        command = guard_command([sys.executable, "-S", "-c", code])
-        assert subprocess.run(command, start_new_session=True).returncode == status
 
 
 def test_the_children_of_a_tied_process_are_not_tied_by_its_environment(monkeypatch):
