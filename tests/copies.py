@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from rlkit.commands.cli import main
-from rlkit.runs.sweeps import runner, warm
+from rlkit.runs.sweeps import runner
+from rlkit.system.extras import list_extras
 from rlkit.system.parent import make_child_environment
 
 # A pool of threads does not survive a fork. A copy of a process that has one makes its own at once,
@@ -248,14 +249,19 @@ def begin_sweep(
         os.chdir(place)
         os.environ.update(own)
         sys.path.insert(0, str(place))
-        warm.WarmServer.begin = begin_server  # type: ignore[method-assign]
-        runner.start_process = warm.WarmServer({}).start
+        if "bench" in list_extras():  # else the jobs are new processes
+            from rlkit.extras.bench import warm
+
+            warm.WarmServer.begin = begin_server  # type: ignore[method-assign]
+            runner.start_process = warm.WarmServer({}).start
 
     return Piped(partial(forked, words, os.devnull), settle)
 
 
 def begin_server(self: Any) -> None:
     """In place of WarmServer.begin."""
+    from rlkit.extras.bench import warm
+
     self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def serve() -> None:

@@ -29,13 +29,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlkit.extras.bench import matrix as bench
-from rlkit.runs.comparing import (
-    ALPHA,
-    Difference,
-    compare_pairs,
-    compare_together,
-    find_smallest_step,
-)
+from rlkit.extras.bench.over_tasks import compare_together
+from rlkit.runs.comparing import ALPHA, Difference, compare_pairs, find_smallest_step
 from rlkit.statistics import FEWEST
 from rlkit.system import owner
 

@@ -165,6 +165,9 @@ PROMISES = {
 }
 if "bench" not in list_extras():
     PROMISES = {name: said for name, said in PROMISES.items() if not name.startswith("rlkit bench")}
+if "report" not in list_extras():
+    for name in ("report, seeds", "report, change over seeds", "report, marks"):
+        del PROMISES[name]
 ONE_RUN = {"report, one run", "report, change of one run", "report, health"}  # independent of seeds
 
 

@@ -21,14 +21,17 @@ import numpy as np
 
 from rlkit.commands import plan
 from rlkit.episodes import evaluation
-from rlkit.runs import tables, trends, verdicts
-from rlkit.runs.comparing import ALPHA, TO_CLAIM, iqm
+from rlkit.runs import trends, verdicts
+from rlkit.runs.comparing import ALPHA, TO_CLAIM, estimate, newcombe
 from rlkit.runs.reading import Group, ReadRun
 from rlkit.system.extras import list_extras
 from rlkit.types import Rollout, Task
 
 if "bench" in list_extras():
     from rlkit.extras.bench import matrix as bench
+    from rlkit.extras.bench.over_tasks import iqm, seeds_interval
+if "report" in list_extras():
+    from rlkit.extras.report import tables
 
 PROBLEMS = 100  # number of test problems of a coarse score
 SPREAD = 0.3  # standard deviation of a run's log-odds
@@ -409,7 +412,7 @@ def bench_iqm(setting: Setting, pages: int, rng: np.random.Generator) -> Count |
     step = 1 / PROBLEMS if setting.coarse else 0.0
     hits = 0
     for page in figures(setting, pages, 2, rng):
-        _, low, high = bench.seeds_interval(page.T, iqm, resolution=step)
+        _, low, high = seeds_interval(page.T, iqm, resolution=step)
         hits += holds(low, truth, high)
     return Count(hits, pages)
 
@@ -480,10 +483,8 @@ def run_changes(setting: Setting, pages: int, rng: np.random.Generator) -> Count
     """Count the intervals of one run's change that contain the true change, 0."""
     hits = 0
     for _ in range(pages):
-        own = [
-            tables.estimate(side["accuracy"], side["interval"]) for side in one_run(setting, rng)
-        ]
-        found = tables.newcombe(*own)
+        own = [estimate(side["accuracy"], side["interval"]) for side in one_run(setting, rng)]
+        found = newcombe(*own)
         hits += holds(found.low, 0.0, found.high)
     return Count(hits, pages)
 

@@ -25,7 +25,8 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))
 import study  # noqa: E402
 
-from rlkit.runs.comparing import compare_together, find_smallest_step  # noqa: E402
+from rlkit.extras.bench.over_tasks import compare_together  # noqa: E402
+from rlkit.runs.comparing import find_smallest_step  # noqa: E402
 
 ARMS = ("grpo", "dr_grpo", "rloo", "ppo")
 TRIED = (100, 101)  # seeds of the choice of rates

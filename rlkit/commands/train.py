@@ -366,7 +366,7 @@ def _exit_status(x: Experiment, summary: Mapping[str, Any], folder: Path) -> int
 def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Write the table of test results before and after training. The first line says if they got
     worse by more than chance."""
-    from rlkit.runs.tables import estimate, newcombe
+    from rlkit.runs.comparing import estimate, newcombe
     from rlkit.training.callbacks.terminal import describe_sampling
 
     lines = []
@@ -472,7 +472,7 @@ def list_doubts(folder: Path) -> list[str]:
     """List harmful drifts over the whole run, and for each warning printed only once the number of
     its steps. A warning that the last third of the steps did not show again is over."""
     from rlkit.runs.reading import read_run
-    from rlkit.runs.tables import find_symptoms
+    from rlkit.runs.trends import find_symptoms
 
     try:
         run = read_run(folder)

@@ -146,13 +146,6 @@ def read_series(run: ReadRun, metric: str) -> dict[int, float]:
     return {row["step"]: float(row[metric]) for row in run.rows if is_number(row.get(metric))}
 
 
-def list_metrics(found: Iterable[ReadRun]) -> list[str]:
-    """List all metrics of the runs, in the order of their first appearance in the rows."""
-    return list(
-        dict.fromkeys(key for run in found for row in run.rows for key in row if key != "step")
-    )
-
-
 # ------------------------------------------------------------------------------- which are one line
 
 

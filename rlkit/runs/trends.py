@@ -1,20 +1,22 @@
-"""Find trends that are visible only in a whole run: drifts of several metrics that are known to end
-badly.
+"""Find known problems of training in a run: symptoms of single steps, and trends that are visible
+only in a whole run. A trend is a drift of several metrics that is known to end badly.
 
-Each check compares the first, the middle and the last third of a run. A check returns a sentence if
-a change is larger than twice its standard error and also large enough to matter. Otherwise the
-check returns None.
+Each check of a trend compares the first, the middle and the last third of a run. A check returns a
+sentence if a change is larger than twice its standard error and also large enough to matter.
+Otherwise the check returns None.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from statistics import fmean, variance
 from typing import NamedTuple
 
 from rlkit.runs.reading import ReadRun, read_series
+from rlkit.training.callbacks.pathologies import CHECKS, with_least_bad
 
 FEWEST = 12  # smallest number of RL steps; in a shorter run a third has too few steps
 
@@ -191,3 +193,36 @@ TRENDS: Sequence[Callable[[ReadRun], str | None]] = (
     training_up_validation_down,
     reward_hacking,
 )
+
+
+class Symptom(NamedTuple):
+    """Hold a known problem of training that was found in a run."""
+
+    check: str  # name of the check in words
+    steps: Sequence[int]  # steps with the symptom; empty if only the whole run shows it
+    text: str  # the check's first message
+
+
+def find_symptoms(run: ReadRun) -> list[Symptom]:
+    """Find known problems of training, in the whole run and in its single steps. A check skips
+    every step whose row lacks the needed metrics."""
+    out = [
+        Symptom(check.__name__.replace("_", " "), (), text)
+        for check in TRENDS
+        if (text := check(run))
+    ]
+    rows = list(with_least_bad(run.rows))
+    for check in CHECKS:
+        found = []
+        for row in rows:
+            with suppress(KeyError, TypeError, ValueError, ArithmeticError):
+                text = check(
+                    {key: math.nan if value is None else value for key, value in row.items()}
+                )
+                if text:
+                    found.append((int(row["step"]), text))
+        if found:
+            out.append(
+                Symptom(check.__name__.replace("_", " "), [step for step, _ in found], found[0][1])
+            )
+    return out

@@ -1,12 +1,6 @@
 """Let a process end when its parent is gone, even if SIGKILL ended the parent.
 
-rlkit's own children read RLKIT_PARENT when they start (`end_with_parent`). Any other program is run
-by this file as a script:
-
-    python -I -S -B parent.py PID COMMAND …
-
-The script runs the command and ends with the command's exit status. Once its parent, process PID,
-is gone, the script kills its own process group.
+rlkit's own children read RLKIT_PARENT when they start (`end_with_parent`).
 """
 
 from __future__ import annotations
@@ -17,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 
 PARENT = "RLKIT_PARENT"  # environment variable of a child: the process it must not outlive
 DEATH_SIGNAL = 1  # of prctl, linux/prctl.h
@@ -63,31 +56,3 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def guard_command(command: Sequence[str]) -> list[str]:
-    """Wrap a command so that it is killed when this process is gone. Start the wrapped command in a
-    session of its own."""
-    return [sys.executable, "-I", "-S", "-B", __file__, str(os.getpid()), *command]
-
-
-def _main() -> None:
-    """See the head of this file."""
-    parent = int(sys.argv[1])
-    command = sys.argv[2:]
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command may take its time to end
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.execvp(command[0], command)
-    while os.getppid() == parent:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(128 - code if code < 0 else code)
-        time.sleep(LOOK)
-    os.killpg(0, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    _main()

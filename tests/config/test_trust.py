@@ -23,7 +23,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.runs import verdicts
 from rlkit.runs.reading import group_runs, read_run
-from rlkit.runs.tables import find_symptoms, reward_rows, tabulate_held_out
+from rlkit.runs.trends import find_symptoms
 from run_folders import LAUGHS, damage_run
 
 MODEL = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny"}
@@ -187,8 +187,6 @@ def test_reading_survives_whatever_stands_in_a_run_folder(first, last, tmp_path)
         assert any("metrics.jsonl: " in note and "left out" in note for note in found[-1].notes)
         find_symptoms(found[-1])
     groups = group_runs(found)
-    tabulate_held_out(groups)
-    reward_rows(groups)
     verdicts.find_falls(groups)
     compared = verdicts.find_shared_figure(groups)
     if compared:

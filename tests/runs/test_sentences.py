@@ -75,7 +75,7 @@ SPEAKERS = {
     "commands.plan.phrase_need": ("rlkit plan, pilot's spread", "rlkit plan, seen"),
     # the pairs are a run's prompts
     "extras.why.effects.list_effects": ("rlkit compare, claim", "rlkit compare, interval"),
-    "commands.train._compare_tests": ("report, marks",),
+    "commands.train._compare_tests": ("report, change of one run",),
     "extras.bench.matrix.compare_arms": (
         "rlkit bench, claims",
         "rlkit bench, equal arms",
@@ -85,8 +85,8 @@ SPEAKERS = {
     ),
     "extras.bench.matrix.score_interval": ("rlkit bench, scores",),
     "extras.bench.matrix.tabulate_over_tasks": ("rlkit bench, IQM",),
-    "runs.tables.tabulate_figures": ("report, marks", "report, change of one run"),
-    "runs.tables.average_over_seeds": ("report, seeds", "report, change over seeds"),
+    "extras.report.tables.tabulate_figures": ("report, marks", "report, change of one run"),
+    "extras.report.tables.average_over_seeds": ("report, seeds", "report, change over seeds"),
     "episodes.evaluation._share_interval": ("report, one run",),
     "episodes.evaluation._mean_interval": ("report, one run",),
     "episodes.evaluation.summarise_curves": ("report, one run",),
@@ -140,9 +140,11 @@ WORDS = {name: said for name, said in WORDS.items() if not explain_missing(f"rlk
     [
         "rlkit compare, claim",
         "rlkit plan, seeds",
-        "report, seeds",
-        "report, marks",
-        *(name for name in ["rlkit bench, equal arms"] if name in run.PROMISES),
+        *(
+            name
+            for name in ["report, seeds", "report, marks", "rlkit bench, equal arms"]
+            if name in run.PROMISES
+        ),
     ],
 )
 def test_promises_hold_in_the_hardest_settings(name):
@@ -181,7 +183,12 @@ def calls() -> Iterator[tuple[str, str]]:
 
 
 def test_whoever_says_how_sure_something_is_has_a_promise():
-    inside = ("runs.comparing.", "statistics.", "runs.trends.average_thirds")
+    inside = (
+        "runs.comparing.",
+        "statistics.",
+        "runs.trends.average_thirds",
+        "extras.bench.over_tasks.",
+    )
     found = {where for where, _ in calls() if not where.startswith(inside)}
     assert found - {"commands.plan.command"} == set(SPEAKERS)
     assert {name for own in SPEAKERS.values() for name in own} == set(run.PROMISES), (

@@ -12,9 +12,8 @@ import pytest
 
 from parametrise import each
 from rlkit.commands.train import format_closing_lines
-from rlkit.runs.reading import ReadRun, group_runs, read_run
-from rlkit.runs.tables import find_symptoms, reward_rows
-from rlkit.runs.trends import TRENDS, average_thirds, find_shadow_rewards
+from rlkit.runs.reading import ReadRun, read_run
+from rlkit.runs.trends import TRENDS, average_thirds, find_shadow_rewards, find_symptoms
 
 STEPS = 60
 HEALTHY = {  # metric → its value at a share of the run
@@ -88,20 +87,6 @@ def test_a_term_with_a_weight_in_some_phase_is_no_shadow():
     )
 
 
-def test_rewards_are_told_at_the_start_and_at_the_end(make_run):
-    own = {
-        "reward/format/ok_frac": 0.75,
-        "reward/format/wrong_frac": 0.25,
-        "reward/format/variance_share": 0.3,
-    }
-    whole, task, format_ = reward_rows(group_runs([read_run(make_run("a", change=own))]))
-    assert (whole.name, task.name, format_.name) == ("", "task", "format")
-    assert (whole.first, whole.last) == pytest.approx((0.1, 0.4)) and math.isnan(task.explains)
-    assert format_.statuses == {"ok": 0.75, "wrong": 0.25} and format_.explains == pytest.approx(
-        0.3
-    )
-
-
 def test_the_end_of_a_run_says_what_drifted(tmp_path):
     """Only the report did, which is read by those who suspect something."""
     sick = run(HEALTHY | SICK["entropy_collapse"]).rows
@@ -131,3 +116,22 @@ def test_the_end_of_a_run_says_what_drifted(tmp_path):
             {"ended": "finished", "steps": 0, "wall_seconds": 1.0, "tokens": 1}, tmp_path
         )
     )
+
+
+def test_a_check_that_spoke_names_its_steps(make_run):
+    run = read_run(make_run("a", change={"len/truncated_frac": 1.0}))
+    (found,) = find_symptoms(run)
+    assert (found.check, found.steps) == (
+        "most truncated",
+        [1, 2, 3, 4],
+    ) and "truncated" in found.text
+    older = run._replace(
+        rows=[{k: v for k, v in row.items() if k != "len/truncated_frac"} for row in run.rows]
+    )
+    assert find_symptoms(older) == [], "rows that lack a number say nothing"
+
+
+def test_what_was_not_measured_does_not_speak(make_run):
+    """null in metrics.jsonl is nan to a check."""
+    run = read_run(make_run("a", change={"ratio/first_mean": None}))
+    assert find_symptoms(run) == []

@@ -1,5 +1,4 @@
-"""What rlkit starts ends when rlkit is gone, by SIGKILL too. Each kind of process reads from a
-pipe, and is gone once no one does."""
+"""What rlkit starts ends when rlkit is gone, by SIGKILL too."""
 
 from __future__ import annotations
 
@@ -9,19 +8,14 @@ import select
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from outliving import WAIT, check_the_end
 from parametrise import cases
 from rlkit.system.parent import PARENT, end_with_parent, make_child_environment
 
-START = (
-    "import sys; from pathlib import Path; pipe = sys.argv[1]; words = ['train', '--config',"
-    " pipe]\n"
-)
-WAIT = "process.wait()\n"
 KINDS = {
     "a rank": (
         "from rlkit.distributed.launch import start_ranks\nstart_ranks([sys.executable, '-m',"
@@ -31,48 +25,19 @@ KINDS = {
         "from rlkit.runs.sweeps.runner import start_process\n"
         "process = start_process(words, open(pipe + '.log', 'wb'), {})\n" + WAIT
     ),
-    "a job of a bench": (
-        "from rlkit.runs.sweeps.warm import WarmServer\n"
-        "process = WarmServer({}).start(words, open(pipe + '.log', 'wb'), {})\n" + WAIT
-    ),
-    "a server of another package": (
-        "import subprocess; from rlkit.system.parent import guard_command\n"
-        "process = subprocess.Popen(guard_command(['cat', pipe]), start_new_session=True)\n" + WAIT
-    ),
-    "what a server of another package has started": (
-        "import subprocess; from rlkit.system.parent import guard_command\nprocess ="
-        " subprocess.Popen(guard_command(['sh', '-c', f'cat {pipe} & wait']), start_new_session"
-        "=True)\n" + WAIT
+    "a child of rlkit's own": (
+        "import os, subprocess; from rlkit.system.parent import make_child_environment\n"
+        "code = 'import sys; from rlkit.system.parent import end_with_parent; end_with_parent();"
+        " open(sys.argv[1]).read()'\n"
+        "process = subprocess.Popen([sys.executable, '-c', code, pipe], env=os.environ |"
+        " make_child_environment())\n" + WAIT
     ),
 }
 
 
-@pytest.mark.parametrize("code", cases(KINDS.values(), [KINDS["a server of another package"]]))
+@pytest.mark.parametrize("code", cases(KINDS.values(), [KINDS["a child of rlkit's own"]]))
 def test_no_process_outlives_the_one_that_started_it(code, tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    parent = subprocess.Popen([sys.executable, "-c", START + code, str(pipe)])
-    with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(os.open, pipe, os.O_WRONLY)  # waits until the process reads
-        try:
-            writer = opened.result(120)
-        finally:
-            parent.kill()
-            parent.wait()
-            os.close(os.open(pipe, os.O_RDWR))
-    poller = select.poll()
-    poller.register(writer, 0)  # an error: no one reads any more
-    assert poller.poll(20_000), "the process goes on"
-    os.close(writer)
-
-
-@pytest.mark.slow
-def test_a_guarded_command_ends_with_its_own_status():
-    from rlkit.system.parent import guard_command
-
-    for code, status in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)):
-        command = guard_command([sys.executable, "-S", "-c", code])
-        assert subprocess.run(command, start_new_session=True).returncode == status
+    check_the_end(code, tmp_path)
 
 
 def test_the_children_of_a_tied_process_are_not_tied_by_its_environment(monkeypatch):

@@ -24,23 +24,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlkit.extras.bench import fresh
-from rlkit.runs import folder as runs
-from rlkit.runs.comparing import (
-    ALPHA,
-    TO_CLAIM,
+from rlkit.extras.bench.over_tasks import (
     compare_together,
-    estimate_bounded_mean,
-    find_smallest_step,
     improvement,
     iqm,
     profile,
     ranks,
     seeds_interval,
 )
+from rlkit.extras.bench.warm import warm_server
+from rlkit.runs import folder as runs
+from rlkit.runs.comparing import ALPHA, TO_CLAIM, estimate_bounded_mean, find_smallest_step
 from rlkit.runs.sweeps.jobs import RunJob
 from rlkit.runs.sweeps.plan import refuse_running, set_aside_changed
 from rlkit.runs.sweeps.runner import Start, conduct_jobs, do_job, end_line, make_sweep
-from rlkit.runs.sweeps.warm import warm_server
 from rlkit.statistics import FEWEST
 from rlkit.system import owner
 from rlkit.system.files import write_atomic

@@ -5,7 +5,8 @@ The page loads nothing and runs one script; its content policy names the script'
 conversations reach it as compressed JSON, opened on demand. A model's text is shown by textContent
 alone.
 
-Each file imports only files before it in this list: charts, conversations, drawing, page, commands.
+Each file imports only files before it in this list: tables, charts, conversations, drawing, page,
+commands.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rlkit.runs.reading import Group, list_metrics, read_series
+from rlkit.extras.report.tables import list_metrics
+from rlkit.runs.reading import Group, read_series
 from rlkit.runs.verdicts import read_budget
 
 

@@ -24,16 +24,15 @@ from rlkit.extras.report.charts import (
     solve_rates,
 )
 from rlkit.extras.report.conversations import Shown, compress_data, trim_text
-from rlkit.runs.comparing import TO_CLAIM
-from rlkit.runs.reading import Group, ReadRun, find_differences, find_rollout_file, is_number
-from rlkit.runs.tables import (
+from rlkit.extras.report.tables import (
     HeldOutRow,
-    WithInterval,
-    find_symptoms,
     mark_change,
     reward_rows,
     tabulate_held_out,
 )
+from rlkit.runs.comparing import TO_CLAIM, WithInterval
+from rlkit.runs.reading import Group, ReadRun, find_differences, find_rollout_file, is_number
+from rlkit.runs.trends import find_symptoms
 from rlkit.runs.verdicts import (
     UNITS,
     average_budgets,

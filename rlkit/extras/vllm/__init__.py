@@ -1,8 +1,8 @@
 """vLLM as an engine, in this process or behind any number of `vllm serve` processes, and as a
 teacher behind servers.
 
-Each file imports only files before it in this list: request, weights, in_process, server, pool,
-teacher, engine.
+Each file imports only files before it in this list: request, weights, guard, in_process, server,
+pool, teacher, engine.
 """
 
 from rlkit.extras.vllm.engine import VLLM

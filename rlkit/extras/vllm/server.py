@@ -28,6 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlkit.errors import EngineError
+from rlkit.extras.vllm.guard import guard_command
 from rlkit.extras.vllm.request import make_generation, request
 from rlkit.system.waiting import waiting, waiting_outside
 from rlkit.types import Generation, Policy, SamplingParams
@@ -274,8 +275,6 @@ def start_server(
 ) -> Server:
     """Start `vllm serve` for a saved model, on a free port of this machine. The server ends when
     this process ends, even if it was killed by SIGKILL."""
-    from rlkit.system.parent import guard_command
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -9,7 +9,7 @@ from rlkit.extras.why.attacks import attack
 from rlkit.extras.why.evidence import Evidence, Finding
 from rlkit.extras.why.remedies import apply_remedy
 from rlkit.rewards import Reward
-from rlkit.runs.tables import find_symptoms
+from rlkit.runs.trends import find_symptoms
 
 BROKEN = 5  # checks of `data` before the reward: their findings hide everything else
 

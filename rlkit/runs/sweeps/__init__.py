@@ -6,7 +6,7 @@ are only read from files, so the machine does not matter. The files of a job are
 <sweep>/jobs/NAME.json, <sweep>/jobs/NAME.log, and the run folder <sweep>/NAME with the metrics and
 the summary.
 
-Each file imports only files before it in this list: jobs, warm, compare, plan, runner, run.
+Each file imports only files before it in this list: jobs, compare, plan, runner, run.
 """
 
 from rlkit.runs.sweeps.plan import expand

@@ -51,7 +51,7 @@ class Sweep(NamedTuple):
 
 
 class Process(Protocol):
-    """Describe a job's process: a subprocess.Popen, or a `WarmJob` of rlkit.runs.sweeps.warm."""
+    """Describe a job's process: a subprocess.Popen, or what another `Start` returns."""
 
     pid: int
 

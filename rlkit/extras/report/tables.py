@@ -1,28 +1,27 @@
-"""Make tables of the results of runs: test results before and after training, rewards, symptoms of
-known problems, and means over seeds."""
+"""Make the tables of the page: test results before and after training, rewards, and means over
+seeds."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from rlkit.episodes.summary import STATUSES
-from rlkit.runs.comparing import TO_CLAIM, compare_pairs, estimate_bounded_mean, find_smallest_step
-from rlkit.runs.reading import Group, ReadRun, is_number, list_metrics, read_series
-from rlkit.runs.trends import TRENDS, find_shadow_rewards
+from rlkit.runs.comparing import (
+    TO_CLAIM,
+    WithInterval,
+    compare_pairs,
+    estimate,
+    estimate_bounded_mean,
+    find_smallest_step,
+    newcombe,
+)
+from rlkit.runs.reading import Group, ReadRun, is_number, read_series
+from rlkit.runs.trends import find_shadow_rewards
 from rlkit.runs.verdicts import count_problems
-from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS, with_least_bad
-
-
-class WithInterval(NamedTuple):
-    """Hold a value and its 95 % interval. A number that is unknown is nan."""
-
-    value: float
-    low: float
-    high: float
+from rlkit.training.callbacks.pathologies import INTERVALS
 
 
 class HeldOutRow(NamedTuple):
@@ -149,30 +148,6 @@ def tabulate_figures(
     return out
 
 
-def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
-    """Compute a change and its interval from the intervals before and after it (Newcombe 1998,
-    method 10, for independent samples).
-
-    `d = after - before`, `low = d - √((after - after_low)² + (before_high - before)²)`, high
-    likewise
-
-    >>> tuple(
-    ...     round(v, 3) for v in newcombe(WithInterval(0.5, 0.4, 0.6), WithInterval(0.9, 0.8, 0.95))
-    ... )
-    (0.4, 0.259, 0.512)
-    """
-    change = after.value - before.value
-    low = change - math.hypot(after.value - after.low, before.high - before.value)
-    return WithInterval(
-        change, low, change + math.hypot(after.high - after.value, before.value - before.low)
-    )
-
-
-def estimate(value: float | None, interval: Sequence[float | None]) -> WithInterval:
-    """Read a value and its interval from a summary. Null becomes nan."""
-    return WithInterval(*(math.nan if v is None else float(v) for v in (value, *interval)))
-
-
 def average_over_seeds(
     values: Sequence[float], *, bounded: bool, resolution: float = 0.0
 ) -> WithInterval:
@@ -258,37 +233,8 @@ def _mean_end(group: Group, metric: str) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-# ------------------------------------------------------------------------------------------- health
-
-
-class Symptom(NamedTuple):
-    """Hold a known problem of training that was found in a run."""
-
-    check: str  # name of the check in words
-    steps: Sequence[int]  # steps with the symptom; empty if only the whole run shows it
-    text: str  # the check's first message
-
-
-def find_symptoms(run: ReadRun) -> list[Symptom]:
-    """Find known problems of training, in the whole run and in its single steps. A check skips
-    every step whose row lacks the needed metrics."""
-    out = [
-        Symptom(check.__name__.replace("_", " "), (), text)
-        for check in TRENDS
-        if (text := check(run))
-    ]
-    rows = list(with_least_bad(run.rows))
-    for check in CHECKS:
-        found = []
-        for row in rows:
-            with suppress(KeyError, TypeError, ValueError, ArithmeticError):
-                text = check(
-                    {key: math.nan if value is None else value for key, value in row.items()}
-                )
-                if text:
-                    found.append((int(row["step"]), text))
-        if found:
-            out.append(
-                Symptom(check.__name__.replace("_", " "), [step for step, _ in found], found[0][1])
-            )
-    return out
+def list_metrics(found: Iterable[ReadRun]) -> list[str]:
+    """List all metrics of the runs, in the order of their first appearance in the rows."""
+    return list(
+        dict.fromkeys(key for run in found for row in run.rows for key in row if key != "step")
+    )

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from rlkit.system.parent import end_with, end_with_parent, make_child_environment
 
-START = "from rlkit.runs.sweeps import warm; warm.serve_jobs()"
+START = "from rlkit.extras.bench import warm; warm.serve_jobs()"
 LONGEST = 1 << 17  # largest number of bytes of a request: a command line and environment variables
 IMPORTS = (
     "rlkit.runs.python",
