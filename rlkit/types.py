@@ -847,7 +847,8 @@ class OverlongFn(Protocol[Q]):
 
 
 class GroupFilterFn(Protocol[Q]):
-    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts to keep."""
+    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts to keep. The rewards are never
+    normalised by reward.normalize, neither in a refill nor in the update."""
 
     def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[RolloutMask]: ...
 
