@@ -949,7 +949,7 @@ Tool = Callable[..., Any]
 
 class ToolExecutor(Protocol):
     """(call, tools by name) → result, plain or async. Every failure is a result with ok=False. Only
-    interruptions are raised."""
+    interruptions are raised, and errors of a sandbox that cannot run here."""
 
     def __call__(
         self, call: ToolCall, tools: Mapping[str, Tool], /
