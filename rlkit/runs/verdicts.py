@@ -110,12 +110,18 @@ def find_shared_figure(
       name: one of FIGURES.
       at: a unit of budget, one of UNITS. The figure is then the validation accuracy at the largest
         budget that every run has reached.
-    Raises: ConfigError for another name or unit, or if fewer than two lines have the named figure.
+    Raises: ConfigError for another name or unit, for both a name and a unit, or if fewer than two
+      lines have the named figure.
     """
     if name is not None and name not in FIGURES:
         raise ConfigError(f"figure={name}: no such figure; there are: {', '.join(FIGURES)}")
     if at is not None and at not in UNITS:
         raise ConfigError(f"at={at}: no such budget; there are: {', '.join(UNITS)}")
+    if at is not None and name is not None:
+        raise ConfigError(
+            f"figure={name} at={at}: at equal budgets only validation accuracies are compared."
+            f" Leave out figure={name}, or at={at}"
+        )
     if at is not None:
         return _find_budget_figure(groups, at)
     for key in [name] if name else FIGURES:

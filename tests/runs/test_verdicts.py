@@ -278,6 +278,7 @@ def test_the_commands_say_it(arms, tmp_path, capsys):
         (["{grpo}", "{dapo}", "pairs=some"], "pairs=all"),
         (["{grpo}", "{dapo}", "effect=-1"], "above 0"),
         (["{grpo}", "{dapo}", "figure=x"], "test_reward"),
+        (["{grpo}", "{dapo}", "figure=reward", "at=tokens"], "Leave out figure=reward"),
         (["{grpo}", "sed=1"], "sed=1"),
     ],
 )
