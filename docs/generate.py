@@ -471,7 +471,8 @@ is taken. If the dry run finds a gradient where a part declares none, the run is
 
 `functools.partial` and `functools.wraps` keep the declarations of what they wrap, but `functools.wraps` drops
 `vanishes`, because a wrapper may add a term. A weight other than 1 removes `binary`, and a negative weight also
-removes `non_negative`. The sum of several components is not `binary`. `reward.normalize` removes all words.
+removes `non_negative`. The sum of several components is not `binary`. `reward.normalize` removes all words,
+except for the group filter, which reads the rewards before they are normalised.
 
 `@stateful` marks a function or a class that remembers its earlier calls, such as a reward that counts
 ([what your code shares with the run](own_parts.md#what-your-code-shares-with-the-run)).

@@ -847,7 +847,8 @@ class OverlongFn(Protocol[Q]):
 
 
 class GroupFilterFn(Protocol[Q]):
-    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts to keep."""
+    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts to keep. The rewards are never
+    normalised by reward.normalize, neither in a refill nor in the update."""
 
     def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[RolloutMask]: ...
 
@@ -948,7 +949,7 @@ Tool = Callable[..., Any]
 
 class ToolExecutor(Protocol):
     """(call, tools by name) → result, plain or async. Every failure is a result with ok=False. Only
-    interruptions are raised."""
+    interruptions are raised, and errors of a sandbox that cannot run here."""
 
     def __call__(
         self, call: ToolCall, tools: Mapping[str, Tool], /

@@ -74,7 +74,8 @@ def command(arguments: Arguments) -> Answer:
     )
     needs = [plan_seeds(v, effect, count, each, seeds or None) for v in known]
     data = {"figure": compared.name, "effect": effect, "comparisons": needs}
-    return Answer(data, "\n".join([head, *map(phrase_need, needs)]))
+    repeated = verdicts.list_repeated_seeds(groups)
+    return Answer(data, "\n".join([head, *map(phrase_need, needs), *repeated]))
 
 
 def plan_seeds(

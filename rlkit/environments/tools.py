@@ -10,8 +10,9 @@ typed function:
         '''
 
 Every failure of a call is answered with a sentence for the policy, even if the tool tries to end
-the process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption ends the run, or an
-event that Python cannot stop: an exit from C, or a crash.
+the process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption ends the run, a
+sandbox that cannot run the policy's code, or an event that Python cannot stop: an exit from C, or a
+crash.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from time import perf_counter
 from typing import Any, Literal, Union
 
 from rlkit.errors import ConfigError, Hung, describe_definition, name_error
+from rlkit.sandbox import SandboxError
 from rlkit.system.deadline import (
     DeadlinePassed,
     ProcessEndAsked,
@@ -164,8 +166,9 @@ async def execute(
       the process, or takes too long. `seconds` is the wall time of the call.
     If an async tool swallows its cancellation, it is abandoned after 10 more seconds, and its
     episode fails.
-    Raises: only CancelledError, KeyboardInterrupt and Interrupted: if the episode is given up, or
-      if the user or a signal interrupts the run.
+    Raises: CancelledError, KeyboardInterrupt or Interrupted if the episode is given up, or if the
+      user or a signal interrupts the run; Hung; SandboxError or ConfigError if the sandbox of a
+      tool cannot run here. Its code has not run, so this is no failure of the call.
     """
     started = perf_counter()
     content, ok = await _attempt(call, tools, timeout)
@@ -195,7 +198,8 @@ async def _attempt(
             return f"Error: {problem}. Call it as {call.name}{_signature(tool)}.", False
         with waiting("the tool", tool):
             return await _run_for_text(tool, call, timeout), True
-    except Hung:  # the whole episode has failed, not only this call
+    # the episode has failed, or the machine or the config, and not only this call
+    except (Hung, SandboxError, ConfigError):
         raise
     except DeadlinePassed:
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False

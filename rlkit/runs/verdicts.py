@@ -9,6 +9,7 @@ independent units.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise
 from typing import Any, Literal, NamedTuple
@@ -109,12 +110,18 @@ def find_shared_figure(
       name: one of FIGURES.
       at: a unit of budget, one of UNITS. The figure is then the validation accuracy at the largest
         budget that every run has reached.
-    Raises: ConfigError for another name or unit, or if fewer than two lines have the named figure.
+    Raises: ConfigError for another name or unit, for both a name and a unit, or if fewer than two
+      lines have the named figure.
     """
     if name is not None and name not in FIGURES:
         raise ConfigError(f"figure={name}: no such figure; there are: {', '.join(FIGURES)}")
     if at is not None and at not in UNITS:
         raise ConfigError(f"at={at}: no such budget; there are: {', '.join(UNITS)}")
+    if at is not None and name is not None:
+        raise ConfigError(
+            f"figure={name} at={at}: at equal budgets only validation accuracies are compared."
+            f" Leave out figure={name}, or at={at}"
+        )
     if at is not None:
         return _find_budget_figure(groups, at)
     for key in [name] if name else FIGURES:
@@ -222,10 +229,25 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def list_notes(groups: Sequence[Group]) -> list[str]:
-    """List remarks for a reader of the verdicts: about unequal budgets, and about different
-    settings that change the problems."""
+def list_repeated_seeds(groups: Sequence[Group]) -> list[str]:
+    """Return a sentence on each line with several runs of one seed. Only the last of these runs has
+    a figure."""
     out = []
+    for group in groups:
+        counts = Counter(run.seed or 0 for run in group.runs)
+        twice = ", ".join(str(seed) for seed, count in sorted(counts.items()) if count > 1)
+        if twice:
+            out.append(
+                f"{group.label} has several runs of seed {twice}, and only the last of each seed"
+                " counts. To choose another, leave out the folder of the last one."
+            )
+    return out
+
+
+def list_notes(groups: Sequence[Group]) -> list[str]:
+    """List remarks for a reader of the verdicts: about repeated seeds, unequal budgets, and
+    different settings that change the problems."""
+    out = list_repeated_seeds(groups)
     for unit, values in average_budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
             said = ", ".join(
@@ -355,10 +377,10 @@ def find_falls(groups: Sequence[Group]) -> list[Fall]:
     nothing is claimed.
     """
     ends = {
-        group.label: [pair for run in group.runs if (pair := _ends(run)) is not None]
+        group.label: {run.seed or 0: pair for run in group.runs if (pair := _ends(run)) is not None}
         for group in groups
     }
-    known = {label: list(zip(*own, strict=True)) for label, own in ends.items() if own}
+    known = {label: list(zip(*own.values(), strict=True)) for label, own in ends.items() if own}
     resolution = 1 / min(_problem_counts(groups), default=math.inf)
     tests = [compare_pairs(*own, resolution=resolution) for own in known.values()]
     p = holm([d.evidence() for d in tests])

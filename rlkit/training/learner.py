@@ -249,6 +249,7 @@ class Learner:
             **self.kept.save(),
             "nonfinite": dict(self.optimizers.nonfinite),
             "halvings": self.micro.halvings,
+            "micro_batch_tokens": self.experiment.trainer.micro_batch_tokens,
             **describe_arithmetic(self.experiment, self.model),
         }
 
@@ -259,7 +260,9 @@ class Learner:
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1
         self.moments, self.updates = Moments(*state["moments"]), dict(state["updates"])
         self.optimizers.nonfinite = dict(state["nonfinite"])
-        self.micro.halvings = state["halvings"]
+        # the user may have changed the setting since, for example because memory ran out
+        if state["micro_batch_tokens"] == self.experiment.trainer.micro_batch_tokens:
+            self.micro.halvings = state["halvings"]
         self.progress = schedules.Progress(**state["progress"])
         self.start = drift.unpack_few(state["start"])
         self.claims = Claims()  # the weights of earlier versions are gone

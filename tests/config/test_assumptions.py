@@ -195,6 +195,18 @@ def test_what_holds_is_taken(overrides):
     assert assumption_problems(x) == assumption_warnings(x) == []
 
 
+def test_a_group_filter_reads_rewards_that_are_not_normalised():
+    """As in a refill; the update shows it the same ones."""
+
+    @assumes("raw_rewards")
+    def above_half(rewards):
+        return rewards > 0.5
+
+    x = experiment(compose(["algorithm=grpo", "reward=numeric", "reward.normalize=true"]))
+    x = x._replace(algorithm=x.algorithm._replace(group_filter=above_half))
+    assert assumption_problems(x) == []
+
+
 @pytest.mark.slow
 def test_a_phase_is_checked_by_its_own_reward():
     words = ["schedule=grpo_to_dapo", "algorithm@schedule.phases.refine.algorithm=max_rl"]

@@ -400,7 +400,7 @@ REFUSALS = {
             "algorithm@schedule.phases.explore.algorithm=ppo",
             "algorithm/critic@schedule.phases.explore.algorithm.critic=separate",
         ],
-        ["one critic", "explore: separate", "refine: head"],
+        ["one critic", "algorithm.critic.model=separate (phase explore), head (phase refine)"],
     ),
 }
 
@@ -840,6 +840,7 @@ GKD = [
 ]
 LINEAR = "_target_: rlkit.training.schedules.linear, _partial_: true"
 FALLING = f"{{{LINEAR}, start: %s, end: %s, steps: 3}}"
+TWO_PPO = ["schedule=reinforce_to_ppo", "algorithm@schedule.phases.explore.algorithm=ppo"]
 TWICE = "under LoRA there is one second adapter, and both need it"
 
 
@@ -871,6 +872,21 @@ TWICE = "under LoRA there is one second adapter, and both need it"
             [f"+schedule.numbers.algorithm.policy_loss.clip_high={FALLING % (0.3, 0)}"],
             "clip_high",
         ),
+        (
+            [*TWO_PPO, "schedule.phases.refine.algorithm.critic.optimizer.weight_decay=0.1"],
+            "algorithm.critic.optimizer.weight_decay=0.0 (phase explore), 0.1 (phase refine)",
+        ),
+        (
+            [
+                *TWO_PPO,
+                "schedule.phases.refine.algorithm.critic.optimizer._target_=torch.optim.Adam",
+            ],
+            "algorithm.critic.optimizer=torch.optim.adamw.AdamW (phase explore), torch.optim.adam",
+        ),
+        (
+            [*TWO_PPO, "schedule.phases.refine.algorithm.critic.trunk_gradient=true"],
+            "algorithm.critic.trunk_gradient=False (phase explore), True (phase refine)",
+        ),
         (["evaluation.k=[]"], "evaluation.k=[]: pass@k needs k of at least 1"),
         (
             [*LORA, "schedule=on_reward", "+schedule.phases.explore.kl.coef=1"],
@@ -892,6 +908,10 @@ def test_what_would_go_wrong_in_a_later_step_or_phase_is_refused(overrides, said
         [*LORA, *GKD, "kl=k3"],
         [*LORA, "model.lora.targets=[q_proj,lm_head]", "kl=k3"],
         ["schedule=kl_anneal"],
+        [
+            *(*TWO_PPO, "schedule.phases.refine.algorithm.critic.optimizer.lr=1e-2"),
+            "schedule.phases.refine.algorithm.critic.coef=2",
+        ],
     ],
 )
 def test_what_does_not_go_wrong_there_is_accepted(overrides):

@@ -14,7 +14,8 @@ import pytest
 from parametrise import each
 from rlkit.environments import PythonSession, execute, python_tool, tool_name, tool_schema, tool_use
 from rlkit.episodes.episode import play
-from rlkit.sandbox import Sandbox
+from rlkit.errors import ConfigError
+from rlkit.sandbox import Sandbox, SandboxError, interpreter, level
 from rlkit.system.loops import run
 from rlkit.types import Step, Task, ToolCall
 
@@ -162,6 +163,26 @@ def test_a_session_is_closed_although_a_program_still_runs_in_it():
     before = time.monotonic()
     session.close()
     assert time.monotonic() - before < 20
+
+
+@pytest.mark.parametrize("error", [SandboxError("no child here"), ConfigError("allow_weak")])
+@pytest.mark.parametrize("tool", [TOOL, PythonSession().python])
+def test_a_sandbox_that_refuses_ends_the_run_and_is_no_result(monkeypatch, tool, error):
+    """The policy read it as the result of its call, and was trained on that."""
+
+    def refuse(sandbox):
+        raise error
+
+    for place in (level, interpreter):
+        monkeypatch.setattr(place, "require", refuse)
+
+    async def say(rollout, messages, session):
+        call = ToolCall("call_0", "python", {"code": "1"})
+        return Step((), (), (), (), "tool", content="", tool_calls=(call,))
+
+    task = Task("t", ({"role": "user", "content": "Go."},))
+    with pytest.raises(type(error), match=str(error)):
+        run(play(task, tool_use(tools={"python": tool}), say))
 
 
 def test_an_episode_ends_its_session():

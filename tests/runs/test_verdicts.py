@@ -134,6 +134,26 @@ def test_only_common_seeds_are_pairs_and_no_common_seed_is_said(arms, make_run):
     assert "they share no seeds" in judge_lines(groups, apart)[0].sentence
 
 
+def test_two_runs_of_a_line_with_one_seed_are_said_and_count_once(arms, make_run, tmp_path, capsys):
+    """Only the last one was compared, without a word, and both counted for a fall."""
+    groups = arms([0.4] * 3, [0.5] * 3)
+    assert list_notes(groups) == []
+    for seed in (1, 2):
+        twin = read_run(make_run(f"grpo/twin_{seed}", seed=seed, title="grpo", after=0.3))
+        groups[0].runs.append(twin)
+    note = (
+        "grpo has several runs of seed 1, 2, and only the last of each seed counts. To choose"
+        " another, leave out the folder of the last one."
+    )
+    assert list_notes(groups) == [note]
+    for command in ("compare", "plan"):
+        assert main([command, *(str(tmp_path / "runs" / arm) for arm in ("grpo", "dapo"))]) == 0
+        assert note in capsys.readouterr().out
+    assert find_shared_figure(groups).values[0] == {0: 0.4, 1: 0.3, 2: 0.3}
+    fall = find_falls(groups)[0]
+    assert fall.found.n == 3 and fall.before + fall.found.mean == pytest.approx(1 / 3)
+
+
 @pytest.mark.slow
 def test_more_comparisons_need_more_evidence(arms):
     """p = 0.031 alone; of two comparisons it is no claim."""
@@ -260,6 +280,7 @@ def test_the_commands_say_it(arms, tmp_path, capsys):
         (["{grpo}", "{dapo}", "pairs=some"], "pairs=all"),
         (["{grpo}", "{dapo}", "effect=-1"], "above 0"),
         (["{grpo}", "{dapo}", "figure=x"], "test_reward"),
+        (["{grpo}", "{dapo}", "figure=reward", "at=tokens"], "Leave out figure=reward"),
         (["{grpo}", "sed=1"], "sed=1"),
     ],
 )

@@ -147,6 +147,16 @@ def test_halved_micro_batches_stay_halved(x, policy):
     assert learner.micro.limit == x.trainer.micro_batch_tokens // 8
 
 
+@pytest.mark.parametrize("factor, halvings", [(1, 2), (0.5, 0), (2, 0)])
+def test_halvings_are_of_the_setting_under_which_memory_ran_out(x, policy, factor, halvings):
+    """A resume with a lower trainer.micro_batch_tokens halved the lower number twice more."""
+    tokens = int(factor * x.trainer.micro_batch_tokens)
+    other = x._replace(trainer=x.trainer._replace(micro_batch_tokens=tokens))
+    resumed = Learner(other, policy, exact=True)
+    resumed.load(moved(x, policy).state_dict())
+    assert resumed.record().micro.limit == tokens >> halvings
+
+
 def module_of(x, policy) -> RLModule:
     return RLModule(x, policy, TASKS, source=Here(x, TASKS))
 

@@ -106,6 +106,20 @@ def test_an_empty_answer_may_be_unscored():
     check_verifier(rows("7"), reward_of(lambda r: 1.0 if r.final_content else None))
 
 
+def test_a_verifier_that_scores_steps_is_tried_by_its_total():
+    """A gold answer scored 0 by a term per step, and an empty one passed unseen."""
+
+    def per_step(score):
+        terms = {"mine": Term(1.0, lambda r: [score(r)] * len(r.steps), per_step=True)}
+        return Reward("mine", terms, weighted_sum)
+
+    check_verifier(rows("7"), per_step(lambda r: float(r.final_content == "7")))
+    with pytest.raises(DataError, match=r"the gold answer '7' scores 0.5 with"):
+        check_verifier(rows("7"), per_step(lambda r: 0.5))
+    with pytest.raises(DataError, match=r"an empty answer scores 1.0 with"):
+        check_verifier(rows("7"), per_step(lambda r: 1.0))
+
+
 @pytest.mark.slow
 def test_the_embedded_rows_pass(experiment):
     for split in ("train", "test"):

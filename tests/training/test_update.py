@@ -16,12 +16,14 @@ from rlkit.config.compose import compose, experiment
 from rlkit.errors import NonFinite
 from rlkit.functional import kl_student_teacher
 from rlkit.models.chat import encode_text
+from rlkit.rewards import Moments, update_moments
+from rlkit.training.groups import accept
 from rlkit.training.learner import Learner
 from rlkit.training.schedules import Progress
 from rlkit.training.teachers import context_teacher
 from rlkit.training.update.optimizers import Optimizers
 from rlkit.training.update.record import Host
-from rlkit.training.update.sampled import find_tool_bodies, mark_observed
+from rlkit.training.update.sampled import find_tool_bodies, make_sampled_batch, mark_observed
 from rlkit.training.update.scored import needs_old, read_batch
 from rlkit.types import Rollout, Step, Task
 
@@ -98,6 +100,29 @@ def test_a_micro_batch_that_pads_the_work_of_a_rank_changes_no_weight(tiny):
     plain, padded = train(False), train(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, padded, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(plain, start, strict=True))
+
+
+# --------------------------------------------------------------------------------- the group filter
+
+
+def test_a_group_filter_sees_the_same_rewards_in_a_refill_and_in_the_update(tiny):
+    """With reward.normalize=true the update showed it the normalised ones, so it could drop groups
+    that the refill had accepted."""
+    seen = []
+
+    def better(rewards, token_rewards):
+        seen.append((rewards.tolist(), token_rewards.sum().item()))
+        return rewards >= 0.9
+
+    x = experiment(compose([*WORDS, "reward.normalize=true"]))
+    x = x._replace(algorithm=x.algorithm._replace(group_filter=better))
+    learner = Learner(x, tiny)
+    learner.trained = accept(x, tiny, rollouts_of(tiny))
+    learner.moments = update_moments(Moments(), [*learner.trained, *learner.trained[1::2]])
+    batch = make_sampled_batch(learner.record())
+    assert seen == [([0.0, 1.0, 0.0, 1.0], 2.0)] * 2
+    assert batch.response_mask.any(1).tolist() == [False, True, False, True]
+    assert batch.rewards.max() < 0.9  # the advantage has the normalised ones
 
 
 # ------------------------------------------------------------------------- updates that are skipped

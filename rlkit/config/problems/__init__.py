@@ -26,6 +26,7 @@ from rlkit.config.problems.numbers import number_problems
 from rlkit.config.problems.schedules import (
     build_first_steps,
     build_last_steps,
+    critic_problems,
     schedule_problems,
 )
 from rlkit.config.problems.trial import optimizer_problems
@@ -56,18 +57,7 @@ def run_problems(x: Experiment) -> list[str]:
             f" compares with it (kl={x.kl.name}, kl.coef={x.kl.coef}); choose a kl, or"
             " reference=frozen"
         )
-    critics = {
-        name: first.algorithm.critic.model
-        for name, first in firsts.items()
-        if first.algorithm.critic.active
-    }
-    if len(set(critics.values())) > 1:
-        kinds = ", ".join(f"{name}: {model}" for name, model in critics.items())
-        problems.append(
-            f"schedule.phases: a run has one critic, and its phases ask for several ({kinds});"
-            " choose one for all of them"
-        )
-    return problems + optimizer_problems(x)
+    return problems + critic_problems(firsts) + optimizer_problems(x)
 
 
 def find_problems(x: Experiment) -> list[str]:

@@ -102,7 +102,8 @@ def _list_assuming_parts(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str
         shaped = shaped.lose(
             ["binary", "non_negative"], "kl.in_baseline takes the KL off them; set it to false"
         )
-    seen = {"group_filter": given, "overlong": given, "advantage": shaped, "normalization": shaped}
+    raw = _find_reward_words(x._replace(reward=x.reward._replace(normalize=False)), tasks)
+    seen = {"group_filter": raw, "overlong": given, "advantage": shaped, "normalization": shaped}
     return [(f"algorithm.{slot}", a.parts[slot], words) for slot, words in seen.items()]
 
 

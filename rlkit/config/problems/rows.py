@@ -110,8 +110,9 @@ def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
 
 def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
     """Check on the first rows that the verifier scores a gold answer with at least 1, and an empty
-    answer below 1. Rows with a reward marked `no_gold` are skipped, because they have no gold
-    answer. The mark counts on the function in `reward` and on the function in `training`.
+    answer below 1. A score is the total reward, as in an evaluation. Rows with a reward marked
+    `no_gold` are skipped, because they have no gold answer. The mark counts on the function in
+    `reward` and on the function in `training`.
 
     For programs, the tests of every row are read.
     Raises: DataError naming the row, for a test that cannot be judged outside the program and for a
@@ -130,7 +131,7 @@ def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | Non
     }
     for task in select_first_rows([task for task in tasks if task.reward not in judged], ROWS):
         gold, empty = (_answer_task(task, text) for text in (task.answer, ""))
-        scores = [r.reward for r in score_rollouts([gold, empty], reward)]
+        scores = [r.total_reward for r in score_rollouts([gold, empty], reward)]
         if scores[0] is None or scores[0] < 1:
             raise DataError(
                 f"row {task.id}: the gold answer '{task.answer[:80]}' scores {scores[0]} with"

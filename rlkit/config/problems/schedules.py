@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import ConfigError, suggest_name
+from rlkit.errors import ConfigError, name_function, suggest_name
 from rlkit.training.glossary import find_meaning, read_sections
 from rlkit.training.schedules.controllers import read_condition
 from rlkit.training.schedules.paths import flatten_numbers
@@ -145,6 +145,35 @@ def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
         for i in range(len(experiment.schedule.phases) or 1)
         for path, metric in list_watched(experiment, Progress(phase=i)).items()
     }
+
+
+def critic_problems(firsts: Mapping[str, Experiment]) -> list[str]:
+    """List the settings of the critic that differ between phases, but are those of the first phase
+    throughout the run. The critic and its optimizer are made once, and then only the learning rate
+    of the optimizer follows the phase.
+
+    Args:
+      firsts: as returned by `build_first_steps`.
+    """
+    from rlkit.algorithm import hyperparameters
+
+    said: dict[str, dict[str, str]] = {}
+    for name, x in firsts.items():
+        critic = x.algorithm.critic
+        if not critic.active or critic.optimizer is None:
+            continue
+        own: dict[str, Any] = {"model": critic.model, "trunk_gradient": critic.trunk_gradient}
+        own["optimizer"] = name_function(critic.optimizer)
+        numbers = hyperparameters(critic.optimizer)
+        own |= {f"optimizer.{key}": numbers[key] for key in numbers if key != "lr"}
+        for key, value in own.items():
+            said.setdefault(key, {})[f"{value} (phase {name})"] = str(value)
+    return [
+        f"algorithm.critic.{key}={', '.join(values)}: a run has one critic with one optimizer, of"
+        " which only lr may change with the phase; set the same in all phases"
+        for key, values in said.items()
+        if len(set(values.values())) > 1
+    ]
 
 
 def schedule_warnings(experiment: Any) -> list[str]:

@@ -75,10 +75,10 @@ class MicroBatches:
         """Call `work` and return its value. If memory runs out, call `work` again with half as many
         tokens per micro-batch, as long as smaller micro-batches split `batch` further.
 
-        The micro-batches stay small from then on, also after a resume from a checkpoint. This
-        changes only the last bits of gradients. `work` must start from scratch each time.
-        Everything that a failed try added to `terms` is removed. A run with several ranks does not
-        retry, because the ranks would no longer do the same work.
+        The micro-batches stay small from then on, also after a resume from a checkpoint with the
+        same trainer.micro_batch_tokens. This changes only the last bits of gradients. `work` must
+        start from scratch each time. Everything that a failed try added to `terms` is removed. A
+        run with several ranks does not retry, because the ranks would no longer do the same work.
 
         Raises: OutOfMemory.
         """

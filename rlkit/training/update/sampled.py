@@ -23,26 +23,32 @@ def make_sampled_batch(u: Update) -> Batch:
     """Return the batch made from the rollouts in `u.trained`. If there are moments, its rewards are
     normalised by them."""
     a = u.x.algorithm
-    rollouts = u.trained if u.moments is None else normalise(u.trained, u.moments)
-    batch = filter_rollouts(u.assemble_batch(rollouts), a)
+    given = batch = u.assemble_batch(u.trained)
+    if u.moments is not None:
+        batch = u.assemble_batch(normalise(u.trained, u.moments))
+    batch = filter_rollouts(batch, a, given)
     batch = select_parts(batch, u.trained, a.streams.get("reward", Stream()))
     if any(stream.mask == "observations" for stream in a.active_streams.values()):
         batch = mark_observed(batch, u.trained, u.policy.renderer)
     return batch
 
 
-def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
+def filter_rollouts(batch: Rows, algorithm: Algorithm, raw: Batch | None = None) -> Rows:
     """Choose the rollouts to train on, and compute the rewards for the advantage.
 
     The group filter reads the rewards before the overlong rule, which may change rewards and leave
-    rollouts out. A change of a reward also changes the token reward at the rollout's last
-    sampled token. The tokens of a rollout that is left out are removed from `response_mask`. These
-    tokens stay in `sampled_mask`, and the rollout's reward still counts in baselines.
+    rollouts out. A change of a reward also changes the token reward at the rollout's last sampled
+    token. The tokens of a rollout that is left out are removed from `response_mask`. These tokens
+    stay in `sampled_mask`, and the rollout's reward still counts in baselines.
+
+    Args:
+      raw: the batch without normalised rewards, for the group filter. A refill knows only these
+        rewards. None: `batch`.
     """
     with torch.no_grad():
-        given = batch.quantities
+        given = (raw or batch).quantities
         kept, filtered = call_part("group_filter", algorithm.group_filter, given)
-        (rewards, trained), shortened = call_part("overlong", algorithm.overlong, given)
+        (rewards, trained), shortened = call_part("overlong", algorithm.overlong, batch.quantities)
         shaped = (rewards - batch.rewards).nan_to_num(0.0)[batch.rollout_ids][:, None]
         return replace(
             batch,
