@@ -260,7 +260,7 @@ def test_equal_groups_name_the_direction():
     assert both["all_rewards_equal"].endswith("first let the replies end")
     # at a mean of 0.88 it advised harder problems alone, and one prompt in eight was never solved
     mixed = spoken(ill | {"group/frac_all_bad": 0.125})["all_rewards_equal"]
-    assert "solved always or never" in mixed
+    assert "solved always or never" in mixed and "lower optimizer.lr" in mixed
     assert "all_rewards_equal" not in spoken(
         ill | {"streams/teacher": 0.2}
     )  # there is something else to learn from

@@ -374,7 +374,6 @@ def frozen_policy(e: Evidence) -> Finding | None:
     told = late >= HARD and begun and begun[0] < EQUAL and unsolved
     if not told or e.progress.rose or not compares_groups(e):
         return None
-    rate = e.number("optimizer.lr")
     moved = max(e.values("kl/step"), default=0.0)
     far = f", and a step moved the policy by up to {moved:.2g} nats a token" if moved > FAR else ""
     return Finding(
@@ -383,8 +382,9 @@ def frozen_policy(e: Evidence) -> Finding | None:
         f"All rewards were equal in {begun[0]:.0%} of the groups of the first step, and in"
         f" {late:.0%} of those of the last third. The entropy went from {entropy:.2f} to"
         f" {e.mean('policy/entropy', -1):.2f} nats a token{far}.",
-        "Begin again with smaller steps: this policy cannot come back without replies that differ.",
-        (f"optimizer.lr={rate / 3:.3g}",),
+        "Begin again with smaller steps: without replies that differ, this policy stays as it is. A"
+        " KL to the start (kl=k3 reference=frozen) may help too.",
+        (f"optimizer.lr={e.number('optimizer.lr') / TIMES:.3g}",),
     )
 
 

@@ -67,7 +67,8 @@ def all_rewards_equal(row: Row) -> str | None:
     else:
         remedy = (
             "raise batch.group_size, or choose problems of medium difficulty (task); these are"
-            " solved always or never"
+            " solved always or never. If rewards differed before, the policy settled on one reply"
+            " to each prompt: begin again with a lower optimizer.lr"
         )
     return (
         f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is"

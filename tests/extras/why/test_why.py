@@ -170,9 +170,7 @@ def test_a_policy_that_settled_on_one_reply_is_named():
         return e
 
     found = list_findings(settled(0.12, 1.0, 0.5))
-    assert [own.cause for own in found] == ["frozen"] and found[0].remedy == (
-        "optimizer.lr=0.0001",
-    )
+    assert [own.cause for own in found] == ["frozen"] and found[0].remedy == ("optimizer.lr=3e-05",)
     assert "12% of the groups" in found[0].evidence and "100% of those" in found[0].evidence
     assert "frozen" not in causes(settled(0.12, 0.6, 0.5)), "four groups of ten still differ"
     assert "frozen" not in causes(settled(0.12, 1.0, 0.95)), "solved"
