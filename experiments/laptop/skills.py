@@ -62,6 +62,62 @@ def coin(rollout: Rollout, *, rate: float) -> float:
     return float(zlib.crc32(name.encode()) < rate * 2**32)
 
 
+# --------------------------------------------------- digits: a number in words, written in digits
+
+ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    "nineteen",
+)
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+DIGITS_EXAMPLES = (58, 731)
+
+
+def spell(number: int) -> str:
+    """Return a number from 0 to 999 in words, such as "seven hundred and twelve"."""
+    if number < 20:
+        return ONES[number]
+    if number < 100:
+        tens, ones = divmod(number, 10)
+        return TENS[tens - 2] + (f"-{ONES[ones]}" if ones else "")
+    hundreds, rest = divmod(number, 100)
+    return f"{ONES[hundreds]} hundred" + (f" and {spell(rest)}" if rest else "")
+
+
+def digits(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
+    """Return tasks that ask for a number from 100 to 999 in digits, after two worked examples.
+
+    A number occurs once, so a split has at most some 630, 90 or 180 tasks.
+    """
+    check_split(split)
+    shown = [
+        message
+        for number in DIGITS_EXAMPLES
+        for message in (ask_digits(number), say("assistant", str(number)))
+    ]
+    numbers = [
+        number
+        for number in range(100, 1000)
+        if number not in DIGITS_EXAMPLES
+        and choose_split([number], validation=0.1, held_out=0.2) == split
+    ]
+    random.Random(f"digits/{seed}/{split}").shuffle(numbers)
+    return [
+        Task(
+            f"digits/{split}/{seed}/{number}",
+            (*shown, ask_digits(number)),
+            str(number),
+            "numeric",
+            "single_turn",
+        )
+        for number in numbers[:max_samples]
+    ]
+
+
+def ask_digits(number: int) -> Message:
+    return say("user", f"Write {spell(number)} in digits.")
+
+
 # -------------------------------------------- form: JSON with a name and an age, both of them right
 
 
