@@ -111,7 +111,7 @@ def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
 def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
     """Check on the first rows that the verifier scores a gold answer with at least 1, and an empty
     answer below 1. A score is the total reward, as in an evaluation. Rows with a reward marked
-    `no_gold` are skipped, because they have no gold answer. The mark counts on the function in
+    `no_gold` are skipped, because there is no gold answer. The mark counts on the function in
     `reward` and on the function in `training`.
 
     For programs, the tests of every row are read.

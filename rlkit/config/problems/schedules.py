@@ -148,9 +148,9 @@ def _find_awaited_metrics(experiment: Any) -> dict[str, str]:
 
 
 def critic_problems(firsts: Mapping[str, Experiment]) -> list[str]:
-    """List the settings of the critic that differ between phases, but are those of the first phase
-    throughout the run. The critic and its optimizer are made once, and then only the learning rate
-    of the optimizer follows the phase.
+    """List differences of the critic's settings between phases. The critic and its optimizer are
+    made once, in the first phase. Afterwards only the learning rate of the optimizer follows the
+    phase.
 
     Args:
       firsts: as returned by `build_first_steps`.
@@ -169,8 +169,8 @@ def critic_problems(firsts: Mapping[str, Experiment]) -> list[str]:
         for key, value in own.items():
             said.setdefault(key, {})[f"{value} (phase {name})"] = str(value)
     return [
-        f"algorithm.critic.{key}={', '.join(values)}: a run has one critic with one optimizer, of"
-        " which only lr may change with the phase; set the same in all phases"
+        f"algorithm.critic.{key}={', '.join(values)}: a run has one critic with one optimizer,"
+        " and only the optimizer's lr may change with the phase; set the same in all phases"
         for key, values in said.items()
         if len(set(values.values())) > 1
     ]
