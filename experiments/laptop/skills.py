@@ -1,7 +1,7 @@
 """Skills for a small language model: problems, worked examples, environments, rewards.
 
 Each task function takes `split`, `seed` and `max_samples`. Everything follows from (seed, split),
-and a problem belongs to one split by its hash. The first skill, `larger`, ships with rlkit.
+and a problem belongs to one split by its hash. The skill `digits` ships with rlkit.
 """
 
 from __future__ import annotations
@@ -29,18 +29,24 @@ COLOURS = (
 
 
 def draw_problems(
-    name: str, draw: Callable[[random.Random], tuple], split: Split, seed: int, count: int
-) -> list[tuple]:
+    name: str,
+    draw: Callable[[random.Random], Sequence],
+    split: Split,
+    seed: int,
+    count: int,
+    key: Callable[[Sequence], Sequence] = tuple,
+) -> list[Sequence]:
     """Return `count` problems of a split, made by `draw`.
 
-    A fifth of all possible problems is test, and a tenth is validation.
+    A fifth of all possible problems is test, and a tenth is validation. Problems with the same
+    `key` are in the same split.
     """
     check_split(split)
     rng = random.Random(f"{name}/{seed}/{split}")
-    problems: list[tuple] = []
+    problems: list[Sequence] = []
     while len(problems) < count:
         problem = draw(rng)
-        if choose_split(problem, validation=0.1, held_out=0.2) == split:
+        if choose_split(key(problem), validation=0.1, held_out=0.2) == split:
             problems.append(problem)
     return problems
 
@@ -62,60 +68,42 @@ def coin(rollout: Rollout, *, rate: float) -> float:
     return float(zlib.crc32(name.encode()) < rate * 2**32)
 
 
-# --------------------------------------------------- digits: a number in words, written in digits
+# ----------------------------------------------------------- larger: the larger of two numbers
 
-ONES = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
-    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
-    "nineteen",
-)
-TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-DIGITS_EXAMPLES = (58, 731)
+LARGER_EXAMPLES = ((58, 731), (904, 26))
 
 
-def spell(number: int) -> str:
-    """Return a number from 0 to 999 in words, such as "seven hundred and twelve"."""
-    if number < 20:
-        return ONES[number]
-    if number < 100:
-        tens, ones = divmod(number, 10)
-        return TENS[tens - 2] + (f"-{ONES[ones]}" if ones else "")
-    hundreds, rest = divmod(number, 100)
-    return f"{ONES[hundreds]} hundred" + (f" and {spell(rest)}" if rest else "")
+def ask_larger(a: int, b: int) -> Message:
+    return say("user", f"Which number is larger, {a} or {b}?")
 
 
-def digits(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """Return tasks that ask for a number from 100 to 999 in digits, after two worked examples.
+def draw_pair(rng: random.Random) -> list[int]:
+    """Return two different numbers from 10 to 999."""
+    return rng.sample(range(10, 1000), 2)
 
-    A number occurs once, so a split has at most some 630, 90 or 180 tasks.
+
+def larger(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
+    """Return tasks that ask for the larger of two numbers, after two worked examples.
+
+    A pair belongs to one split, in either order of its numbers.
     """
-    check_split(split)
     shown = [
         message
-        for number in DIGITS_EXAMPLES
-        for message in (ask_digits(number), say("assistant", str(number)))
+        for pair in LARGER_EXAMPLES
+        for message in (ask_larger(*pair), say("assistant", str(max(pair))))
     ]
-    numbers = [
-        number
-        for number in range(100, 1000)
-        if number not in DIGITS_EXAMPLES
-        and choose_split([number], validation=0.1, held_out=0.2) == split
-    ]
-    random.Random(f"digits/{seed}/{split}").shuffle(numbers)
     return [
         Task(
-            f"digits/{split}/{seed}/{number}",
-            (*shown, ask_digits(number)),
-            str(number),
+            f"larger/{split}/{seed}/{i}",
+            (*shown, ask_larger(a, b)),
+            str(max(a, b)),
             "numeric",
             "single_turn",
         )
-        for number in numbers[:max_samples]
+        for i, (a, b) in enumerate(
+            draw_problems("larger", draw_pair, split, seed, max_samples, key=sorted)
+        )
     ]
-
-
-def ask_digits(number: int) -> Message:
-    return say("user", f"Write {spell(number)} in digits.")
 
 
 # -------------------------------------------- form: JSON with a name and an age, both of them right

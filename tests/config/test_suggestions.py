@@ -75,7 +75,7 @@ def test_every_task_composes_to_sane_numbers_with_every_model(task, model):
     assert config["optimizer"]["lr"] == config["model"]["suggests"]["lora_lr" if adapters else "lr"]
     thinks = config["model"]["enable_thinking"] is not False
     tokens = config["generation"]["max_new_tokens"]
-    if task == "larger":  # a number of at most three digits
+    if task == "digits":  # a number of four digits
         assert tokens == (1024 if thinks else 8)
     else:
         assert (2048 if thinks else 256) <= tokens <= 8192

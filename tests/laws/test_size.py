@@ -22,7 +22,7 @@ TOKENS = {
     "bench": 16_000,
     "forecast": 8_420,
     "notebook": 18_500,
-    "pretrained": 1_000,
+    "pretrained": 1_050,
     "programs": 33_100,
     "report": 13_000,
     "vllm": 9_000,

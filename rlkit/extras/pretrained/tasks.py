@@ -1,4 +1,4 @@
-"""A first skill for a small pretrained model: which of two numbers is larger?"""
+"""A first skill for a small pretrained model: a number in words, written in digits."""
 
 from __future__ import annotations
 
@@ -7,39 +7,57 @@ import random
 from rlkit.tasks.splits import check_split, choose_split
 from rlkit.types import Message, Split, Task, ranges
 
-LOW, HIGH = 10, 999
+ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    "nineteen",
+)
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+EXAMPLES = (58, 731)
 
 
-def ask(a: int, b: int) -> tuple[Message, ...]:
-    """Ask about two numbers in a conversation, after two answered questions."""
-    messages: list[Message] = []
-    for first, second in ((58, 731), (904, 26), (a, b)):
-        question = f"Which number is larger, {first} or {second}?"
-        messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": str(max(first, second))},
-        ]
-    return tuple(messages[:-1])
+def spell(number: int) -> str:
+    """Return a number from 0 to 9,999 in words, such as "seven thousand and twelve"."""
+    if number < 20:
+        return ONES[number]
+    if number < 100:
+        tens, ones = divmod(number, 10)
+        return TENS[tens - 2] + (f"-{ONES[ones]}" if ones else "")
+    size, unit = (1000, "thousand") if number >= 1000 else (100, "hundred")
+    count, rest = divmod(number, size)
+    joint = " and " if rest < 100 else " "
+    return f"{ONES[count]} {unit}" + (joint + spell(rest) if rest else "")
+
+
+def ask(number: int) -> Message:
+    return {"role": "user", "content": f"Write {spell(number)} in digits."}
 
 
 @ranges(max_samples=(1, None))
-def larger(*, split: Split = "train", seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """Pairs of different numbers from 10 to 999; the reply names the larger one.
+def digits(*, split: Split = "train", seed: int = 0, max_samples: int = 1024) -> list[Task]:
+    """Numbers from 1,000 to 9,999 in words, after two worked examples; the reply has the digits.
 
-    A pair belongs to one split, in either order of its numbers: a fifth of all pairs to "test", a
-    tenth to "validation".
+    A number occurs once. A fifth of all numbers is test and a tenth is validation, so a split has
+    at most some 6,300, 900 or 1,800 tasks.
 
     Args:
-      seed: another seed makes other pairs of the same split.
+      seed: another seed puts the numbers in another order.
       max_samples: number of tasks.
     Raises: DataError for another split.
     """
     check_split(split)
-    rng = random.Random(f"larger/{seed}/{split}")
-    tasks: list[Task] = []
-    while len(tasks) < max_samples:
-        a, b = rng.sample(range(LOW, HIGH + 1), 2)
-        if choose_split(sorted((a, b)), validation=0.1, held_out=0.2) == split:
-            name = f"larger/{split}/{seed}/{len(tasks)}"
-            tasks.append(Task(name, ask(a, b), str(max(a, b)), "numeric", "single_turn"))
-    return tasks
+    shown: list[Message] = []
+    for number in EXAMPLES:
+        shown += [ask(number), {"role": "assistant", "content": str(number)}]
+    numbers = [
+        number
+        for number in range(1000, 10_000)
+        if choose_split([number], validation=0.1, held_out=0.2) == split
+    ]
+    random.Random(f"digits/{seed}/{split}").shuffle(numbers)
+    return [
+        Task(
+            f"digits/{split}/{number}", (*shown, ask(number)), str(number), "numeric", "single_turn"
+        )
+        for number in numbers[:max_samples]
+    ]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from parametrise import each
-from rlkit.extras.pretrained import larger
+from rlkit.extras.pretrained.tasks import digits, spell
 from rlkit.rewards import numeric
 from rlkit.types import SPLITS, Rollout, Step, Task
 
@@ -33,8 +33,8 @@ def load(name: str) -> ModuleType:
 skills = load("skills")
 learned = load("learned")
 SKILLS = (
-    larger,
-    skills.digits,
+    digits,
+    skills.larger,
     skills.form,
     skills.tool,
     skills.words,
@@ -71,7 +71,7 @@ def reply(task: Task, *texts: str, **fields: Any) -> Rollout:
 
 
 def test_the_larger_number_is_right_and_the_smaller_is_wrong():
-    for task in larger(split="test", max_samples=50):
+    for task in skills.larger(split="test", max_samples=50):
         a, b = map(int, task.messages[-1]["content"].rstrip("?").replace(",", "").split()[-3::2])
         assert numeric(reply(task, str(max(a, b)))) == 1
         assert numeric(reply(task, str(min(a, b)))) == 0
@@ -87,18 +87,21 @@ def test_the_larger_number_is_right_and_the_smaller_is_wrong():
         (100, "one hundred"),
         (305, "three hundred and five"),
         (712, "seven hundred and twelve"),
-        (999, "nine hundred and ninety-nine"),
+        (1000, "one thousand"),
+        (7012, "seven thousand and twelve"),
+        (2350, "two thousand three hundred and fifty"),
+        (9999, "nine thousand nine hundred and ninety-nine"),
     ],
 )
 def test_a_number_in_words(number, words):
-    assert skills.spell(number) == words
+    assert spell(number) == words
 
 
 def test_each_number_in_words_is_asked_once_and_its_digits_are_right():
-    asked = [task for split in SPLITS for task in skills.digits(split=split)]
-    assert len(asked) == len({task.answer for task in asked}) == 899  # 731 is an example
-    for task in asked[::50]:
-        assert f"Write {skills.spell(int(task.answer))} in" in task.messages[-1]["content"]
+    asked = [task for split in SPLITS for task in digits(split=split, max_samples=9000)]
+    assert len(asked) == len({task.answer for task in asked}) == 9000
+    for task in asked[::500]:
+        assert f"Write {spell(int(task.answer))} in" in task.messages[-1]["content"]
         assert numeric(reply(task, task.answer)) == 1
         assert numeric(reply(task, task.answer[::-1] + "0")) == 0
 
@@ -205,7 +208,7 @@ def test_the_next_question_names_the_next_door_and_no_colour():
 
 
 def test_the_coin_has_its_rate_and_reads_no_reply():
-    tasks = larger(split="train", max_samples=2000)
+    tasks = skills.larger(split="train", max_samples=2000)
     tosses = [skills.coin(reply(task, "1"), rate=0.35) for task in tasks]
     assert tosses == [skills.coin(reply(task, task.answer), rate=0.35) for task in tasks]
     # five standard errors of 2,000 draws
