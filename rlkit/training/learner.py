@@ -20,7 +20,12 @@ from rlkit.training import schedules
 from rlkit.training.experiment import Experiment, settle_correction
 from rlkit.training.metrics import Clock
 from rlkit.training.reference_states import ReferenceStates
-from rlkit.training.resume import describe_arithmetic, go_on_as_before, select_trained_state
+from rlkit.training.resume import (
+    Fields,
+    describe_arithmetic,
+    go_on_as_before,
+    select_trained_state,
+)
 from rlkit.training.update import drift
 from rlkit.training.update.claims import Claims
 from rlkit.training.update.micro_batches import MicroBatches
@@ -255,8 +260,9 @@ class Learner:
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the state that `save` returned. Call this before loading the weights, because
-        references that began with the run are made from the weights of model.path."""
-        state = checkpoint["rlkit"]
+        references that began with the run are made from the weights of model.path. Raise DataError
+        if a field is missing, as in a checkpoint of an earlier commit."""
+        checkpoint = {**checkpoint, "rlkit": (state := Fields(checkpoint["rlkit"]))}
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1
         self.moments, self.updates = Moments(*state["moments"]), dict(state["updates"])
         self.optimizers.nonfinite = dict(state["nonfinite"])

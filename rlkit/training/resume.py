@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlkit.errors import DataError
 from rlkit.models.checkpointing import is_checkpointed
 from rlkit.training import schedules
 from rlkit.training.activations import keep_activations
@@ -16,6 +17,16 @@ from rlkit.training.experiment import Experiment, describe_correction
 from rlkit.training.kernels import keep_kernels, read_kernels_in_use
 from rlkit.training.schedules import Progress
 from rlkit.types import CachingEngine, Policy
+
+
+class Fields(dict[str, Any]):
+    """rlkit's own part of a checkpoint. Raises DataError for a field that it does not have."""
+
+    def __missing__(self, name: str) -> Any:
+        raise DataError(
+            f"the checkpoint has no {name!r}, so another commit of rlkit wrote it. Continue with"
+            ' the commit that run.json names as "git", or start a new run'
+        )
 
 
 def describe_arithmetic(x: Experiment, model: nn.Module) -> dict[str, Any]:

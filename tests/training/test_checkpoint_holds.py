@@ -13,6 +13,7 @@ import torch
 
 from rlkit.config.compose import compose, experiment
 from rlkit.episodes.stream import StreamState
+from rlkit.errors import DataError
 from rlkit.rewards import Moments
 from rlkit.system import owner, rng
 from rlkit.system.owner import TakenOver, own_folder
@@ -127,6 +128,15 @@ def test_a_loaded_learner_is_the_saved_one_in_all_that_decides_the_steps_to_come
     loaded = collect_state(fresh)
     assert [name for name in saved if not same(saved[name], loaded[name])] == []
     assert {name.partition(".")[0] for name in saved} | MADE_ANEW.keys() == vars(first).keys()
+
+
+def test_a_checkpoint_of_another_commit_is_refused_with_the_name_of_what_it_lacks(x, policy):
+    """It ended in a KeyError."""
+    state = moved(x, policy).state_dict()
+    for name in state["rlkit"].keys() - {"teachers"}:  # the run has none
+        lacking = {key: value for key, value in state["rlkit"].items() if key != name}
+        with pytest.raises(DataError, match=rf"has no '{name}', so another commit"):
+            Learner(x, policy, exact=True).load(state | {"rlkit": lacking})
 
 
 def same(ours, theirs) -> bool:
