@@ -61,10 +61,10 @@ SIZES = {
         range(5),
     ),
 }
-# The embedded model gives no right answer at first, so it imitates solutions for 60 steps.
+# The embedded model gives no right answer at first, so it imitates solutions for 150 steps.
 WARM_UP = (
     *(*SMALL, *COMMON, "algorithm=sft", "batch.group_size=1", "batch.prompts=32"),
-    *("optimizer.lr=1e-3", "trainer.steps=60", "evaluation.every=20"),
+    *("optimizer.lr=1e-3", "trainer.steps=150", "evaluation.every=50"),
     "callbacks.checkpoint.model=true",
 )
 
