@@ -10,7 +10,7 @@ terms.py         define Term and Reward, the records of a config
 calls.py         call functions: plain, async or batched, with time limits and in threads
 checks.py        check whether a returned value is a score, and find its status
 _score.py        score: call terms, check values, aggregate, return rollouts with rewards
-_normalise.py    put rewards on one scale over a whole run
+_moments.py      keep the running mean and deviation of all rewards
 _numeric.py      compare the number that a reply gives as its answer
 text.py          compare replies as text
 behaviour.py     score length, repetition, tools, turns, and the environment's rewards
@@ -21,7 +21,7 @@ _by_task.py      score each row with its own reward
 
 from rlkit.rewards._by_task import by_task, list_named_rewards
 from rlkit.rewards._code_exec import Judgement, code_exec, extract_code, judgements, split_tests
-from rlkit.rewards._normalise import Moments, normalise, update_moments
+from rlkit.rewards._moments import Moments, update_moments
 from rlkit.rewards._numeric import extract_answer, numeric, parse_number
 from rlkit.rewards._score import score, score_spread
 from rlkit.rewards.aggregators import (

@@ -62,7 +62,7 @@ class Reward(NamedTuple):
                     and `timeout_frac` count these rollouts. Above this share, scoring stops with an
                     error
     normalize       whether to train on (reward - mean) / std, with mean and std over all episodes
-                    of the run so far (rlkit.rewards.normalise). Metrics show the raw rewards
+                    of the run so far. Metrics show the raw rewards
     """
 
     name: str

@@ -13,7 +13,7 @@ import rlkit.functional as F
 from rlkit.algorithm import Algorithm, Stream, call_part
 from rlkit.episodes._assemble import split_into_rows as rows_of
 from rlkit.models.chat import Renderer, encode_text
-from rlkit.rewards import normalise
+from rlkit.rewards import Moments
 from rlkit.training.update.record import Update
 from rlkit.training.update.split import Rows
 from rlkit.types import Batch, Rollout
@@ -25,7 +25,7 @@ def make_sampled_batch(u: Update) -> Batch:
     a = u.x.algorithm
     given = batch = u.assemble_batch(u.trained)
     if u.moments is not None:
-        batch = u.assemble_batch(normalise(u.trained, u.moments))
+        batch = normalise_rewards(given, u.moments)
     batch = filter_rollouts(batch, a, given)
     batch = select_parts(batch, u.trained, a.streams.get("reward", Stream()))
     if any(stream.mask == "observations" for stream in a.active_streams.values()):
@@ -57,6 +57,22 @@ def filter_rollouts(batch: Rows, algorithm: Algorithm, raw: Batch | None = None)
             response_mask=batch.response_mask & (kept & trained)[batch.rollout_ids][:, None],
             metrics=filtered | shortened,
         )
+
+
+def normalise_rewards(batch: Batch, moments: Moments) -> Batch:
+    """Return the batch with total rewards (R − mean) / (std + 1e-8). R is an episode's total
+    reward, and mean and std are over all episodes of the run so far. The rewards of steps are only
+    divided by (std + 1e-8). The mean is subtracted once per episode, at its last sampled token.
+    Unscored rollouts are not changed.
+    """
+    scale = 1.0 / (moments.std + 1e-8)
+    scored = ~batch.rewards.isnan()[batch.rollout_ids][:, None]
+    shifted = batch.token_rewards - moments.mean * mark_last_tokens(batch)
+    return replace(
+        batch,
+        rewards=(batch.rewards - moments.mean) * scale,
+        token_rewards=torch.where(scored, shifted * scale, batch.token_rewards),
+    )
 
 
 def mark_last_tokens(batch: Batch) -> Tensor:

@@ -1,5 +1,4 @@
-"""Put rewards on one scale over a whole run. The scale is the running mean and standard deviation
-of the rewards of all episodes so far."""
+"""Keep the running mean and standard deviation of the rewards of all episodes so far."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlkit.types import Rollout
-
-EPS = 1e-8  # added to the standard deviation
 
 
 class Moments(NamedTuple):
@@ -44,24 +41,3 @@ def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
         + shift**2 * moments.n * n / count
     )
     return Moments(count, moments.mean + shift * n / count, squares)
-
-
-def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
-    """Return the episodes with total rewards (R − mean) / (std + 1e-8). R is an episode's total
-    reward, and mean and std are over all episodes of the run so far. The rewards of steps are only
-    divided by (std + 1e-8). The mean is subtracted once per episode, from the reward at its end.
-
-    The values of the terms, the statuses and the unscored rollouts are not changed.
-    """
-    scale = 1.0 / (moments.std + EPS)
-    normalised = []
-    for rollout in rollouts:
-        if rollout.reward is not None:
-            steps = tuple(
-                step if step.reward is None else step._replace(reward=step.reward * scale)
-                for step in rollout.steps
-            )
-            reward = (rollout.reward - moments.mean) * scale
-            rollout = rollout._replace(reward=reward, steps=steps)
-        normalised.append(rollout)
-    return normalised
