@@ -332,7 +332,7 @@ def reward_to_go(
     """Compute the discounted return of each sampled token. The rewards come from single steps, from
     the whole episode and from a KL penalty.
 
-    G_t = Σ_{s ≥ t} γ^(sampled tokens of the rollout from t to s) r_s
+    G_t = Σ_{s ≥ t} γ^(sampled tokens of the rollout after t, up to s) r_s
 
     Tool and user tokens are skipped: they neither end the return nor discount it. Some other
     libraries set the return to zero at these tokens, so all tokens sampled before a tool's answer

@@ -46,8 +46,8 @@ def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
 
     If the policy decides the length, the expected update is not along the policy gradient: late
     tokens of a rollout count less (docs/prove.md). A rollout without a trained token does not count
-    in n. So the weights sum to 1 whatever is masked. TRL and verl count such a rollout, and this
-    shrinks the loss of all others.
+    in n. So the weights sum to 1 whatever is masked. TRL counts such a rollout, and so does
+    verl if it is given a global batch size. This shrinks the loss of all others.
 
     Args:
       response_mask: [B, T] bool, of the whole update batch.

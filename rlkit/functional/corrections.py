@@ -75,8 +75,9 @@ def automatic_correction(
     the run has chosen a correction.
 
     The check before the first step compares the engine's log-probs with the trainer's. If they
-    agree in float32, the run uses `no_correction` instead
-    (`rlkit.training.experiment.settle_correction`). A run without this check keeps this function.
+    agree in float32 and no sample is stale, or if the ratio of the loss is to the sampler, the run
+    uses `no_correction` instead (`rlkit.training.experiment.settle_correction`). A run without this
+    check keeps this function.
 
     Args:
       logprobs_old: [B, T] in nats, computed by the trainer before the update. Any value, also nan
@@ -108,7 +109,8 @@ def token_correction(
 
     ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20))
     mode=truncate: w_t = min(max(ρ_t, floor), cap)
-    mode=mask: w_t = ρ_t if floor ≤ ρ_t ≤ cap, else 0 (with floor > 0 this is IcePop)
+    mode=mask: w_t = ρ_t if floor ≤ ρ_t ≤ cap, else 0 (with floor > 0 this is IcePop; with 0 it is
+      IcePop without its lower bound)
     mode=keep: w_t = 1 if floor ≤ ρ_t ≤ cap, else 0
     normalise: w_t / mean of w over the trained tokens of the batch
 

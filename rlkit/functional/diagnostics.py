@@ -44,7 +44,7 @@ def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tens
       ratio: [B, T].
       response_mask: [B, T] bool.
     Returns: three scalars; nan if nothing is trained.
-    Source: Huang et al. 2022, "The 37 implementation details of PPO", debug variables.
+    Source: under the old policy the mean of a ratio is 1.
 
     >>> ratio_statistics(torch.tensor([[0.5, 1.5, 9.0]]), torch.tensor([[True, True, False]]))
     (tensor(1.), tensor(0.2500), tensor(1.5000))
@@ -149,7 +149,7 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
       response_mask: [B, T] bool.
     Returns: scalar ≤ 1. 1 is a perfect prediction, 0 is no better than a constant, below 0 is worse
       than a constant; nan if the returns are constant.
-    Source: Huang et al. 2022, "The 37 implementation details of PPO", debug variables.
+    Source: 1 - (fraction of variance unexplained); as `explained_variance` in OpenAI's baselines.
 
     >>> explained_variance(
     ...     torch.tensor([1.0, 1.0]), torch.tensor([0.0, 2.0]), torch.ones(2, dtype=torch.bool)

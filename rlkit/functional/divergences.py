@@ -7,8 +7,8 @@ uses these names the other way round. So the functions here are named by the ord
 student and teacher.
 
 Every divergence takes (logq [m, V], logp [m, V], ids [m], ratio [m]) and gives [m] in nats. `ratio`
-is π divided by the sampling policy, times the off-policy correction if one is used; it carries no
-gradient. Only terms of the sampled token use the ratio.
+is π divided by the old policy (the sampler if `algorithm.old` is sampler), times the off-policy
+correction if one is used; it carries no gradient. Only terms of the sampled token use the ratio.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def sampled_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
     Source: on-policy distillation, Lu et al. 2025 (Thinking Machines), and Gu et al. 2023
       (MiniLLM), arXiv:2306.08543. MiniLLM also credits a token with the log-ratios of the later
       tokens and samples from a mixture with the teacher; here a token has its own log-ratio alone.
+      Lu et al. take the sampler's log-prob in ℓ_a, fixed before the updates. Here it is that of the
+      current policy, so the gradient is that of the KL in every update.
 
     >>> q, p = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     >>> sampled_divergence(q, p, torch.tensor([0]), torch.ones(1))

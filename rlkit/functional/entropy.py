@@ -38,8 +38,8 @@ def from_logits(logits: Tensor) -> Tensor:
       logits: [..., V], any float dtype, after temperature; -inf for impossible tokens. Carries the
         gradient.
     Returns: [...] in nats, computed in float32 (float64 for float64 logits).
-    Source: Shannon 1948, section 6. TRL and verl use the equal form `logsumexp - Σ p · logit`.
-      This form loses digits when logits are large.
+    Source: Shannon 1948, section 6. verl and TRL's PPO trainer use the equal form
+      `logsumexp - Σ p · logit`. It loses digits when logits are large.
 
     >>> from_logits(torch.zeros(4))
     tensor(1.3863)

@@ -108,7 +108,7 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
 
     k3_t = e^q - q - 1, q = log ref_t - log π_t
 
-    Value: E[k3] = KL(π‖ref), with finite variance only if ref / π is bounded. Gradient in the loss:
+    Value: E[k3] = KL(π‖ref), with finite variance if E[(ref / π)²] is finite. Gradient in the loss:
     ∇KL(ref‖π), the other direction. Multiplied by the ratio, k3 has the gradient ∇KL(π‖ref). GRPO
     as published uses k3 without the ratio.
 

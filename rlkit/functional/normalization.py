@@ -137,8 +137,9 @@ def normalize_advantages(
       eps: ≥ 0, in units of `advantages`.
     Returns: [B, T], dimensionless. Advantages are unchanged if all Â_j are equal.
     Raises: ValueError naming eps.
-    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. TRL's recipe for ScaleRL instead divides
-      by the deviation of the batch's rewards, as `normalize_batch` does.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. TRL's paper index instead divides by
+      the deviation of the batch's rewards, as `normalize_batch` does. TRL's ScaleRLTrainer divides
+      by the root of a running mean of A² over the rollouts of mixed groups.
 
     >>> advantages, mask = torch.tensor([[2.0], [-2.0]]), torch.ones(2, 1).bool()
     >>> normalize_advantages(advantages, torch.ones(2), torch.tensor([0, 1]), mask, eps=0.0)

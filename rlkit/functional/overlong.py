@@ -76,7 +76,7 @@ def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:
       truncated: [N] bool, True for a rollout truncated by a limit.
     Returns: `rewards` unchanged, and [N] bool, False for truncated rollouts.
     Source: overlong filtering, DAPO, Yu et al. 2025, section 3.4, arXiv:2503.14476; in TRL
-      `mask_truncated_completions`.
+      `mask_truncated_completions`. DAPO leaves out only replies at the maximum length.
 
     >>> mask_truncated(torch.tensor([1.0, 0.0]), torch.tensor([False, True]))
     (tensor([1., 0.]), tensor([ True, False]))

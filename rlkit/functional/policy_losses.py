@@ -325,7 +325,7 @@ def vespo(
     w_j = exp(Σ over rollout j of (log π_t - log μ_t)), clamped to [1e-8, e^20]
 
     φ(1) = 1, and φ is largest at k/λ. w is the ratio to the sampler μ, so it is already an
-    off-policy correction: use algorithm/correction=none.
+    off-policy correction: algorithm/correction=auto then means none.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient.
@@ -392,8 +392,8 @@ def dppo(
     tv: D_t = |π_t - μ_t|; kl: D_t = k(μ_t, π_t) of `binary_kl`. two_sided: keep_t = 0 if D_t >
     delta, in either direction
 
-    The ratio is to the sampler μ, so it is already an off-policy correction: use
-    algorithm/correction=none.
+    The ratio is to the sampler μ, so it is already an off-policy correction:
+    algorithm/correction=auto then means none.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient.
@@ -403,7 +403,8 @@ def dppo(
       divergence: tv or kl.
       delta: largest divergence of a kept token, > 0. For tv it is a difference of probabilities
         (prime-rl 0.2, verl 0.15), for kl it is in nats (verl 0.05).
-      two_sided: if True, use the mask of prime-rl's IPO, which also stops tokens on their way back.
+      two_sided: if True, use the mask of prime-rl's IPO (there with delta 0.1), which also stops
+        tokens on their way back.
       penalty: weight of the penalty on every token, ≥ 0, in units of advantage per nat². prime-rl
         uses 1e-3, verl 0.
     Returns: [B, T] loss in units of advantage. At a dropped token only the penalty has a gradient.

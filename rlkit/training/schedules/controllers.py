@@ -89,8 +89,9 @@ def adaptive(
     After each RL step the coefficient is multiplied by `1 + clip(KL / target - 1, ±limit) · min(1,
     1 / (horizon · steps))`. A step without a finite KL changes nothing.
 
-    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, count the horizon in rollouts: a horizon of
-    H rollouts, with n rollouts in a step, corresponds to `horizon = H / (n · steps)`. Here the
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, have 0.1 in place of min(…). Their code and
+    verl count a horizon in rollouts: a horizon of H rollouts, with n rollouts in a step,
+    corresponds to `horizon = H / (n · steps)`. Here the
     horizon is a share of the run. Therefore the coefficient can change as much in a short run as in
     a long run. With the defaults this is a factor of about e², up or down.
 
