@@ -293,7 +293,7 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
     right.invert_yaxis()
     right.set(xlabel="test accuracy at the end", title="a dot a seed, bands 95 %")
     if few:
-        left.legend(fontsize=7, loc="lower right")
+        left.legend(fontsize=7)
     rates = {
         text
         for row in rows

@@ -33,6 +33,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "experiments").glob("*/README.md")),
+    *sorted((ROOT / "experiments" / "laptop").glob("*/README.md")),
     *sorted((ROOT / "rlkit" / "extras").glob("*/README.md")),
 ]
 PRESETS = [conf_dir() / "experiment" / f"{name}.yaml" for name in presets()]

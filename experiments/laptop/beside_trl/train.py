@@ -1,19 +1,19 @@
 """Train the skill `digits` with TRL from the same start, on the same prompts and budget as rlkit.
 
     bash experiments/benchmarks/peers_env.sh /tmp/peers
-    /tmp/peers/bin/python experiments/laptop/beside_trl/train.py [--seeds 0 1 2 3 4] [--steps 30]
+    /tmp/peers/bin/python experiments/laptop/beside_trl/train.py [--seeds 0 1 2 3 4] [--steps 10]
     python experiments/study.py experiments/laptop/beside_trl --jobs 1
 
-Both sides make 30 steps of 8 prompts with 8 replies of at most 8 tokens. They have adapters of rank
+Both sides make 10 steps of 8 prompts with 8 replies of at most 8 tokens. They have adapters of rank
 16, two updates a step, GRPO's loss without a KL, and AdamW at 3e-4, which falls linearly to a
 tenth. The prompts are those of rlkit's run with this seed, in their order. TRL samples with
 transformers, in micro-batches of 16 rows. Each side has one thread. The adapters of TRL are scored
 by `rlkit evaluate`: greedily, on the 128 test problems of rlkit's own runs.
 
 trl.csv has a row for each seed. Its `training_seconds` and `training_cpu_seconds` are those of
-`trainer.train()`, without loading and evaluation. rlkit's cost is `training_cpu_seconds` in
-results.csv, of a run that evaluates one problem. Its scores are those of GRPO in
-../digits/results.csv. Seeds with a row are not repeated.
+`trainer.train()`, without loading and evaluation. In rlkit's results.csv the column
+`training_cpu_seconds` has the evaluations; the row `rlkit, one problem` evaluates one problem only,
+so this row has the cost to compare. Seeds with a row are not repeated.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def evaluate(adapters: Path, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, default=HERE / "trl.csv")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

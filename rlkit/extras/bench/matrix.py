@@ -587,7 +587,9 @@ def find_unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
                     *worst, unit=unit
                 )
             )
-    return out or ["Optimiser steps, samples and tokens are equal on every task."]
+    return out or [
+        "Without the placebos, optimiser steps, samples and tokens are equal on every task."
+    ]
 
 
 def _mean(values: Sequence[Any]) -> float:
