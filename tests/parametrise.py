@@ -29,6 +29,8 @@ from rlkit.algorithm import KL
 from rlkit.config.compose import conf_dir
 from rlkit.system.extras import explain_missing, list_extras
 
+read_yaml = partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
 
 def cases(
     table: Iterable[Any],
@@ -336,7 +338,7 @@ def available(word: str) -> bool:
 def _read_option(group: str, file: Path) -> tuple[list[str], list[str]]:
     """What an option calls, and the options that its defaults list selects, as overrides."""
     text = file.read_text()
-    node = yaml.safe_load(text) if "defaults:" in text else {}
+    node = read_yaml(text) if "defaults:" in text else {}
     selected = []
     for entry in node.get("defaults", ()):
         for key, value in entry.items() if isinstance(entry, dict) else [("", entry)]:

@@ -13,14 +13,14 @@ import math
 from pathlib import Path
 
 import pytest
-import yaml
+
+from parametrise import read_yaml
 
 FOLDER = Path(__file__).parent / "goldens"
 spec = importlib.util.spec_from_file_location("take", FOLDER / "take.py")
 assert spec and spec.loader
 take = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(take)
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 # Metrics that consist of rounding, with how far another processor may move them: the largest
@@ -60,7 +60,7 @@ def test_every_case_has_a_golden_and_every_golden_a_case():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", take.CASES)
 def test_a_run_is_what_it_was(name):
-    then, now = yaml.load(take.path_of(name).read_text(), LOADER), take.measure(name)
+    then, now = read_yaml(take.path_of(name).read_text()), take.measure(name)
     assert now["tokens"] == then["tokens"]
     for step, values in then["logprobs"].items():
         pairs = zip(now["logprobs"][step], values, strict=True)

@@ -21,10 +21,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import rlkit
-from parametrise import every_extra
+from parametrise import every_extra, read_yaml
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.engines import Batched
@@ -36,8 +35,6 @@ from rlkit.types import Generation, Message, Rollout, Step, Task, ToolCall, Tool
 
 TESTS = Path(__file__).resolve().parents[1]
 PRESETS = ("experiment", "debug")
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-read_yaml = functools.partial(yaml.load, Loader=LOADER)
 TABLE = read_yaml((TESTS / "keys.yaml").read_text())
 # names that a user chooses
 NAMES = re.compile(r"(?<=\bphases\.)\w+|(?<=\bterms\.)\w+(?=\.weight$)")

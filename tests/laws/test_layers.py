@@ -10,9 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import yaml
-
-from parametrise import each
+from parametrise import each, read_yaml
 from rlkit.config.compose import conf_dir
 from rlkit.system.extras import explain_missing, find_extra
 
@@ -84,13 +82,18 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
 
 
-def imports(module: str, *, lazy: bool) -> Iterator[str]:
+@functools.cache
+def imports(module: str, *, lazy: bool) -> tuple[str, ...]:
     """The names that a module imports at top level; with `lazy`, those inside its functions as
     well."""
+    return tuple(find_imports(module, lazy=lazy))
+
+
+def find_imports(module: str, *, lazy: bool) -> Iterator[str]:
     pending: list[ast.AST] = [tree_of(module)]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not lazy:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
             continue
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not lazy:
             continue
@@ -104,7 +107,8 @@ def imports(module: str, *, lazy: bool) -> Iterator[str]:
                 for alias in node.names
                 if f"{node.module}.{alias.name}" in MODULES
             )
-        pending += ast.iter_child_nodes(node)
+        # an expression holds no import
+        pending += (n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.expr))
 
 
 def part(module: str) -> str:
@@ -264,7 +268,7 @@ def target_names() -> set[str]:
     return {
         t
         for file in conf_dir().rglob("*.yaml")
-        for t in walk(yaml.safe_load(file.read_text()))
+        for t in walk(read_yaml(file.read_text()))
         if t.startswith("rlkit.")
     }
 

@@ -8,6 +8,8 @@ import importlib.util
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("size", ROOT / "experiments" / "size" / "run.py")
 assert spec and spec.loader
@@ -56,6 +58,7 @@ def rebuilt(name: str) -> str | None:
     return next((place for place in REBUILT if f"{name}/".startswith(f"{place}/")), None)
 
 
+@pytest.mark.slow
 def test_the_core_and_each_extra_stay_small():
     sizes: Counter[str] = Counter()
     for name, file in FILES.items():
@@ -64,6 +67,7 @@ def test_the_core_and_each_extra_stay_small():
     assert {room: count for room, count in sizes.items() if count > TOKENS[room]} == {}
 
 
+@pytest.mark.slow
 def test_no_file_is_too_long_to_find_the_way_in():
     sizes = {name: tokens_of(name) for name in FILES}
     limits = {name: LARGER_FILES.get(name, FILE_TOKENS) for name in FILES}
@@ -72,6 +76,7 @@ def test_no_file_is_too_long_to_find_the_way_in():
     assert +found == +Counter({place: known["files"] for place, known in REBUILT.items()})
 
 
+@pytest.mark.slow
 def test_no_function_is_longer_than_a_page():
     longer = {
         (name, node.name)
@@ -84,6 +89,7 @@ def test_no_function_is_longer_than_a_page():
     assert +found == +Counter({place: known["functions"] for place, known in REBUILT.items()})
 
 
+@pytest.mark.slow
 def test_an_expression_takes_one_step():
     places = {name: size.dense_places(tree_of(name)) for name in FILES}
     own = [name for name in FILES if not rebuilt(name)]
