@@ -1,5 +1,9 @@
 """Play many episodes at the same time, from tasks to finished rollouts. Training, evaluation and
-plain rollouts use the same function."""
+plain rollouts use the same function.
+
+`collect_groups` makes a Seat for each episode: `make_group` for the samples of a task, and
+`make_samples` distributes the players of games over tables. `play_seat` then plays one episode.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rlkit.engines import Cached
 from rlkit.environments import find_environment
-from rlkit.episodes.episode import mark_failed, play
+from rlkit.episodes.episode import Say, mark_failed, play
 from rlkit.episodes.replies import Encode, check_engine, make_encoder, make_speaker
 from rlkit.errors import ConfigError, Hung, suggest_name
 from rlkit.functional import mix
@@ -41,7 +45,9 @@ class Start:
     the first prompts become ready would decide which episodes decode together."""
 
     def __init__(self, *, waits: bool):
-        self.waits, self.missing, self.all_here = waits, 0, asyncio.Event()
+        self.waits = waits
+        self.missing = 0
+        self.all_here = asyncio.Event()
 
     def place(self) -> Place:
         """Register an episode. All episodes then wait until this episode is ready for its first
@@ -112,6 +118,55 @@ class Seat(NamedTuple):
     player: int = 0
 
 
+class Shared(NamedTuple):
+    """Hold what all episodes of one call of `collect` share."""
+
+    own: Speaker  # the policy that the call samples
+    start: Start
+    group_size: int
+    seed: int
+    step: int
+    version: int  # of the policy's weights
+    done: Callable[[Rollout], None]
+    spent: Callable[[float], None]
+
+
+class Underway:
+    """Hold an episode that is being played: its rollout so far, and whether it still uses its key
+    in the engine."""
+
+    def __init__(self, at: Seat, engine: Engine):
+        self.at = at
+        self.engine = engine
+        self.rollout = Rollout(at.task, (), group=at.group, sample=at.sample)
+        self.has_key = True
+
+    def keep(self, rollout: Rollout) -> None:
+        """Keep the rollout, which has one more step."""
+        self.rollout = rollout
+
+    def release(self) -> None:
+        """Give up the key. A second call does nothing."""
+        if self.has_key:
+            self.has_key = False
+            self.at.turns.leave(self.engine)
+
+    def leave(self) -> None:
+        """Give up the key, and let the other episodes begin without this one."""
+        self.release()
+        self.at.place.arrive()
+
+    def fail(self, error: BaseException) -> Rollout:
+        """Return the result of an episode that was left behind: its rollout so far, marked as
+        failed. The other players of its table are told."""
+        self.leave()
+        if self.at.table is not None:
+            self.at.table.lost(self.at.player, error)
+        rollout = mark_failed(self.rollout, str(error))
+        self.at.done(rollout)
+        return rollout
+
+
 def ignore_value(value: Any) -> None:
     """Ignore the value; a callback that does nothing."""
 
@@ -161,12 +216,127 @@ def make_samples(
         shared = make(copy_value(task), size)
         return [alone(seat(j, shared, j)) for j in range(size)]
     played: list[Played] = []
-    for j in range(0, size - 1, 2) if opponent is None else ():
+    pairs = range(0, size - 1, 2) if opponent is None else ()
+    for j in pairs:
         first = seat(j, make(copy_value(task), 2))
         first.turns.players = 2
         played += [alone(first), alone(first._replace(sample=j + 1, player=1))]
     rest = [seat(j, make(copy_value(task), 2)) for j in range(len(played), size)]
     return played + [against(at._replace(player=(at.group + at.sample) % 2)) for at in rest]
+
+
+def with_version(said: Step, version: int) -> Step:
+    """Return the step with this version of the weights, unless its engine has reported versions."""
+    return said._replace(versions=said.versions or ((0, version),))
+
+
+def make_say(who: Speaker, how: Environment, at: Seat, seed: int, version: int) -> Say:
+    """Return the function that produces the replies of an episode. The first reply waits until all
+    episodes of the call are ready for theirs."""
+    speak = make_speaker(
+        who.policy, how, who.engine, who.params, key=at.turns.key, seed=seed, encode=who.encode
+    )
+
+    async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
+        if is_left():
+            raise Hung("the episode is over")
+        await at.place.ready()
+        said = await speak(rollout, messages, session)
+        return None if said is None else with_version(said, version)
+
+    return say
+
+
+async def play_seat(shared: Shared, who: Speaker, how: Environment, at: Seat) -> Rollout:
+    """Play the episode of a seat, and give its rollout to `at.done`.
+
+    Args:
+      who: the model that replies.
+      how: the environment of the episode.
+    """
+    if at.table is not None:
+        how = how._replace(session=lambda task: at.table.player(at.player))
+    seed = mix(shared.seed, shared.step, at.group, at.sample)
+    underway = Underway(at, who.engine)
+    set_substitute(underway.fail)
+    converse = partial(
+        play,
+        at.task,
+        how,
+        make_say(who, how, at, seed, shared.version),
+        group=at.group,
+        sample=at.sample,
+        seed=seed,
+        said=underway.release,
+        spent=at.spent,
+        so_far=underway.keep,
+    )
+    try:
+        if how.play is None:
+            rollout = await converse()
+        else:
+            episode = Playing(
+                at.task,
+                how,
+                who.policy,
+                who.engine,
+                who.params,
+                seed=seed,
+                keys=KEYS,
+                ready=at.place.ready,
+                give_way=at.place.arrive,
+                converse=converse,
+            )
+            rollout = await how.play(episode)
+            steps = tuple(with_version(step, shared.version) for step in rollout.steps)
+            rollout = rollout._replace(steps=steps, group=at.group, sample=at.sample)
+    finally:
+        underway.leave()
+    rollout = name_limit(who.policy, rollout)
+    if how.table is not None and how.table.players:
+        rollout = rollout._replace(player=at.player)
+    if not is_left():
+        at.done(rollout)
+    return rollout
+
+
+async def play_without_partner(shared: Shared, how: Environment, at: Seat) -> Rollout:
+    """Play a sample without a partner: against the opponent model if the table has one, otherwise
+    against the policy itself. The other side's episode is not used for training."""
+    own = shared.own
+    other = at._replace(
+        sample=shared.group_size + at.sample,
+        player=1 - at.player,
+        done=ignore_value,
+        spent=ignore_value,
+    )
+    rival = own
+    opponent = how.table and how.table.opponent
+    if opponent is None:
+        at.turns.players = 2
+    else:
+        rival = await load_other_player(opponent, own.policy, own.params)
+        other = other._replace(turns=Turns(next(KEYS)), place=Start(waits=False).place())
+    both = [play_seat(shared, own, how, at), play_seat(shared, rival, how, other)]
+    return (await run_together(both))[0]
+
+
+def make_group(shared: Shared, how: Environment, task: Task, group: int) -> list[Played]:
+    """Make the episodes of all samples of a task; `group` is its position in the RL step."""
+
+    def seat(sample: int, table: Any = None, player: int = 0) -> Seat:
+        turns, place = Turns(next(KEYS)), shared.start.place()
+        return Seat(task, group, sample, turns, place, shared.done, shared.spent, table, player)
+
+    who = shared.own
+    if how.table is not None and not how.table.players:
+        # Episodes that share a table wait for each other's replies. Therefore the engine must not
+        # hold back a prompt until another episode's prompt arrives: the other episode may be
+        # waiting for the reply to this prompt.
+        who = who._replace(params=who.params._replace(admission="free"))
+    alone = partial(play_seat, shared, who, how)
+    against = partial(play_without_partner, shared, how)
+    return make_samples(how, task, shared.group_size, seat, alone, against)
 
 
 async def collect_groups(
@@ -181,7 +351,7 @@ async def collect_groups(
     first: int = 0,
     version: int = 0,
     on_done: Callable[[Rollout], None] | None = None,
-    spent: Callable[[float], None] = lambda seconds: None,
+    spent: Callable[[float], None] = ignore_value,
     **params: Any,
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
@@ -215,141 +385,27 @@ async def collect_groups(
     if unknown:
         near = suggest_name(unknown[0], SamplingParams._fields)
         raise ConfigError(f"rlkit.collect: there is no '{unknown[0]}'.{near}")
-    engine, sampling = Cached() if engine is None else engine, SamplingParams(**params)
+    sampling = SamplingParams(**params)
+    engine = Cached() if engine is None else engine
     check_engine(engine)
     await await_value(engine.load(policy, version))
-    start, own = (
-        Start(waits=sampling.admission != "free"),
-        Speaker(policy, engine, sampling, make_encoder(policy)),
+    shared = Shared(
+        own=Speaker(policy, engine, sampling, make_encoder(policy)),
+        start=Start(waits=sampling.admission != "free"),
+        group_size=group_size,
+        seed=seed,
+        step=step,
+        version=version,
+        done=on_done or ignore_value,
+        spent=spent,
     )
-
-    async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
-        task = at.task
-        draws = mix(seed, step, at.group, at.sample)
-        if at.table is not None:
-            how = how._replace(session=lambda task: at.table.player(at.player))
-        speak = make_speaker(
-            who.policy, how, who.engine, who.params, key=at.turns.key, seed=draws, encode=who.encode
-        )
-
-        async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
-            if is_left():
-                raise Hung("the episode is over")
-            await at.place.ready()
-            said = await speak(rollout, messages, session)
-            # not every engine reports versions
-            return said and said._replace(versions=said.versions or ((0, version),))
-
-        held = [at]
-
-        def release() -> None:
-            while held:
-                held.pop().turns.leave(who.engine)
-
-        played = [Rollout(task, (), group=at.group, sample=at.sample)]
-
-        def lost(error: BaseException) -> Rollout:
-            release()
-            at.place.arrive()
-            if at.table is not None:
-                at.table.lost(at.player, error)
-            rollout = mark_failed(played[-1], str(error))
-            at.done(rollout)
-            return rollout
-
-        async def converse() -> Rollout:
-            return await play(
-                task,
-                how,
-                say,
-                group=at.group,
-                sample=at.sample,
-                seed=draws,
-                said=release,
-                spent=at.spent,
-                so_far=played.append,
-            )
-
-        set_substitute(lost)
-        try:
-            if how.play is None:
-                rollout = await converse()
-            else:
-                rollout = await how.play(
-                    Playing(
-                        task,
-                        how,
-                        who.policy,
-                        who.engine,
-                        who.params,
-                        seed=draws,
-                        keys=KEYS,
-                        ready=at.place.ready,
-                        give_way=at.place.arrive,
-                        converse=converse,
-                    )
-                )
-                steps = tuple(
-                    said._replace(versions=said.versions or ((0, version),))
-                    for said in rollout.steps
-                )
-                rollout = rollout._replace(steps=steps, group=at.group, sample=at.sample)
-        finally:
-            release()
-            at.place.arrive()
-        rollout = name_limit(who.policy, rollout)
-        if how.table is not None and how.table.players:
-            rollout = rollout._replace(player=at.player)
-        if not is_left():
-            at.done(rollout)
-        return rollout
-
-    async def against(how: Environment, one: Seat) -> Rollout:
-        """Play a sample without a partner: against the opponent model if the table has one,
-        otherwise against the policy itself. The other side's episode is not used for training."""
-        other = one._replace(
-            sample=group_size + one.sample,
-            player=1 - one.player,
-            done=ignore_value,
-            spent=ignore_value,
-        )
-        rival = own
-        opponent = how.table and how.table.opponent
-        if opponent is None:
-            one.turns.players = 2
-        else:
-            rival = await load_other_player(opponent, policy, sampling)
-            other = other._replace(turns=Turns(next(KEYS)), place=Start(waits=False).place())
-        return (await run_together([episode(own, how, one), episode(rival, how, other)]))[0]
-
-    def make_group(task: Task, i: int) -> list[Played]:
-        how = find_environment(environment, task)
-
-        def seat(j: int, table: Any = None, player: int = 0) -> Seat:
-            return Seat(
-                task,
-                i,
-                j,
-                Turns(next(KEYS)),
-                start.place(),
-                on_done or ignore_value,
-                spent,
-                table,
-                player,
-            )
-
-        # Episodes that share a table wait for each other's replies. Therefore the engine must not
-        # hold back a prompt until another episode's prompt arrives: the other episode may be
-        # waiting for the reply to this prompt.
-        shared = how.table is not None and not how.table.players
-        who = own._replace(params=sampling._replace(admission="free")) if shared else own
-        return make_samples(
-            how, task, group_size, seat, partial(episode, who, how), partial(against, how)
-        )
-
     with rng.keep_generators(), guard_state(environment):
         return await run_together(
-            (coroutine for i, task in enumerate(tasks, first) for coroutine in make_group(task, i)),
+            (
+                episode
+                for group, task in enumerate(tasks, first)
+                for episode in make_group(shared, find_environment(environment, task), task, group)
+            ),
             announced=True,
         )
 
