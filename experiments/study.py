@@ -132,8 +132,11 @@ def one_run(
         "curve_mean": round(mean_height(curve), 4),
         "steps": summary["steps"],
         "steps_to_0.9": next((step for step, accuracy in curve.items() if accuracy >= 0.9), ""),
+        # null if no group of the last step had anything to learn
         "final_kl": "" if steps[-1].get("kl/ref_k3") is None else round(steps[-1]["kl/ref_k3"], 5),
-        "final_entropy": round(steps[-1]["policy/entropy"], 4),
+        "final_entropy": (
+            "" if steps[-1]["policy/entropy"] is None else round(steps[-1]["policy/entropy"], 4)
+        ),
         "step_seconds": round(sum(row["perf/step_s"] for row in steps), 1),
         **dict.fromkeys(("process_seconds", "cpu_seconds", "training_cpu_seconds"), ""),
         **seconds,

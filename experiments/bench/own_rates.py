@@ -1,0 +1,368 @@
+"""Compare algorithms, each at its own best learning rate on each task.
+
+    python experiments/bench/own_rates.py [--jobs 2] [--folder runs/own_rates] [--minutes 150]
+
+The command can be repeated: it skips runs with a row in own_rates/rows.csv, and stops after
+`--minutes`. When no run is missing, it writes own_rates/README.md. README.md of this folder has the
+rules, which were written before any run. The stages, in order:
+
+    rate         every arm × task × rate of the grid, seeds 100 to 105
+    score        every arm at its chosen rate, and the placebos, seeds 200 to 209
+    one rate     the six arms of the first matrix at the task's rate, seeds 200 to 209
+    equal rate   dapo again, with as many steps as make its samples equal to grpo's
+    equal score  dapo at the rate chosen from these, with as many steps, seeds 200 to 209
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlkit.extras.bench import matrix as bench
+from rlkit.extras.bench.rates import KEY, NEAR, SEEDS, Choice, choose_rates, tabulate_rates
+from rlkit.runs.comparing import ALPHA
+from rlkit.runs.reading import read_run
+from rlkit.runs.verdicts import read_budget
+from rlkit.system import owner
+
+HERE = Path(__file__).parent
+OUT = HERE / "own_rates"
+GRID = ("2.23e-4", "6.67e-4", "2e-3", "6e-3", "1.8e-2")
+# Tried where the chosen rate is the lowest or the highest of the grid.
+LOWER, HIGHER = "7.4e-5", "5.4e-2"
+RATES = (LOWER, *GRID, HIGHER)
+FORMER = ("grpo", "dr_grpo", "dapo", "rloo", "max_rl", "ppo")  # arms of the first matrix
+ARMS = {name: (f"algorithm={name}",) for name in (*FORMER, "reinforce_pp", "gspo", "cispo")}
+TASKS = ("needle", "lake", "lengthy", "scales", "chain", "stale", "proxy")
+REFUSED = {("lengthy", "max_rl")}  # max_rl divides by a group's mean reward, which can be negative
+FRESH = range(200, 210)
+PAGES = 1000  # of permuted arms
+COMMON = ("callbacks.completions.every=1000000",)  # no file of completions
+
+Place = tuple[str, str]  # task, arm
+
+
+class Planned(NamedTuple):
+    """A run of the study: its stage, its rate ("" for the task's own), and the run itself."""
+
+    stage: str
+    rate: str
+    run: bench.MatrixRun
+
+    def key(self) -> tuple[str, ...]:
+        return (self.stage, self.rate, self.run.task, self.run.arm, str(self.run.seed))
+
+
+# ---------------------------------------------------------------------------------------- the runs
+
+
+def plan(
+    folder: Path,
+    stage: str,
+    places: Iterable[tuple[Place, str]],
+    seeds: Sequence[int],
+    steps: Mapping[tuple[Place, str], int] | None = None,
+) -> list[Planned]:
+    """Return the runs of a stage, seed by seed.
+
+    Args:
+      places: (task, arm) and the rate there.
+      steps: number of RL steps of a place at a rate, if it is not the task's.
+    """
+    out = []
+    for place, rate in places:
+        task, arm = place
+        if (task, arm) in REFUSED:
+            continue
+        own = {arm: (ARMS | bench.PLACEBOS)[arm]}
+        words = [*COMMON, *([f"{KEY}={rate}"] if rate else [])]
+        words += [f"trainer.steps={steps[place, rate]}"] if steps else []
+        where = folder / stage.replace(" ", "_") / (rate or "own")
+        for run in bench.matrix(where, [task], own, seeds, words):
+            out.append(Planned(stage, rate, run._replace(note=f" {stage} {rate}")))
+    return sorted(out, key=lambda planned: planned.run.seed)
+
+
+def run_missing(planned: Sequence[Planned], folder: Path, jobs: int, until: float) -> bool:
+    """Run what has no row yet, seed by seed, and add the rows. Return whether all have rows."""
+    rows = read_rows()
+    missing = [p for p in planned if p.key() not in rows]
+    for _, group in groupby(missing, key=lambda planned: planned.run.seed):
+        if time.monotonic() > until:
+            return False
+        own = list(group)
+        done, received = bench.run_all([p.run for p in own], folder, jobs=jobs, config_dir=None)
+        for p, job in zip(own, done, strict=True):
+            row = read_result(p, job.reason) if job.status in ("finished", "failed") else None
+            if row:
+                rows[p.key()] = row
+        write(list(rows.values()))
+        if received:
+            raise SystemExit(128 + received[0])
+    return all(p.key() in rows for p in planned)
+
+
+def read_result(planned: Planned, reason: str) -> bench.Row:
+    """Return the row of a run that has ended. A run that failed has a regret of 1, as a policy that
+    learned nothing; `failed` says why."""
+    run = planned.run
+    row = {"stage": planned.stage, "rate": planned.rate}
+    found = bench.read_row(run)
+    if found is None:
+        own = {"task": run.task, "arm": run.arm, "seed": run.seed, "regret": 1.0}
+        return row | own | {"failed": reason or "no evaluation"}
+    return row | found | {"equal_steps": find_equal_steps(run.folder)}
+
+
+def find_equal_steps(folder: Path) -> int:
+    """Return the RL step after which a run has sampled as many replies as a run without refills
+    samples in all steps: the step where the two numbers are nearest."""
+    run = read_run(folder)
+    own = run.settings
+    total = own["trainer.steps"] * own["batch.prompts"] * own["batch.group_size"]
+    spent = read_budget(run, "samples")
+    return min(spent, key=lambda step: (abs(spent[step] - total), step))
+
+
+def read_rows() -> dict[tuple[str, ...], bench.Row]:
+    """Return the rows of all runs so far, by `Planned.key`."""
+    path = OUT / "rows.csv"
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    return {tuple(row[k] for k in ("stage", "rate", "task", "arm", "seed")): row for row in rows}
+
+
+def write(rows: Sequence[bench.Row]) -> None:
+    names = dict.fromkeys(name for row in rows for name in row)
+    OUT.mkdir(exist_ok=True)
+    bench.write_rows(OUT / "rows.csv", [dict.fromkeys(names, "") | row for row in rows])
+
+
+def choose(stage: str) -> dict[Place, Choice]:
+    """Return the choice of each place from the rows of a stage."""
+    rows = [(row["rate"], row) for row in read_rows().values() if row["stage"] == stage]
+    return choose_rates(rows, RATES)
+
+
+def run_study(folder: Path, jobs: int, until: float) -> bool:
+    """Run all stages. Return whether no run is missing."""
+    places = [(task, arm) for task in TASKS for arm in ARMS]
+
+    def run(stage: str, at: Iterable[tuple[Place, str]], seeds: Sequence[int], **own: Any) -> bool:
+        return run_missing(plan(folder, stage, at, seeds, **own), folder, jobs, until)
+
+    if not run("rate", [(p, rate) for rate in GRID for p in places], SEEDS):
+        return False
+    beside = {GRID[0]: LOWER, GRID[-1]: HIGHER}
+    grid = [(row["rate"], row) for row in read_rows().values() if row["rate"] in GRID]
+    ends = choose_rates([own for own in grid if own[1]["stage"] == "rate"], GRID)
+    if not run("rate", [(p, beside[c.rate]) for p, c in ends.items() if c.rate in beside], SEEDS):
+        return False
+    placebos = [((task, arm), "") for task in TASKS for arm in bench.PLACEBOS]
+    scored = [(p, choice.rate) for p, choice in choose("rate").items()]
+    former = [((task, arm), "") for task in TASKS for arm in FORMER]
+    if not run("score", [*scored, *placebos], FRESH) or not run("one rate", former, FRESH):
+        return False
+    steps = count_equal_steps()
+    if not run("equal rate", steps, SEEDS, steps=steps):
+        return False
+    equal = [(p, choice.rate) for p, choice in choose("equal rate").items()]
+    return run("equal score", equal, FRESH, steps=steps)
+
+
+def count_equal_steps() -> dict[tuple[Place, str], int]:
+    """Return the RL steps of dapo at each rate of the grid that make its samples equal to grpo's:
+    the mean over the runs of the choice."""
+    found: dict[tuple[Place, str], list[int]] = {}
+    for row in read_rows().values():
+        if row["stage"] == "rate" and row["arm"] == "dapo" and row["equal_steps"]:
+            place = (row["task"], "dapo"), row["rate"]
+            found.setdefault(place, []).append(int(row["equal_steps"]))
+    return {place: round(fmean(own)) for place, own in found.items()}
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def select(arms: Iterable[str], *, stage: str = "score", equal: bool = False) -> bench.Scores:
+    """Return the scores of these arms in a stage; with `equal`, dapo's are those at equal
+    samples."""
+    wanted = set(arms)
+    rows = []
+    for row in read_rows().values():
+        replaced = equal and row["arm"] == "dapo"
+        if row["arm"] in wanted and row["stage"] == ("equal score" if replaced else stage):
+            rows.append(row)
+    order = list(ARMS | bench.PLACEBOS)
+    rows.sort(key=lambda row: (TASKS.index(row["task"]), order.index(row["arm"])))
+    return bench.arrange_scores(rows)
+
+
+def judge(pair: bench.Pair, better: str) -> str:
+    """Say whether a former claim, that `better` is the better arm, is a claim again."""
+    sign = 1 if better == pair.second else -1
+    low, high = sorted((sign * pair.low, sign * pair.high))
+    found = f"{sign * pair.mean:+.3f} ({low:+.3f} to {high:+.3f})"
+    if pair.q > ALPHA:
+        return f"open: {found}"
+    return f"{'again' if pair.order()[0] == better else 'REVERSED'}: {found}"
+
+
+def tabulate_claims() -> str:
+    """Return the table of the first matrix's claims, each with the three new differences."""
+    rows = list(csv.DictReader((HERE / "matrix" / "comparisons.csv").open()))
+    columns = {
+        "one rate": select(FORMER, stage="one rate"),
+        "own rates": select(FORMER),
+        "own rates, equal samples": select(FORMER, equal=True),
+    }
+    tables = {
+        name: {(p.task, frozenset((p.first, p.second))): p for p in bench.compare_arms(scores)}
+        for name, scores in columns.items()
+    }
+    lines = []
+    for row in rows:
+        names = row["first"], row["second"]
+        if set(names) & bench.PLACEBOS.keys() or float(row["q"]) > ALPHA:
+            continue
+        mean = float(row["mean"])
+        better, other = names[::-1] if mean > 0 else names
+        told = [judge(table[row["task"], frozenset(names)], better) for table in tables.values()]
+        lines.append([row["task"], f"{better} above {other}", f"+{abs(mean):.3f}", *told])
+    again = [sum(line[3 + i].startswith("again") for line in lines) for i in range(3)]
+    count = [f"**{n} of {len(lines)} again**" for n in again]
+    head = ["task", "claim", "first matrix", *tables]
+    return bench.markdown(head, [*lines, ["", "", "", *count]])
+
+
+def tabulate_robustness() -> str:
+    """Return the mean score of each arm at a third of its best rate, at it, and at three times it,
+    over the tasks that all arms accept."""
+    means: dict[tuple[Place, str], list[float]] = {}
+    for row in read_rows().values():
+        if row["stage"] == "rate":
+            place = (row["task"], row["arm"]), row["rate"]
+            means.setdefault(place, []).append(1 - float(row["regret"]))
+    chosen = choose("rate")
+    tasks = [task for task in TASKS if all((task, arm) in chosen for arm in ARMS)]
+    lines = []
+    for arm in ARMS:
+        found: list[list[float]] = [[], [], []]
+        for task in tasks:
+            at = RATES.index(chosen[task, arm].rate)
+            for own, number in zip(found, (at - 1, at, at + 1), strict=True):
+                rate = RATES[number] if 0 <= number < len(RATES) else ""
+                own += [fmean(means[(task, arm), rate])] if ((task, arm), rate) in means else []
+        whole = [f"{fmean(own):.3f} ({len(own)})" for own in found]
+        lines.append([arm, *whole, f"{fmean([n for own in found for n in own]):.3f}"])
+    head = ["arm", "a third of the best rate", "best rate", "three times", "mean"]
+    return bench.markdown(head, lines)
+
+
+def count_null_pages(scores: bench.Scores, pages: int = PAGES) -> float:
+    """Return the share of pages with a claim if the arms of each seed are permuted at random."""
+    draws = np.random.default_rng(0)
+    claiming = 0
+    for _ in range(pages):
+        of = {arm: own.copy() for arm, own in scores.of.items()}
+        for t in range(len(scores.tasks)):
+            there = list(scores.select_task(t))
+            cube = np.stack([scores.of[arm][:, t] for arm in there])
+            mixed = draws.permuted(cube, axis=0)
+            for arm, own in zip(there, mixed, strict=True):
+                of[arm][:, t] = own
+        claiming += any(p.q <= ALPHA for p in bench.compare_arms(scores._replace(of=of)))
+    return claiming / pages
+
+
+def write_page() -> None:
+    """Write own_rates/README.md from the rows."""
+    whole, equal = select(ARMS | bench.PLACEBOS), select(ARMS | bench.PLACEBOS, equal=True)
+    rows = list(read_rows().values())
+    failed = [row for row in rows if row.get("failed")]
+    ratios = [
+        [
+            task,
+            f"{steps}",
+            f"{fmean(float(row['samples']) for row in own) / expected:.3f}",
+        ]
+        for task, own, steps, expected in list_equal_runs(rows)
+    ]
+    null = count_null_pages(select(ARMS))
+    spent = [row for row in rows if row["stage"] == "score" and not row.get("failed")]
+    parts = [
+        "# Each algorithm at its own rate\n\n`python experiments/bench/own_rates.py` writes this"
+        " page from rows.csv. [The rules](../README.md#each-algorithm-at-its-own-rate) were written"
+        " before any run.",
+        "## The claims of the first matrix on fresh seeds",
+        "Differences of the two arms, the better one first, with 95 % intervals; `again` and"
+        " `REVERSED` at a false-discovery rate of 5 % over all pairs of the six arms.",
+        tabulate_claims(),
+        "## Scores at own rates, equal steps",
+        bench.tabulate_by_task(whole),
+        bench.tabulate_over_tasks(whole),
+        bench.list_claims(whole),
+        "## The same with dapo at equal samples",
+        bench.tabulate_by_task(equal),
+        bench.list_claims(equal),
+        "dapo's RL steps, and its samples divided by grpo's:",
+        bench.markdown(["task", "steps", "samples"], ratios),
+        tabulate_rates(choose("rate"), TASKS, list(ARMS)),
+        "## Robustness",
+        f"Mean scores on seeds {SEEDS[0]} to {SEEDS[-1]}, which also chose the rates; rates are a"
+        f" factor of {NEAR:g} apart. In brackets: the number of tasks.",
+        tabulate_robustness(),
+        "## Control",
+        f"With the arms of each seed permuted at random, {null:.1%} of {PAGES} pages have a claim.",
+        "## What the runs spent",
+        bench.tabulate_budgets(spent),
+    ]
+    if failed:
+        parts.append("## Failed runs, which count as a score of 0")
+        names = [
+            [row[k] for k in ("stage", "rate", "task", "arm", "seed", "failed")] for row in failed
+        ]
+        parts.append(bench.markdown(["stage", "rate", "task", "arm", "seed", "why"], names))
+    (OUT / "README.md").write_text("\n\n".join(parts) + "\n")
+
+
+def list_equal_runs(
+    rows: Sequence[bench.Row],
+) -> Iterable[tuple[str, list[bench.Row], int, float]]:
+    """Yield for each task dapo's runs at equal samples, their steps, and grpo's samples."""
+    for task in TASKS:
+        own = [r for r in rows if (r["stage"], r["task"]) == ("equal score", task) and r["samples"]]
+        other = [
+            float(row["samples"])
+            for row in rows
+            if (row["stage"], row["task"], row["arm"]) == ("score", task, "grpo") and row["samples"]
+        ]
+        if own and other:
+            yield task, own, int(float(own[0]["steps"])), fmean(other)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--folder", type=Path, default=Path("runs/own_rates"), help="of the runs")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
+    given = parser.parse_args()
+    with owner.own_folder(given.folder):
+        complete = run_study(given.folder, given.jobs, time.monotonic() + 60 * given.minutes)
+    print(f"{len(read_rows())} rows in {OUT / 'rows.csv'}", flush=True)
+    if not complete:
+        raise SystemExit("runs are missing; the same command goes on")
+    write_page()
+    print((OUT / "README.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
