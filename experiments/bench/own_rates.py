@@ -211,7 +211,7 @@ def judge(pair: bench.Pair, better: str) -> str:
     sign = 1 if better == pair.second else -1
     low, high = sorted((sign * pair.low, sign * pair.high))
     found = f"{sign * pair.mean:+.3f} ({low:+.3f} to {high:+.3f})"
-    if pair.q > ALPHA:
+    if not pair.q <= ALPHA:  # nan with too few seeds
         return f"open: {found}"
     return f"{'again' if pair.order()[0] == better else 'REVERSED'}: {found}"
 
@@ -261,7 +261,7 @@ def tabulate_robustness() -> str:
             for own, number in zip(found, (at - 1, at, at + 1), strict=True):
                 rate = RATES[number] if 0 <= number < len(RATES) else ""
                 own += [fmean(means[(task, arm), rate])] if ((task, arm), rate) in means else []
-        whole = [f"{fmean(own):.3f} ({len(own)})" for own in found]
+        whole = [f"{fmean(own):.3f} ({len(own)})" if own else "none" for own in found]
         lines.append([arm, *whole, f"{fmean([n for own in found for n in own]):.3f}"])
     head = ["arm", "a third of the best rate", "best rate", "three times", "mean"]
     return bench.markdown(head, lines)
