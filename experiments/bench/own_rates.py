@@ -146,10 +146,10 @@ def write(rows: Sequence[bench.Row]) -> None:
     bench.write_rows(OUT / "rows.csv", [dict.fromkeys(names, "") | row for row in rows])
 
 
-def choose(stage: str) -> dict[Place, Choice]:
-    """Return the choice of each place from the rows of a stage."""
+def choose(stage: str, rates: Sequence[str] = RATES) -> dict[Place, Choice]:
+    """Return the choice of each place among these rates, from the rows of a stage."""
     rows = [(row["rate"], row) for row in read_rows().values() if row["stage"] == stage]
-    return choose_rates(rows, RATES)
+    return choose_rates(rows, rates)
 
 
 def run_study(folder: Path, jobs: int, until: float) -> bool:
@@ -162,8 +162,7 @@ def run_study(folder: Path, jobs: int, until: float) -> bool:
     if not run("rate", [(p, rate) for rate in GRID for p in places], SEEDS):
         return False
     beside = {GRID[0]: LOWER, GRID[-1]: HIGHER}
-    grid = [(row["rate"], row) for row in read_rows().values() if row["rate"] in GRID]
-    ends = choose_rates([own for own in grid if own[1]["stage"] == "rate"], GRID)
+    ends = choose("rate", GRID)
     if not run("rate", [(p, beside[c.rate]) for p, c in ends.items() if c.rate in beside], SEEDS):
         return False
     placebos = [((task, arm), "") for task in TASKS for arm in bench.PLACEBOS]
@@ -303,8 +302,9 @@ def write_page() -> None:
         " page from rows.csv. [The rules](../README.md#each-algorithm-at-its-own-rate) were written"
         " before any run.",
         "## The claims of the first matrix on fresh seeds",
-        "Differences of the two arms, the better one first, with 95 % intervals; `again` and"
-        " `REVERSED` at a false-discovery rate of 5 % over all pairs of the six arms.",
+        "Differences of the two arms, the better one first, with intervals that are corrected as the"
+        " claims are; `again` and `REVERSED` at a false-discovery rate of 5 % over all pairs of the"
+        " six arms.",
         tabulate_claims(),
         "## Scores at own rates, equal steps",
         bench.tabulate_by_task(whole),
