@@ -302,9 +302,9 @@ def write_page() -> None:
         " page from rows.csv. [The rules](../README.md#each-algorithm-at-its-own-rate) were written"
         " before any run.",
         "## The claims of the first matrix on fresh seeds",
-        "Differences of the two arms, the better one first, with intervals that are corrected as the"
-        " claims are; `again` and `REVERSED` at a false-discovery rate of 5 % over all pairs of the"
-        " six arms.",
+        "Differences of the two arms, the better one first, with intervals that are corrected as"
+        " the claims are; `again` and `REVERSED` at a false-discovery rate of 5 % over all pairs of"
+        " the six arms.",
         tabulate_claims(),
         "## Scores at own rates, equal steps",
         bench.tabulate_by_task(whole),
