@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -567,31 +566,3 @@ def test_every_option_of_conf_is_under_its_protocol():
         resolve(target) for target in targets if target and target.startswith("rlkit.functional")
     }
     assert len(functions) > 20 and functions <= known
-
-
-BY_MYPY = {
-    ("PolicyLossFn", "def mine(ratio: Tensor) -> float: ..."): False,
-    ("PolicyLossFn", "def mine(ratio: Tensor) -> tuple[Tensor, dict[str, float]]: ..."): True,
-    ("OverlongFn", "def mine(rewards: Tensor) -> tuple[Tensor, Tensor, float]: ..."): False,
-    ("AdvantageFn", "def mine(rewards: Tensor) -> None: ..."): False,
-    ("AdvantageFn", "def mine(rewards: Tensor, *, k: int) -> Tensor: ..."): True,
-    ("RewardFn", "def mine(text: str) -> float: ..."): False,
-    ("AggregatorFn", "def mine(scores: list[float], weights: int) -> float: ..."): False,
-}
-
-
-@pytest.mark.slow
-def test_mypy_refuses_a_part_that_returns_what_its_place_does_not_take(tmp_path):
-    for i, (protocol, line) in enumerate(BY_MYPY):
-        head = f"from torch import Tensor\nfrom rlkit.types import {protocol}\n"
-        (tmp_path / f"own_{i}.py").write_text(
-            f"{head}{line}\nCHECKED: tuple[{protocol}, ...] = (mine,)\n"
-        )
-    # the options of `mypy` alone, so that what it has read of rlkit and torch is in its cache
-    command = [sys.executable, "-m", "mypy", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    refused = [
-        f"own_{i}.py:4: error: Incompatible types in assignment" in done.stdout
-        for i in range(len(BY_MYPY))
-    ]
-    assert refused == [not good for good in BY_MYPY.values()], done.stdout + done.stderr

@@ -1,5 +1,7 @@
-"""Every shipped part under the Protocol of its place. mypy reads this file, and fails if a part
-returns a value that its place does not take."""
+"""Every shipped part under the Protocol of its place, and parts that are refused there. mypy reads
+this file, and fails if a part returns a value that its place does not take."""
+
+from torch import Tensor
 
 from rlkit import functional as F
 from rlkit import rewards as R
@@ -95,3 +97,43 @@ AGGREGATORS: tuple[t.AggregatorFn, ...] = (
     R.product,
     R.group_normalised,
 )
+
+
+# A user's parts: two are right, and mypy must refuse five, or it calls their comments unused.
+
+
+def loss_of_a_number(ratio: Tensor) -> float:
+    return float(ratio.mean())
+
+
+def loss_with_figures(ratio: Tensor) -> tuple[Tensor, dict[str, float]]:
+    return ratio, {"mean": float(ratio.mean())}
+
+
+def overlong_of_three(rewards: Tensor) -> tuple[Tensor, Tensor, float]:
+    return rewards, rewards > 0, 0.0
+
+
+def advantage_of_nothing(rewards: Tensor) -> None:
+    rewards.mean()
+
+
+def advantage_with_a_number(rewards: Tensor, *, k: int) -> Tensor:
+    return rewards / k
+
+
+def reward_of_a_text(text: str) -> float:
+    return float(len(text))
+
+
+def sum_with_one_weight(scores: list[float], weights: int) -> float:
+    return sum(scores) * weights
+
+
+right_loss: t.PolicyLossFn = loss_with_figures
+right_advantage: t.AdvantageFn = advantage_with_a_number
+wrong_loss: t.PolicyLossFn = loss_of_a_number  # type: ignore[assignment]
+wrong_overlong: t.OverlongFn = overlong_of_three  # type: ignore[assignment]
+wrong_advantage: t.AdvantageFn = advantage_of_nothing  # type: ignore[assignment]
+wrong_reward: t.RewardFn = reward_of_a_text  # type: ignore[assignment]
+wrong_sum: t.AggregatorFn = sum_with_one_weight  # type: ignore[assignment]

@@ -141,6 +141,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(CASES, [without_answer]), ids=lambda c: c.__name__)
 def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch, capsys):
     import torch

@@ -193,6 +193,7 @@ def test_a_config_name_is_a_file_of_ones_own_with_its_defaults_list(tmp_path):
     assert parse(["--config-name", "train"]).overrides == []
 
 
+@pytest.mark.slow
 def test_the_config_is_printed_without_a_run_and_without_secrets(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-s3cret")

@@ -102,6 +102,7 @@ def test_what_is_printed_on_the_way_goes_to_standard_error(tmp_path, capsys):
     assert "optimizer.lr=0.5" in printed.err
 
 
+@pytest.mark.slow
 def test_runs_and_their_differences(answer, text, lines, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     found = answer("runs", "runs", "limit=3")
@@ -121,6 +122,7 @@ def test_runs_and_their_differences(answer, text, lines, monkeypatch, tmp_path):
     assert pair["results"]["test accuracy, after"] == [0.8, 0.821]
 
 
+@pytest.mark.slow
 def test_compare_and_plan(answer, text, lines):
     """A p-value of no comparison and an interval of few seeds are null, since JSON has no nan."""
     found = answer("compare", *lines)

@@ -69,6 +69,7 @@ def test_max_steps_is_the_limit_of_every_environment(played):
     assert all(c.truncation == "steps" for c, w in zip(cut, whole, strict=True) if len(w.steps) > 1)
 
 
+@pytest.mark.slow
 def test_what_is_interrupted_leaves_the_episodes_that_had_ended(tmp_path, monkeypatch, capsys):
     """Hours of episodes are not lost to Ctrl-C; scored, they are those of a run that goes on."""
     from rich.progress import Progress

@@ -195,6 +195,7 @@ def test_what_holds_is_taken(overrides):
     assert assumption_problems(x) == assumption_warnings(x) == []
 
 
+@pytest.mark.slow
 def test_a_group_filter_reads_rewards_that_are_not_normalised():
     """As in a refill; the update shows it the same ones."""
 
@@ -262,6 +263,7 @@ def test_a_part_from_outside_is_taken_and_named():
     assert assumption_warnings(own._replace(algorithm=x.algorithm._replace(advantage=strict))) == []
 
 
+@pytest.mark.slow
 def test_a_limit_of_episodes_below_one_reply_is_a_warning():
     (text,) = assumption_warnings(
         experiment(

@@ -76,6 +76,7 @@ def nested_options(group: str) -> list[str]:
 
 # Algorithms, their parts and KLs are built and dry-run in test_catalogue.py, which holds them to
 # their laws too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     cases(
@@ -448,6 +449,7 @@ def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
     ).needs_reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     cases(
@@ -470,6 +472,7 @@ def test_the_dry_run_shows_every_advantage_a_group_it_learns_from(overrides):
     experiment(compose([*overrides, "kl=none", "reference=none"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option, numbers",
     cases(
@@ -488,6 +491,7 @@ def test_options_that_inherit_the_clip_keep_the_rest_of_it(option, numbers):
     assert part.func.__name__ == "clipped" and part.keywords == numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(["dr_grpo", "rloo", "max_rl", "opo"], 1))
 def test_a_sum_over_a_reply_is_divided_by_the_longest_reply(name):
     """The two numbers cannot drift apart; a number of one's own stays possible."""
@@ -610,6 +614,7 @@ def test_phases_keep_the_decay_of_the_learning_rate():
     ] == pytest.approx(0.55 * lr)
 
 
+@pytest.mark.slow
 def test_an_end_beyond_the_run_is_a_warning():
     (text,) = list_warnings(
         experiment(compose(["schedule=on_reward", "schedule.phases.explore.until=50"]))
@@ -670,6 +675,7 @@ def of_old_policy(logprobs_old, advantages):
     return -logprobs_old * advantages
 
 
+@pytest.mark.slow
 def test_an_advantage_of_zero_beside_a_kl_is_refused():
     own = [f"algorithm.advantage._target_={__name__}.nothing"]
     with pytest.raises(ConfigError, match="gradient is zero"):
@@ -752,6 +758,7 @@ def test_every_algorithm_has_a_kl_with_a_source():
         assert "coef" in yaml.safe_load(file.read_text())["suggests"]["kl"], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", cases(sorted(KL_OF_THE_PAPER), ["grpo", "gspo", "rloo", "reinforce_pp_baseline"])
 )
@@ -806,6 +813,7 @@ def test_only_a_reference_that_somebody_chose_is_warned_of():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     cases(
@@ -918,6 +926,7 @@ def test_what_does_not_go_wrong_there_is_accepted(overrides):
     experiment(compose(overrides))
 
 
+@pytest.mark.slow
 def test_the_first_line_has_the_scheduled_coefficient_of_the_first_step():
     for algorithm in ("grpo", "dapo"):
         x = experiment(compose(["schedule=kl_anneal", f"algorithm={algorithm}", "kl=k3"]))
@@ -925,6 +934,7 @@ def test_the_first_line_has_the_scheduled_coefficient_of_the_first_step():
         assert "kl k3 × 0.1 in the loss" in format_first_line(x)
 
 
+@pytest.mark.slow
 def test_a_phase_asks_the_algorithm_of_its_own_phase():
     x = experiment(
         compose(["schedule=reinforce_to_ppo", "+kl@schedule.phases.refine.kl=by_algorithm"])
@@ -1072,6 +1082,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 def test_every_option_says_what_it_is():
     """A comment stands first, so that the YAML is the documentation; and there is something below
     it."""

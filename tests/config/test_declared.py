@@ -15,11 +15,13 @@ def parts(*overrides: str) -> tuple[set[str], set[str]]:
     return set(rewards), set(config["environment"]["environments"])
 
 
+@pytest.mark.slow
 def test_only_what_the_task_declares_is_composed():
     assert parts() == ({"numeric"}, {"tool_use"})
     assert parts("task=guess_number") == ({"few_turns"}, {"guess_number"})
 
 
+@pytest.mark.slow
 def test_a_mixture_has_what_its_parts_declare():
     assert parts("task=mixture") == ({"numeric", "few_turns"}, {"tool_use", "guess_number"})
 
@@ -40,6 +42,7 @@ def test_a_part_that_an_override_sets_stays():
     assert rewards == {"numeric", "contains"}
 
 
+@pytest.mark.slow
 def test_the_declaration_stays_out_of_the_config():
     task = compose(["task=gsm8k"]).config["task"]
     assert "rewards" not in task and "environments" not in task

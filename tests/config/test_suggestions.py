@@ -220,6 +220,7 @@ ADVERTISED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     cases(
@@ -291,6 +292,7 @@ def test_an_export_of_the_tiny_model_is_the_tiny_model(tmp_path):
     assert of_numbers(f"model.path={tmp_path}") == []
 
 
+@pytest.mark.slow
 def test_a_model_as_a_python_object_is_known_by_its_folder():
     assert of_numbers(model=load_policy(path="tiny")) == []
 

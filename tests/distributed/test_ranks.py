@@ -105,6 +105,7 @@ def test_what_several_ranks_cannot_do_is_refused_with_what_to_do(overrides, said
         experiment(compose(overrides))
 
 
+@pytest.mark.slow
 def test_more_machines_need_a_launcher_from_outside(capsys):
     assert main(["train", "trainer=ddp", "trainer.nodes=2", "batch.prompts=8"]) == 2
     assert "srun --ntasks=4 --ntasks-per-node=2" in capsys.readouterr().err
@@ -332,16 +333,30 @@ def run(forked, root: Path, strategy: str, runs: list[tuple]) -> str:
     return said
 
 
+def names_of(request, strategy: str) -> set[str]:
+    """The runs of a strategy that the tests of this session read: a run costs seconds."""
+    cases = [getattr(item, "callspec", None) for item in request.session.items]
+    names = {
+        case.params["name"]
+        for case in cases
+        if case and "name" in case.params and case.params.get("strategy") == strategy
+    }
+    names |= {ON_ONE[name] for name in names & {*ON_ONE}}
+    return names | ({"draws_on_two", "draws_on_one"} if "draws" in names else set())
+
+
 @pytest.fixture(scope="module")
-def one(tmp_path_factory, forked):
+def one(request, tmp_path_factory, forked):
     root = tmp_path_factory.mktemp("ranks") / "one"
-    run(forked, root, "single", [(name, name, None) for name in RUNS])
+    names = names_of(request, "ddp") | names_of(request, "fsdp")
+    keys = {(FROM_ONE | ON_ONE).get(name, name) for name in names}
+    run(forked, root, "single", [(name, name, None) for name in RUNS if name in keys])
     return root
 
 
-def run_two(forked, one: Path, strategy: str) -> Path:
-    """Runs of a strategy on two ranks; those that one process has begun; and on one process those
-    that the two have begun."""
+def run_two(forked, one: Path, strategy: str, mine: set[str]) -> Path:
+    """Those of a strategy's runs that are asked for: on two ranks, also those that one process has
+    begun; and on one process those that the two have begun."""
     root = one.parent / strategy
     (root / "blocked" / "checkpoints" / "step_000001.ckpt" / "in the way").mkdir(parents=True)
     goes_on = {name: (key, f"../one/{key}") for name, key in FROM_ONE.items()} | {
@@ -351,7 +366,6 @@ def run_two(forked, one: Path, strategy: str) -> Path:
         *((name, name, None) for name in RUNS | OWN),
         *((name, *source) for name, source in goes_on.items()),
     ]
-    mine = OF[strategy]
     runs = [each for each in runs if each[0] in mine]
     (root / "said").write_text(run(forked, root, strategy, runs))
     run(forked, root, "single", [(name, key, key) for name, key in ON_ONE.items() if name in mine])
@@ -359,13 +373,13 @@ def run_two(forked, one: Path, strategy: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ddp(one, forked):
-    return run_two(forked, one, "ddp")
+def ddp(request, one, forked):
+    return run_two(forked, one, "ddp", names_of(request, "ddp"))
 
 
 @pytest.fixture(scope="module")
-def fsdp(one, forked):
-    return run_two(forked, one, "fsdp")
+def fsdp(request, one, forked):
+    return run_two(forked, one, "fsdp", names_of(request, "fsdp"))
 
 
 @pytest.fixture

@@ -194,6 +194,7 @@ def test_samples_of_a_short_prompt_that_give_way_keep_their_own_tokens(small, co
     assert tokens(complete(bounded, small, contexts, seeds, **settings)) == tokens(free)
 
 
+@pytest.mark.slow
 def test_the_cache_is_made_once_and_no_row_is_read_twice(small, complete, monkeypatch):
     """Ten calls whose contexts grow and share no beginning: the first design made a new cache for
     each and drew the rows again."""

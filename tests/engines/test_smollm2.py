@@ -86,9 +86,10 @@ def assert_agree(policy: Policy, episodes: Sequence[Sequence[Turn]]) -> None:
             assert gap[mask[i]].abs().max() <= BOUND
 
 
-def test_prompts_of_30_to_2000_tokens_side_by_side(plain, words, complete):
+@pytest.mark.parametrize("longest", [500, 2000])
+def test_prompts_from_30_tokens_side_by_side(longest, plain, words, complete):
     """Two samples of the first one share its pages."""
-    prompts = [words[:30], words[:30], words[500:2500]]
+    prompts = [words[:30], words[:30], words[500 : 500 + longest]]
     replies = complete(Cached(), plain, prompts, [1, 2, 3], max_new_tokens=6)
     assert sum(len(reply.token_ids) for reply in replies) > 9
     assert_agree(plain, [[turn] for turn in zip(prompts, replies, strict=True)])

@@ -180,6 +180,7 @@ def test_the_context_limit_of_the_model_cuts_each_row_by_its_own_length(tiny, co
         assert len(reply.token_ids) == min(10, longest + 2 - len(context))
 
 
+@pytest.mark.slow
 def test_the_models_own_generation_defaults_do_not_leak_in(tiny, contexts):
     before = tokens(generate(tiny, contexts, seeds(4), max_new_tokens=16))
     defaults = tiny.model.generation_config

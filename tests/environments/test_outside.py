@@ -113,6 +113,7 @@ def test_the_tool_with_state_of_the_page_runs_as_it_is_shown(tiny, tmp_path, mon
         assert own.reward == worth
 
 
+@pytest.mark.slow
 def test_a_policy_plays_both_sides_and_each_reply_gets_its_own_players_reward(tiny, chosen):
     x = chosen("environment=nim")
 

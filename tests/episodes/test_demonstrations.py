@@ -42,6 +42,7 @@ def loaded(path, **settings):
     return conversations(path=path, split="train", seed=0, held_out=0.0, **settings)
 
 
+@pytest.mark.slow
 def test_a_played_episode_read_back_is_the_same_tokens(tiny, experiment):
     """Thinking, tool calls and results included: what is learned from is what would have been
     sampled."""

@@ -354,6 +354,7 @@ def test_a_damaged_member_leaves_the_others_whole(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_what_stands_before_a_damaged_byte_is_kept(tmp_path):
     path, rollouts = tmp_path / "r.jsonl.gz", [rollout(str(i), 0.5) for i in range(20)]
     save_rollouts(path, rollouts)

@@ -42,6 +42,7 @@ def given(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", cases(OPTIONS, 2))
 def test_what_a_loss_says_it_holds_is_what_has_no_gradient(option):
     alone = (

@@ -60,6 +60,7 @@ def test_mask_truncated_changes_who_trains_and_no_reward() -> None:
     assert keep_overlong(rewards)[1].all()
 
 
+@pytest.mark.slow
 def test_the_limit_follows_the_generation() -> None:
     x = experiment(compose(["algorithm/overlong=penalty", "generation.max_new_tokens=100"]))
     assert x.algorithm.overlong.keywords == {"limit": 100, "buffer": 0.2}

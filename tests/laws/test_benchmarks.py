@@ -141,6 +141,7 @@ def test_a_flip_is_the_first_difference_of_a_reply(benchmarks):
     assert count_flips(ours, theirs) == (2, 2 + 2 + 2)
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_setting_have_the_same_prompts(benchmarks, tmp_path, monkeypatch):
     """TRL gets the tasks as a list, and rlkit reads the file in the order of its own stream."""
     import peers

@@ -275,6 +275,7 @@ def test_neither_padding_nor_order_changes_the_gradient(overrides):
     assert close(got, torch.cat([logits.flatten(), values.flatten()]), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", TABLE, ids=ids)
 def test_garbage_under_the_mask_changes_no_bit(overrides):
     """Padding, prompt and tool tokens: nothing that stands there reaches an advantage, a weight,

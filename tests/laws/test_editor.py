@@ -42,6 +42,7 @@ def test_what_is_written_next_completes(line, names):
     assert set(names) <= completed(RUN + line)
 
 
+@pytest.mark.slow
 def test_the_call_of_an_experiment_names_every_group():
     """The stub of `experiment` and the function agree, and the groups are those of an experiment
     and the presets."""

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = [
@@ -38,10 +39,10 @@ print("FROM", rlkit.__file__)
 """
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """The python of an environment that was empty before both wheels were installed into it, with
-    what they ask for and nothing else."""
+@pytest.fixture(scope="module", params=["packages lent", "packages installed"])
+def environment(request, tmp_path_factory):
+    """The python of an environment that was empty before both wheels were installed into it: beside
+    the packages of this environment, which come behind its own, or with what they ask for alone."""
     folder = tmp_path_factory.mktemp("installed")
     for source in (ROOT, ROOT / "tests" / "extension"):
         build = [
@@ -60,16 +61,13 @@ def environment(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=300)
     python = folder / "venv" / "bin" / "python"
     wheels = [str(wheel) for wheel in (folder / "dist").glob("*.whl")]
-    install = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "-c",
-        str(ROOT / "constraints.txt"),
-        *wheels,
-    ]
+    if request.param == "packages lent":
+        [site] = (folder / "venv").glob("lib/*/site-packages")
+        (site / "lent.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+        asked = ["--no-deps"]
+    else:
+        asked = ["-c", str(ROOT / "constraints.txt")]
+    install = [str(python), "-m", "pip", "install", "-q", *asked, *wheels]
     done = subprocess.run(install, capture_output=True, text=True, timeout=1800, env=outside())
     if "No matching distribution" in done.stderr or "Connection" in done.stderr:
         pytest.skip(f"no package index here: {done.stderr.splitlines()[-1]}")
@@ -125,6 +123,7 @@ def test_a_package_from_outside_trains_with_parts_of_its_own(environment, tmp_pa
     assert before == {f: f.read_bytes() for f in (site / "rlkit").rglob("*.py")}
 
 
+@pytest.mark.slow
 def test_options_of_a_package_compose_beside_the_shipped_ones(monkeypatch):
     """hydra.searchpath alone: no --config-dir. An option that neither has is still refused in one
     sentence."""

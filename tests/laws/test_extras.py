@@ -52,6 +52,8 @@ def test_the_core_names_no_extra():
     for module in extra_modules(inside=False):
         if module in (FORWARDING, "rlkit.system.extras"):
             continue
+        if "rlkit.extras" not in MODULES[module].read_text():  # most files, unparsed
+            continue
         assert not [name for name in imports(module, lazy=True) if name.startswith("rlkit.extras")]
         texts = [
             node.value

@@ -17,7 +17,7 @@ from rlkit.errors import ConfigError, split_error
 
 pytestmark = pytest.mark.slow
 FIRST = 20_000  # seeds that .ci/fuzz does not draw by default
-COUNT = 100
+COUNT = 30
 
 
 def own(slot: str, statement: str, after: int = 0) -> Case:

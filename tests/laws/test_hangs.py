@@ -254,6 +254,7 @@ def test_a_call_at_its_limit_is_named_though_the_watcher_had_no_turn(
     check_async(tiny, capfd, DOORS["a next prompt"], swallows)
 
 
+@pytest.mark.slow
 def test_whoever_looks_while_a_line_is_being_printed_waits_for_it(quick, monkeypatch):
     """A watcher whose writing stood still for half a second left a call unnamed at its limit."""
     writes, returned, order = threading.Event(), threading.Event(), []
@@ -732,6 +733,7 @@ def test_sessions_that_wait_for_one_another_fail_at_the_limit(tiny, quick, capfd
     assert "for the environment's answer " in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("do", "batched"),
     cases(itertools.product([sleeps, swallows], [False, True]), [(sleeps, False)], unpack=True),

@@ -299,6 +299,7 @@ def test_the_ratio_makes_it_right_on_samples_of_the_old_policy(name: str, kind: 
         torch.testing.assert_close(gradient, expected, **CLOSE)
 
 
+@pytest.mark.slow
 @each("in_baseline", [False, True])
 @each("kind", KINDS)
 @each("name", FACTS)
@@ -314,6 +315,7 @@ def test_in_the_reward(name: str, kind: str, in_baseline: bool) -> None:
     torch.testing.assert_close(gradient, expected, **CLOSE)
 
 
+@pytest.mark.slow
 @each("placement", ["reward", "reward_sequence"])
 @each("kind", KINDS)
 @each("name", FACTS)
@@ -498,6 +500,7 @@ def test_finite_at_any_log_ratio(name: str, placement: str, importance_weight: b
     assert loss.isfinite() and leaf.grad.isfinite().all() and batch.advantages.isfinite().all()
 
 
+@pytest.mark.slow
 @each("in_baseline", [False, True])
 @each("placement", ["reward", "reward_sequence"])
 @each("name", FACTS)

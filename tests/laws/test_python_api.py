@@ -86,6 +86,7 @@ def test_importing_rlkit_imports_nothing_heavy():
 # -------------------------------------------------------------------------------------- experiments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     cases(

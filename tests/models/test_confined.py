@@ -104,6 +104,7 @@ def test_a_hostile_template_is_stopped(kind, template, policy):
     assert template("{{ messages[0].content }}")  # the next one is answered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text, said",
     [

@@ -166,6 +166,7 @@ def adapted(model):
     return model
 
 
+@pytest.mark.slow
 @each(("family", "adapters"), [*((family, False) for family in PLAIN), ("qwen2", True)])
 def test_a_pass_has_the_loss_and_the_gradients_of_hugging_face(family, adapters, monkeypatch):
     model = adapted(model_of(family)) if adapters else model_of(family)
@@ -180,6 +181,7 @@ def test_a_pass_has_the_loss_and_the_gradients_of_hugging_face(family, adapters,
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-6, name
 
 
+@pytest.mark.slow
 @each("family", ["llama", "qwen3"])
 def test_a_pass_in_bfloat16_is_as_near_the_exact_numbers_as_hugging_faces(family):
     """The base in bfloat16 under adapters in float32. A tenth for chance."""

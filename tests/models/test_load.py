@@ -73,6 +73,7 @@ def test_a_folder_of_adapters_is_its_base_with_them_added(tiny, tmp_path, monkey
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["tiny", "tiny_guess"])
 def test_adapters_of_an_embedded_model_are_added_to_the_same_one(base, tmp_path):
     """Both models are in one folder, and adapters of tiny_guess were added to tiny."""

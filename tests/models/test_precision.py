@@ -73,6 +73,7 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.slow
 def test_adapters_are_computed_in_the_precision_of_the_base(adapted):
     """They were computed in float32, with copies of every input and output; that of a reference
     too."""
@@ -110,6 +111,7 @@ def test_keys_and_values_are_kept_in_one_precision(tiny, monkeypatch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_logits_in_float32_where_the_model_asks_for_them(autocast):
     """A bfloat16 head rounds a logit of 16 to 32 by up to 0.12 nats. Hugging Face's own forward has

@@ -32,6 +32,7 @@ def test_control_tokens_are_one_id_each(tiny, token):
     assert len(tiny.renderer.tokenizer.encode(token, add_special_tokens=False)) == 1
 
 
+@pytest.mark.slow
 def test_the_warm_start_of_guess_number_plays_in_the_right_form():
     """Every reply a number of the range that ends by itself, also deep in a game: what PPO needs to
     begin with."""

@@ -286,6 +286,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(PIECES, max_size=60).map("".join))
 def test_any_text_is_read_and_nothing_is_invented(text):
     for block in split_code_blocks(text):

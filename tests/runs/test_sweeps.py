@@ -88,6 +88,7 @@ def test_a_plan_takes_the_values_of_a_preset_and_of_the_command_line(tmp_path, m
         make_plan(["experiment=mine", "+batch.promts=1"], str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, expected",
     cases(

@@ -104,6 +104,7 @@ def test_two_seeds_never_decide(arms):
     assert "they share 2 seeds, and fewer than 10 claim nothing" in found.sentence
 
 
+@pytest.mark.slow
 def test_a_line_that_ends_below_its_start_is_named(arms):
     """The runs start at 0.5."""
     groups = arms([0.4, 0.42, 0.41] * 4, [0.5, 0.48, 0.51] * 4, [0.9] * 12)
@@ -175,6 +176,7 @@ def test_more_comparisons_need_more_evidence(arms):
     assert len(judge_lines(groups, find_shared_figure(groups), every_pair=True)) == 3
 
 
+@pytest.mark.slow
 def test_arms_that_are_equal_are_told_apart_in_one_of_twenty_pages():
     """Twenty problems' worth of noise shared by the arms, and noise of their own; three comparisons
     a page."""

@@ -71,6 +71,7 @@ def test_values_come_back_as_they_were(value):
     assert are_equal(back, value) and repr(type(back)) == repr(type(value))
 
 
+@pytest.mark.slow
 @examples(
     st.binary(max_size=40)
     | st.lists(

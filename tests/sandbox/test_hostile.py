@@ -494,6 +494,7 @@ def does_not_pass_and_gets_nothing(name, outcome):
     assert outcome.seconds < (5.0 if name in ESCAPING else LIMIT) + 1.0, name
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(ended, folder):
     assert ended["after"][0] <= ended["before"][0] and ended["after"][1] == ended["before"][1]
     assert list(folder.iterdir()) == [] and strays(folder) == []

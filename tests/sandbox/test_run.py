@@ -202,6 +202,7 @@ def test_the_standard_library_can_be_imported():
     assert outcome.status == "ok", outcome
 
 
+@pytest.mark.slow
 def test_values_of_other_types_are_named_and_equal_nothing():
     (function, *_), *_ = [run(Job("class A: __eq__ = lambda s, o: True", ("A()",))).results]
     assert function.value == Opaque("A") and not function.error
@@ -225,6 +226,7 @@ def test_an_exception_names_its_line_and_a_call_that_fails_does_not_end_the_othe
     ]
 
 
+@pytest.mark.slow
 def test_what_came_before_the_deadline_is_kept():
     outcome = run(Job("import time", ("1", "time.sleep(60)", "2")), Sandbox(time_limit=0.3))
     assert (

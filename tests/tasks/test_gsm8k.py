@@ -68,6 +68,7 @@ def test_no_rows_and_no_samples_are_refused(folder, tmp_path):
         gsm8k(path=folder, split="train", seed=0, max_samples=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K rows of ../shared/data are not here")
 def test_real_rows_load_and_their_answers_are_numbers_alone():
     tasks = gsm8k(path=str(GSM8K), split="test", seed=0)

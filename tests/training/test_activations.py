@@ -225,6 +225,7 @@ def test_the_machine_decides_and_the_line_has_the_figures(total, expected, machi
     assert policy.model.training
 
 
+@pytest.mark.slow
 def test_the_measurement_takes_no_draw_from_a_run(machine, monkeypatch):
     """An environment may draw when its first prompts are asked for."""
     machine(16 * GIB)
@@ -251,6 +252,7 @@ def test_a_value_of_the_config_is_taken_without_a_word(machine):
         assert is_checkpointed(policy.model) is value
 
 
+@pytest.mark.slow
 def test_ranks_take_the_decision_of_the_first(machine, monkeypatch):
     """This rank's machine would keep them."""
     machine(16 * GIB)
@@ -262,6 +264,7 @@ def test_ranks_take_the_decision_of_the_first(machine, monkeypatch):
     assert is_checkpointed(policy.model) and line == activations_line(first)
 
 
+@pytest.mark.slow
 @COMPILER
 def test_a_fused_kernel_that_was_asked_for_wins_and_the_line_names_both_keys(machine):
     machine(GIB)
@@ -273,6 +276,7 @@ def test_a_fused_kernel_that_was_asked_for_wins_and_the_line_names_both_keys(mac
     assert "model.kernel=auto" in line and "model.gradient_checkpointing=auto" in line
 
 
+@pytest.mark.slow
 @COMPILER
 @pytest.mark.parametrize("rank", [0, 2])
 def test_switched_on_and_off_again_the_model_computes_as_before(rank):

@@ -130,6 +130,7 @@ def test_a_loaded_learner_is_the_saved_one_in_all_that_decides_the_steps_to_come
     assert {name.partition(".")[0] for name in saved} | MADE_ANEW.keys() == vars(first).keys()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_commit_is_refused_with_the_name_of_what_it_lacks(x, policy):
     """It ended in a KeyError."""
     state = moved(x, policy).state_dict()

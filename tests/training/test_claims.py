@@ -263,6 +263,7 @@ class NoClaims:
         return {}
 
 
+@pytest.mark.slow
 def test_engines_of_the_trainers_own_tensors_have_nothing_to_claim():
     x = experiment(compose(COMMON))
     model = x.model(device="cpu").model

@@ -46,6 +46,7 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> tuple[list[dict]
     ], state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact, wanted", [(True, no_correction), (False, token_correction)])
 def test_auto_is_settled_in_every_phase_and_a_choice_of_ones_own_stays(exact, wanted):
     x = experiment(compose(["schedule=grpo_to_dapo", "schedule.phases.explore.until=2"]))

@@ -120,6 +120,7 @@ def rows_file(folder, count: int) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_validation_problems_are_loaded_where_they_are_played(tmp_path):
     words = ["task=jsonl", f"task.path={rows_file(tmp_path, 60)}"]
     never, often = (
@@ -283,6 +284,7 @@ def test_a_run_that_goes_on_keeps_what_was_validation_and_what_was_test(run, tmp
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", cases(SPLITS, 1))
 def test_rollout_plays_the_split_that_is_named(split, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -89,6 +89,7 @@ def test_the_sampler_learns_from_every_group_of_a_step_also_from_those_that_were
     assert len(trained) < len(sampled)  # some were refused, or this shows nothing
 
 
+@pytest.mark.slow
 def test_every_round_of_refills_has_draws_of_its_own_which_are_the_same_each_time(tiny, played):
     """The rewards draw once a round, and so does the filter."""
     found = []

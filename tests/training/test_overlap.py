@@ -306,6 +306,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(REFUSED, ["ranks"]))
 def test_what_a_second_process_cannot_sample_is_refused(case):
     words, said = REFUSED[case]
@@ -314,6 +315,7 @@ def test_what_a_second_process_cannot_sample_is_refused(case):
     assert said in str(error.value)
 
 
+@pytest.mark.slow
 def test_python_objects_are_refused():
     x = experiment(compose([*COMMON, "asynchrony=overlap"]))
     with (

@@ -309,6 +309,7 @@ def test_the_loss_of_a_user_is_skipped_only_if_it_declares_so(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_a_declaration_that_does_not_hold_is_refused_before_the_run():
     x = experiment_of("algorithm=grpo")
     dry_run(x)
@@ -504,6 +505,7 @@ def test_a_resumed_learner_skips_what_the_other_skips(words):
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
+@pytest.mark.slow
 def test_a_reward_without_weight_is_no_signal():
     """Imitation alone: the policy loss has a gradient, and a weight of 0."""
     batch: Any = SimpleNamespace(

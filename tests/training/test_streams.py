@@ -263,6 +263,7 @@ DIVERGENCES = {
 SHOWS = {"sdft": demonstration, "sdpo": sibling, "opsd": answer}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases((*SHOWS, "echo", "rl_sft"), ("sdpo",)))
 def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocabulary(
     name, played, tiny
@@ -558,6 +559,7 @@ def test_a_preset_takes_a_step(name, tmp_path):
     assert name in silent or all(report.metrics[f"streams/{stream}"] > -20 for stream in streams_of)
 
 
+@pytest.mark.slow
 def test_a_moving_teacher_goes_on_from_a_checkpoint_and_coefficients_follow_a_schedule(
     played, tiny
 ):

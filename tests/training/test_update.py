@@ -105,6 +105,7 @@ def test_a_micro_batch_that_pads_the_work_of_a_rank_changes_no_weight(tiny):
 # --------------------------------------------------------------------------------- the group filter
 
 
+@pytest.mark.slow
 def test_a_group_filter_sees_the_same_rewards_in_a_refill_and_in_the_update(tiny):
     """With reward.normalize=true the update showed it the normalised ones, so it could drop groups
     that the refill had accepted."""
@@ -173,6 +174,7 @@ def test_skipped_steps_in_a_row_are_counted_for_each_optimizer_by_itself():
 # ---------------------------------------------------------------------------------- a phase's reset
 
 
+@pytest.mark.slow
 def test_a_phase_that_resets_the_optimizer_forgets_the_critics_moments_too(tiny):
     reset = "schedule.phases.refine.reset=[optimizer]"
     learner = learner_of(
@@ -213,6 +215,7 @@ def test_a_step_that_trains_the_critic_alone_does_not_move_the_policy(tiny):
     assert abs(steps[0]) < 1e-9 < steps[1]
 
 
+@pytest.mark.slow
 def test_staleness_counts_the_updates_since_the_oldest_version_that_may_still_be_trained_on(tiny):
     """With a staleness of 2, step 3 may learn from tokens of version 0."""
     learner = learner_of(tiny, "asynchrony=lag", "asynchrony.staleness=2")

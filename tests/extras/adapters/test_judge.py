@@ -198,6 +198,7 @@ def test_a_row_may_name_the_judge():
         ] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_missing_address_is_refused_when_the_config_is_composed():
     with pytest.raises(
         ConfigError, match=r"reward\.terms\.judge\.fn\.address: has no default; set"
@@ -240,6 +241,7 @@ def test_a_plain_function_that_waits_runs_in_as_many_threads_as_it_asks_for():
     assert [r.reward for r in score(replies("1", "2", "3", "4"), reward)] == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_a_judge_that_sends_its_answer_byte_by_byte_is_given_up(monkeypatch):
     monkeypatch.setattr("rlkit.extras.adapters._judge.SLACK", 0.0)
     with drips() as address, pytest.raises(RewardError, match=r"no whole answer within 0\.3 s"):

@@ -85,6 +85,7 @@ def played(game, number, act):
     return total
 
 
+@pytest.mark.slow
 def test_the_chains_value_is_that_of_its_policies():
     _, tasks = rows("chain")
     game, rng = Chain(), random.Random(0)
@@ -680,6 +681,7 @@ def test_scores_and_choices_share_no_seed_and_no_rate(tmp_path, capsys, words, s
     assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_an_interrupted_choice_of_rates_publishes_no_scores(tmp_path, monkeypatch, capsys):
     """The folder holds finished runs of an earlier choice, at another rate."""
     monkeypatch.setattr(bench, "run_all", lambda cells, **_: ([], [2]))

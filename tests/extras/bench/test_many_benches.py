@@ -174,6 +174,7 @@ def test_a_row_says_what_its_run_says(tmp_path):
     assert "resume" not in row["overrides"]
 
 
+@pytest.mark.slow
 def test_a_second_start_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys):
     """Two benches in one folder deleted each other's runs."""
     words = [word.replace("vowels", "noisy") for word in BENCH.words]

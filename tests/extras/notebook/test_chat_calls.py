@@ -78,6 +78,7 @@ def generator():
 # --------------------------------------------------------------------------------------- generation
 
 
+@pytest.mark.slow
 def test_the_generator_gives_the_shapes_of_the_notebook(generator):
     pair = generator.generate(CHAT, max_new_tokens=6)
     assert len(pair) == 2 and all(isinstance(part, str) for part in pair)

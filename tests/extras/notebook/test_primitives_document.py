@@ -104,6 +104,7 @@ def saying(tokenizer, *texts):
     return generator
 
 
+@pytest.mark.slow
 def test_the_signatures_are_those_of_the_document():
     """Names, order and defaults of parameters and fields; what is added comes after them, or by
     keyword alone."""
@@ -139,6 +140,7 @@ def test_the_signatures_are_those_of_the_document():
         assert isinstance(node, ast.ClassDef) == isinstance(getattr(nb, name), type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text, vector",
     [("right", [1.0, 1.0, 1.0]), ("harmful", [0.0, 0.0, 0.5]), ("short", [0.0, 1.0, 0.5])],
@@ -152,6 +154,7 @@ def test_its_vector_reward_scores_our_rollouts(text, vector, model, tokenizer):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, given, reward",
     [
@@ -175,6 +178,7 @@ def test_its_rewards_score_our_rollouts_as_ours_do(name, given, reward, model, t
         assert rollout.reward == reward
 
 
+@pytest.mark.slow
 def test_its_tools_are_tracked_over_the_turns(model, tokenizer):
     """Parser, executor, stop condition and reward of the fourth example; the executor reads the
     arguments that the parser found."""
@@ -203,6 +207,7 @@ def test_its_tools_are_tracked_over_the_turns(model, tokenizer):
     assert rollout.reward == 1.0 and rollout.generation.text == "It is 345, so DONE."
 
 
+@pytest.mark.slow
 def test_its_switch_and_its_updaters_act_in_training(model, tokenizer):
     """adaptive_ref_update takes the step's KL as kl_value, which the document's own loop never
     passes."""
@@ -276,6 +281,7 @@ def test_its_own_loop_runs_on_our_functions(algorithm, model, tokenizer, tmp_pat
     assert len(rollout.conversation.messages) == 5 and rollout.reward == 1.0
 
 
+@pytest.mark.slow
 def test_its_creative_cells_run(tokenizer):
     """Every cell of examples from top to bottom, apart from its prints."""
     space: dict[str, Any] = document()

@@ -241,6 +241,7 @@ def test_train_takes_the_rate_of_its_config_and_refuses_two_choices(model, token
         nb.train(*given, **own, switch_strategy=lambda step: "dapo")
 
 
+@pytest.mark.slow
 def test_a_generator_samples_in_its_own_iteration_alone(model, tokenizer):
     calls = []
 

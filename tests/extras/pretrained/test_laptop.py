@@ -97,6 +97,7 @@ def test_a_number_in_words(number, words):
     assert spell(number) == words
 
 
+@pytest.mark.slow
 def test_each_number_in_words_is_asked_once_and_its_digits_are_right():
     asked = [task for split in SPLITS for task in digits(split=split, max_samples=9000)]
     assert len(asked) == len({task.answer for task in asked}) == 9000
@@ -215,6 +216,7 @@ def test_the_coin_has_its_rate_and_reads_no_reply():
     assert abs(sum(tosses) / 2000 - 0.35) < 5 * (0.35 * 0.65 / 2000) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_study_of_rates_has_its_former_rows(tmp_path):
     script = tmp_path / "pairs.py"
     script.write_text((EXPERIMENTS / "rates" / "smollm2" / "pairs.py").read_text())

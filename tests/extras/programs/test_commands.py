@@ -119,6 +119,7 @@ def test_the_home_folder_is_never_open(above, tmp_path, monkeypatch):
     assert list_code_folders(str(home / "code" / "agent.py"), []) != []
 
 
+@pytest.mark.slow
 @confines
 def test_a_program_of_a_virtual_environment_starts_confined(tiny, tmp_path):
     """Found by PATH, from its first line to the packages of its Python."""

@@ -118,6 +118,7 @@ def tool_user(task, client):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result.content})
 
 
+@pytest.mark.slow
 def test_a_program_that_does_what_tool_use_does_gives_its_tokens(tiny):
     tasks = arithmetic(split="test", seed=0, max_samples=4)
     inside, outside = (
@@ -561,6 +562,7 @@ def raw_request(client, head: str, body: bytes = b"") -> bytes:
         return line.recv(65536)
 
 
+@pytest.mark.slow
 @each(
     "head, body, status",
     [

@@ -248,6 +248,7 @@ def test_a_verifier_that_fails_gives_no_reward_and_says_why(kind, tiny, tmp_path
     assert rollout.error.startswith("environment.verify: ") and words in rollout.error
 
 
+@pytest.mark.slow
 def test_a_verifier_is_told_the_whole_task_and_nothing_of_the_run(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-of-the-user")
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", "") + ":" + str(tmp_path))
@@ -328,6 +329,7 @@ def test_what_cannot_be_verified_is_refused(words, said):
         program(**{"command": ["true"], **words})
 
 
+@pytest.mark.slow
 def test_a_config_with_the_score_of_a_file_is_refused():
     words = ["environment=program", "environment.command=[python]", "environment.score=file"]
     with pytest.raises(ConfigError, match=r"environment\.verify="):

@@ -55,6 +55,7 @@ def test_all_are_there_where_there_is_room(make_run):
     )
 
 
+@pytest.mark.slow
 def test_thousands_are_complete_in_pages(make_run, monkeypatch):
     """Beyond a fixed number of steps and characters conversations were dropped."""
     monkeypatch.setattr(conversations, "PAGE", 2000)

@@ -23,6 +23,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", cases(KINDS.values(), [KINDS["a server"]]))
 def test_no_server_outlives_the_process_that_started_it(code, tmp_path):
     check_the_end(GUARD + code + WAIT, tmp_path)

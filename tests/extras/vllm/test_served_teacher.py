@@ -235,6 +235,7 @@ def test_what_a_server_cannot_give_is_refused(overrides, says):
         )
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_the_teacher_is_refused_before_a_model_is_loaded(tiny):
     """One that does not answer, serves another model, or decodes an id to another text; the first
     such token is named."""
@@ -306,6 +307,7 @@ def test_servers_of_one_part_that_die_in_the_middle_of_a_run_end_it_with_their_k
         assert len(one.asked) == 6  # three a step, and none of the other part's
 
 
+@pytest.mark.slow
 def test_a_teacher_that_never_answers_is_named(quick, capfd, monkeypatch):  # noqa: F811
     monkeypatch.setattr(server, "LONGEST", 0.3)
     monkeypatch.setattr(server.Server.ask, "__kwdefaults__", {"hint": "", "limit": 0.3})

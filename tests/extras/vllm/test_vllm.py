@@ -189,6 +189,7 @@ def test_under_lora_the_base_goes_once_and_the_adapter_when_it_moved(fakes):
     )
 
 
+@pytest.mark.slow
 def test_a_merged_adapter_is_the_model_that_trains(policy):
     """Base and adapter in one: the forward pass of the plain model with the merged weights is that
     of the adapted one."""
@@ -426,6 +427,7 @@ def test_a_server_gets_ids_and_seeds_and_gives_ids(server, policy):
     )
 
 
+@pytest.mark.slow
 def test_a_server_gets_each_adapter_under_a_new_name(server):
     policy, engine = load_policy(path="tiny", lora=LoRA(rank=2)), VLLM(addresses=[server.url])
     sample(engine, policy, [(5,)])
@@ -496,6 +498,7 @@ def test_one_that_dies_is_named_and_its_completions_are_sampled_elsewhere_from_t
     assert [s.count("/collective_rpc") for s in servers] == [1, 2, 1]
 
 
+@pytest.mark.slow
 def test_the_turns_of_an_episode_stay_on_one_server_until_it_dies(servers, policy):
     def played():
         """Tokens, and for each server the first prompts of the episodes that it sampled in, with
@@ -583,6 +586,7 @@ def test_a_completion_that_waited_for_room_never_reaches_a_server_without_the_we
     ]
 
 
+@pytest.mark.slow
 def test_servers_that_are_lost_again_and_again_end_the_run(server, policy):
     engine, rounds = VLLM(addresses=[server.url]), []
 
@@ -617,6 +621,7 @@ def test_a_completion_that_servers_lose_three_times_though_they_are_there_is_an_
     assert sum(at.count((10, 0)) for at in sampled_at(used)) == 2 * count + 1
 
 
+@pytest.mark.slow
 def test_a_completion_that_waited_for_its_turn_was_not_lost(server, policy):
     """The server drops each of six completions once; the last has waited through most of it."""
     engine, left = VLLM(addresses=[server.url], max_rows=1), {ids[-1] for ids in PROMPTS}
@@ -759,6 +764,7 @@ def test_a_started_server_that_ends_is_told_with_its_last_lines(
 # ----------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.slow
 def test_without_vllm_the_config_says_what_to_install(monkeypatch):
     """Before a model is loaded."""
     monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None)
