@@ -46,6 +46,8 @@ TASKS = ("needle", "lake", "lengthy", "scales", "chain", "stale", "proxy")
 REFUSED = {("lengthy", "max_rl")}  # max_rl divides by a group's mean reward, which can be negative
 FRESH = range(200, 210)
 PAGES = 1000  # of permuted arms
+ENDED = ("finished", "failed")
+DIVERGED = "not finite"  # in the reason of a run that failed by its own numbers
 COMMON = ("callbacks.completions.every=1000000",)  # no file of completions
 
 Place = tuple[str, str]  # task, arm
@@ -101,26 +103,32 @@ def run_missing(planned: Sequence[Planned], folder: Path, jobs: int, until: floa
             return False
         own = list(group)
         done, received = bench.run_all([p.run for p in own], folder, jobs=jobs, config_dir=None)
-        for p, job in zip(own, done, strict=True):
-            row = read_result(p, job.reason) if job.status in ("finished", "failed") else None
-            if row:
-                rows[p.key()] = row
+        ended = {p: job for p, job in zip(own, done, strict=True) if job.status in ENDED}
+        found = {p: read_result(p, job.reason) for p, job in ended.items()}
+        rows |= {p.key(): row for p, row in found.items() if row}
         write(list(rows.values()))
         if received:
             raise SystemExit(128 + received[0])
+        for p, row in found.items():
+            if not row:
+                raise SystemExit(
+                    f"{p.run.folder} failed: {ended[p].reason}. Mend the cause; then the"
+                    " same command goes on."
+                )
     return all(p.key() in rows for p in planned)
 
 
-def read_result(planned: Planned, reason: str) -> bench.Row:
-    """Return the row of a run that has ended. A run that failed has a regret of 1, as a policy that
-    learned nothing; `failed` says why."""
+def read_result(planned: Planned, reason: str) -> bench.Row | None:
+    """Return the row of a run that has ended. A run whose numbers were no longer finite has a
+    regret of 1, as a policy that learned nothing; `failed` says why. None for any other failure,
+    which says nothing about the algorithm."""
     run = planned.run
     row = {"stage": planned.stage, "rate": planned.rate}
     found = bench.read_row(run)
-    if found is None:
-        own = {"task": run.task, "arm": run.arm, "seed": run.seed, "regret": 1.0}
-        return row | own | {"failed": reason or "no evaluation"}
-    return row | found | {"equal_steps": find_equal_steps(run.folder)}
+    if found is not None:
+        return row | found | {"equal_steps": find_equal_steps(run.folder)}
+    own = {"task": run.task, "arm": run.arm, "seed": run.seed, "regret": 1.0}
+    return row | own | {"failed": reason} if DIVERGED in reason else None
 
 
 def find_equal_steps(folder: Path) -> int:
@@ -326,7 +334,7 @@ def write_page() -> None:
         bench.tabulate_budgets(spent),
     ]
     if failed:
-        parts.append("## Failed runs, which count as a score of 0")
+        parts.append("## Runs whose numbers were no longer finite, which count as a score of 0")
         names = [
             [row[k] for k in ("stage", "rate", "task", "arm", "seed", "failed")] for row in failed
         ]
