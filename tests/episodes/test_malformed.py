@@ -239,7 +239,7 @@ COUNTS = [300, pytest.param(1500, marks=pytest.mark.slow)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2000])
+@pytest.mark.parametrize("count", [500, 2000])
 def test_no_reply_raises_and_each_is_classified(count):
     rng = random.Random(0)
     counts = read_and_scored([malformed(rng) for _ in range(count)])
