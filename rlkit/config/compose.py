@@ -361,13 +361,15 @@ def _make_refusal(
         )
     absent = re.match(r"Could not override '([\w.]+)'", str(error))
     path = absent[1] if absent else ""
+    known = pickle.loads(_compose_groups(entry, (), _stamp(search))) if path else {}
     if path.startswith("hydra."):
-        known = pickle.loads(_compose_groups(entry, (), _stamp(search))).hydra
         return ConfigError(
-            f"{path}: Hydra has no such setting.{suggest_name(path.split('.')[1], known)}"
+            f"{path}: Hydra has no such setting.{suggest_name(path.split('.')[1], known.hydra)}"
         )
     if path and "." not in path:  # for a whole group, Hydra's advice to add the key would not help
-        return ConfigError(f"{path}: rlkit {entry} has no such group")
+        groups = [str(k) for k, own in known.items() if isinstance(own, Mapping) and k != "hydra"]
+        it_takes = f"It takes: {', '.join(groups)}"
+        return ConfigError(f"{path}: rlkit {entry} has no such group. {it_takes}")
     if str(error).startswith("Error merging override"):
         text = text.lstrip("+")
         said = shorten_to_sentence(error.__cause__ or error)

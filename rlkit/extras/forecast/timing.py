@@ -199,8 +199,10 @@ def expect_step(
     )
     if given.reply_share is not None:
         return step, "given"
-    cut = f"replies that were cut count as {SHARE:.0%} of generation.max_new_tokens={limit}"
-    return step, "measured" if drawn == own.drawn else cut
+    lengths = [rollout.response_length for rollout in rollouts]
+    said = f"measured: {len(lengths)} replies of {min(lengths)} to {max(lengths)}"
+    cut = f"; cut ones count as {SHARE:.0%} of generation.max_new_tokens={limit}"
+    return step, said if drawn == own.drawn else said + cut
 
 
 def count_longest_reply(rollouts: Sequence[Rollout]) -> int:

@@ -142,9 +142,10 @@ def stale_engine(e: Evidence) -> Finding | None:
 
 def given_truths(e: Evidence) -> Finding | None:
     """Find prompts that contain their own truth, more often than they contain another row's truth,
-    and at the same place. Truths among several options stand at different places."""
+    and at the same place. Truths among several options stand at different places. A policy that has
+    earned nothing has not copied them."""
     tasks = [task for task in e.tasks if task.answer.strip() and task.messages]
-    if len(tasks) < ROWS:
+    if len(tasks) < ROWS or not any(e.values("reward/mean")):
         return None
     own = fmean(holds(task, task.answer) for task in tasks)
     others = random.Random(0).sample(tasks, len(tasks))
@@ -159,7 +160,8 @@ def given_truths(e: Evidence) -> Finding | None:
         "The prompts give the truth away.",
         f"{own:.0%} of the prompts hold their own answer, and {chance:.0%} that of another row; one"
         f" is {shown.id!r:.60} with the answer {shown.answer!r:.60}.",
-        "Take the answers out of the prompts: the policy learns to copy them.",
+        "Take the answers out of the prompts, unless they are there to be copied: the policy learns"
+        " to copy them.",
     )
 
 

@@ -34,6 +34,9 @@ HOT = 1.25  # above this temperature replies are noise
 STILL = 1e-4  # KL to the start, in nats a token; a policy below it has not moved (docs/choosing.md)
 FAR = 0.05  # KL of a step, in nats a token; above it the step is too large (docs/choosing.md)
 LOST = 0.5  # share of the first reward that is left after a step that was too large
+LEAST = (
+    4  # steps; a row has the distance before its update, so the first ones say nothing of the rate
+)
 TIMES = 10  # factor between the rate and the model's own
 TIGHT = 2.0  # gain allowed by the KL, in standard deviations of the reward within a group
 # advantages without need for a second rollout of a prompt
@@ -393,7 +396,8 @@ def low_rate(e: Evidence) -> Finding | None:
     rate = e.number("optimizer.lr")
     suited = find_suited_rate(e)
     moved = measure_distance(e)
-    still = moved < STILL and e.mean("optim/updates") > 0 and e.mean("group/frac_zero_std") < HARD
+    trained = e.steps >= LEAST and e.mean("optim/updates") > 0
+    still = moved < STILL and trained and e.mean("group/frac_zero_std") < HARD
     if e.progress.rose or not (still or rate <= suited / TIMES):
         return None
     known = f", where {suited:g} suits this model" if suited == suited else ""

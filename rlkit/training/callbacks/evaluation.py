@@ -67,8 +67,10 @@ class HeldOut(L.Callback):
             append_row(self.metrics, module.rl_step, row)
         for logger in trainer.loggers:
             logger.log_metrics(dict(row), step=module.rl_step)
-        trainer.print(f"  {format_held_out(row)}")
-        advice = flat_start([*rollouts, *others])
+        played = [*rollouts, *others]
+        cut = sum(bool(rollout.truncation) for rollout in played) / max(1, len(played))
+        trainer.print(f"  {format_held_out(row)}{f', {cut:.0%} cut off' if cut else ''}")
+        advice = flat_start(played)
         if advice and module.experiment.algorithm.episodes is None:  # the policy samples episodes
             trainer.print(f"warning: {advice}")
 
@@ -140,18 +142,20 @@ def flat_start(rollouts: Sequence[Rollout]) -> str | None:
         return None
     if right:
         return (
-            f"all {n} answers before training are right, so there is little to learn: choose harder"
-            " problems (task)"
+            f"all {n} answers before training are right, so this accuracy cannot rise: choose"
+            " harder problems (task)"
         )
+    said = f"none of {n} answers before training is right"
     cut = sum(rollout.truncation == "length" for rollout in rollouts)
-    remedy = (
-        "choose easier problems (task), put worked examples into the prompts, or warm the model up"
-        " (experiment=sft). If replies say the answer in another form (rlkit rollout shows some),"
-        " ask for the form in the prompt, or choose another task.reward"
-    )
     if 2 * cut > n:
-        remedy = f"{cut} of them were cut, so raise generation.max_new_tokens"
-    return f"none of {n} answers before training is right: {remedy}"
+        return f"{said}: {cut} of them were cut, so raise generation.max_new_tokens"
+    shown = rollouts[0]
+    return (
+        f"{said}. One reply is {shown.final_content!r:.80}, where the answer is"
+        f" {shown.task.answer!r:.40}. If replies say the answer in another form, show the form in"
+        " worked examples (docs/first_task.md), or choose another task.reward. Otherwise choose"
+        " easier problems (task), or warm the model up (experiment=sft)"
+    )
 
 
 def limit_evaluation(settings: Evaluation, name: str) -> AbstractContextManager[None]:

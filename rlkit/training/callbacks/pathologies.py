@@ -58,7 +58,7 @@ def all_rewards_equal(row: Row) -> str | None:
     if bad >= 0.9 and row["len/truncated_frac"] > CUT:
         remedy = "first let the replies end"  # most_truncated says how
     elif bad <= 0.1:
-        remedy = "raise batch.group_size, or choose harder problems (task)"
+        remedy = "these prompts are solved, so end the run, or choose harder problems (task)"
     elif bad >= 0.9:
         remedy = (
             "choose easier problems (task), put worked examples into the prompts, or warm the model"
