@@ -154,7 +154,7 @@ def flat_start(rollouts: Sequence[Rollout]) -> str | None:
         f"{said}. One reply is {shown.final_content!r:.80}, where the answer is"
         f" {shown.task.answer!r:.40}. If replies say the answer in another form, show the form in"
         " worked examples (docs/first_task.md), or choose another task.reward. Otherwise choose"
-        " easier problems (task), or warm the model up (experiment=sft)"
+        " easier problems (task), or warm the model up on whole conversations (experiment=sft)"
     )
 
 

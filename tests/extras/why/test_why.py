@@ -280,6 +280,14 @@ def test_a_policy_that_has_not_moved_has_no_high_rate():
     assert "rate_high" in causes(evidence({"optimizer.lr": 3e-2}, row | {"kl/start": 0.1}))
 
 
+def test_a_rate_is_not_called_low_after_three_steps():
+    """A row has the distance before its update. A run of one step was told to train at ten times
+    its model's rate."""
+    still = {"kl/start": 0.0}
+    assert causes(evidence(row=still, rewards=FLAT[:3])) == []
+    assert causes(evidence(row=still, rewards=FLAT[:4])) == ["rate_low"]
+
+
 def test_cut_episodes_are_counted_once_and_by_their_commonest_reason():
     row = {"len/truncated_frac": 0.6, "stop_reason/length": 0.1, "stop_reason/steps": 0.5}
     [found] = list_findings(evidence({"environment.max_turns": 50}, row))
@@ -338,6 +346,7 @@ def test_prompts_that_hold_their_answer_more_often_than_another_rows():
         for task in tasks_of(12)
     ]
     assert causes(evidence(rollouts=leaked)) == ["leak"]
+    assert causes(evidence(rewards=[0.0] * 9, rollouts=leaked)) == []  # and none was copied
     options = tasks_of(12, "{i}: A or B?")
     choice = [said(t._replace(answer="AB"[i % 2]), "", 0.0) for i, t in enumerate(options)]
     assert causes(evidence(rollouts=choice)) == []
