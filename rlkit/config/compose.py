@@ -361,7 +361,7 @@ def _make_refusal(
         )
     absent = re.match(r"Could not override '([\w.]+)'", str(error))
     path = absent[1] if absent else ""
-    known = pickle.loads(_compose_groups(entry, (), _stamp(search))) if path else {}
+    known: Any = pickle.loads(_compose_groups(entry, (), _stamp(search))) if path else {}
     if path.startswith("hydra."):
         return ConfigError(
             f"{path}: Hydra has no such setting.{suggest_name(path.split('.')[1], known.hydra)}"
