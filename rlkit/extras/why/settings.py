@@ -34,9 +34,8 @@ HOT = 1.25  # above this temperature replies are noise
 STILL = 1e-4  # KL to the start, in nats a token; a policy below it has not moved (docs/choosing.md)
 FAR = 0.05  # KL of a step, in nats a token; above it the step is too large (docs/choosing.md)
 LOST = 0.5  # share of the first reward that is left after a step that was too large
-LEAST = (
-    4  # steps; a row has the distance before its update, so the first ones say nothing of the rate
-)
+# Fewest steps that say something of the rate: a row has the distance before its update.
+LEAST = 4
 TIMES = 10  # factor between the rate and the model's own
 TIGHT = 2.0  # gain allowed by the KL, in standard deviations of the reward within a group
 # advantages without need for a second rollout of a prompt
