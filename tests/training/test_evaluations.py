@@ -29,7 +29,7 @@ from rlkit.system import shards
 from rlkit.training.callbacks import evaluation
 from rlkit.training.callbacks.checkpoints import load_checkpoint
 from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut, flat_start
-from rlkit.training.experiment import Evaluation, TaskSource
+from rlkit.training.experiment import BatchSize, Evaluation, TaskSource
 from rlkit.training.run import describe_end
 from rlkit.training.schedules import Schedule, adaptive
 from rlkit.types import SPLITS, Rollout, Splits, Task
@@ -58,7 +58,9 @@ def play(folder, *, steps: int, every: int, stop_at: float | None = None, tasks=
         rl_step=0,
         total_steps=steps,
         metrics={},
-        experiment=SimpleNamespace(evaluation=settings),
+        experiment=SimpleNamespace(
+            evaluation=settings, algorithm=SimpleNamespace(episodes="of a file")
+        ),
         is_out_of_time=lambda: False,
     )
     trainer = SimpleNamespace(should_stop=False, loggers=[], print=lambda *_: None)
@@ -368,6 +370,35 @@ def test_a_start_that_teaches_nothing_is_named_before_the_first_step():
         answers(*[0] * 16, truncation="length")
     )
     assert "choose harder problems" in flat_start(answers(*[1] * 16))
+
+
+def test_a_long_run_says_before_its_first_step_how_long_it_samples(tmp_path, monkeypatch):
+    """A pass of 3 problems takes 6 s, so a step of 8 rollouts takes 16 s."""
+    said: list[str] = []
+    played = answers(1, 0, 1)
+
+    def evaluate(self, trainer, module, split):
+        return {"perf/eval_s": 3.0}, played if split == "test" else []
+
+    monkeypatch.setattr(HeldOut, "evaluate", evaluate)
+
+    def start(steps: int, episodes: object) -> list[str]:
+        said.clear()
+        x = SimpleNamespace(
+            evaluation=SimpleNamespace(curve_temperature=0.0),
+            algorithm=SimpleNamespace(episodes=episodes),
+            batch=BatchSize(prompts=2, group_size=4),
+        )
+        module = SimpleNamespace(rl_step=0, experiment=x, total_steps=steps, metrics={})
+        trainer = SimpleNamespace(print=said.append, loggers=[])
+        HeldOut(Splits((), (), (TASK,)), tmp_path / "metrics.jsonl", {}).on_train_start(
+            trainer, module
+        )
+        return said
+
+    assert "  at this pace, sampling takes 0:16 a step and 16:00 in all" in start(60, None)
+    assert not any("pace" in line for line in start(7, None))  # 112 s
+    assert not any("pace" in line for line in start(60, object()))  # nothing is sampled
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from rlkit.system.rows import append_row
 from rlkit.system.waiting import limit_waiting
 from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.callbacks.pathologies import INTERVALS
-from rlkit.training.callbacks.terminal import describe_sampling, format_held_out
+from rlkit.training.callbacks.terminal import describe_sampling, format_held_out, say_pace
 from rlkit.training.experiment import Evaluation
 from rlkit.types import Rollout, Split, Splits
 
@@ -70,8 +70,13 @@ class HeldOut(L.Callback):
         played = [*rollouts, *others]
         cut = sum(bool(rollout.truncation) for rollout in played) / max(1, len(played))
         trainer.print(f"  {format_held_out(row)}{f', {cut:.0%} cut off' if cut else ''}")
-        advice = flat_start(played)
-        if advice and module.experiment.algorithm.episodes is None:  # the policy samples episodes
+        x = module.experiment
+        if x.algorithm.episodes is not None:  # the policy samples no episodes
+            return
+        seconds = row["perf/eval_s"] * x.batch.prompts * x.batch.group_size / max(1, len(played))
+        if pace := say_pace(seconds, module.total_steps):
+            trainer.print(f"  {pace}")
+        if advice := flat_start(played):
             trainer.print(f"warning: {advice}")
 
     def announce(self, temperature: float) -> str:

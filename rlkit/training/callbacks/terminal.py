@@ -18,6 +18,7 @@ from rlkit.system.output import clock
 COLUMNS = 80  # the most characters in the line of a step
 # printed once, above the lines of the steps
 LEGEND = "each step: ... | seconds of sampling (+ scoring) + update, time left of the run"
+LONG = 120.0  # seconds of sampling in a run that are announced
 RECENT = 8  # the time left is estimated from this many steps
 
 
@@ -202,6 +203,24 @@ def format_held_out(row: dict[str, Any]) -> str:
                 f" {accuracy:.3f}{f', reward {reward:.3f}' if reward != accuracy else ''}"
             )
     return ", ".join(said)
+
+
+def say_pace(seconds: float, steps: int) -> str | None:
+    """Say how long the run will sample, before its first step is timed. Return None if this is less
+    than LONG: the line of the first step is printed soon.
+
+    >>> say_pace(18.0, 60)
+    'at this pace, sampling takes 0:18 a step and 18:00 in all'
+
+    Args:
+      seconds: of the rollouts of one step, at the pace of the first evaluation.
+      steps: number of steps of the run.
+    """
+    if seconds * steps < LONG:
+        return None
+    return (
+        f"at this pace, sampling takes {clock(seconds)} a step and {clock(seconds * steps)} in all"
+    )
 
 
 def describe_sampling(temperature: float) -> str:
