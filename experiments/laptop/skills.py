@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from rlkit.environments import calculator
 from rlkit.environments.tool_parsers import load_json
+from rlkit.extras.pretrained.tasks import spell
 from rlkit.rewards import final_answer, no_gold
 from rlkit.tasks import arithmetic
 from rlkit.tasks import gsm8k as read_gsm8k
@@ -106,7 +107,44 @@ def larger(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task
     ]
 
 
-# -------------------------------------------- form: JSON with a name and an age, both of them right
+# -------------------------------------------- form, oldest: JSON with the right content
+
+
+def ask_coins(name: str, number: int) -> str:
+    return f"{name} has {spell(number)} coins."
+
+
+def coins_json(name: str, number: int) -> str:
+    return json.dumps({"name": name, "coins": number})
+
+
+def draw_coins(rng: random.Random) -> tuple[str, int]:
+    """Return a name and a number from 1,000 to 9,999."""
+    return rng.choice(NAMES), rng.randrange(100, 1000)
+
+
+FORM_EXAMPLE = ("Sam", 352)
+
+
+def form(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
+    """Return tasks that tell a name and a number in words, after a worked example that writes both
+    as JSON. A number is in one split, whatever the name."""
+    example = [
+        say("user", ask_coins(*FORM_EXAMPLE)),
+        say("assistant", coins_json(*FORM_EXAMPLE)),
+    ]
+    return [
+        Task(
+            f"form/{split}/{seed}/{i}",
+            (*example, say("user", ask_coins(name, number))),
+            coins_json(name, number),
+            "same_json",
+            "single_turn",
+        )
+        for i, (name, number) in enumerate(
+            draw_problems("form", draw_coins, split, seed, max_samples, key=lambda own: own[1:])
+        )
+    ]
 
 
 def draw_people(rng: random.Random) -> tuple[tuple[str, int], ...]:
@@ -124,21 +162,24 @@ def oldest_json(people: Sequence[tuple[str, int]]) -> str:
     return json.dumps({"name": name, "age": age})
 
 
-FORM_EXAMPLE = (("Sam", 42), ("Ola", 67), ("Fay", 25))
+OLDEST_EXAMPLE = (("Sam", 42), ("Ola", 67), ("Fay", 25))
 
 
-def form(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
+def oldest(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
     """Return tasks that ask for the oldest of three people as JSON, after one worked example."""
-    example = [say("user", ask_oldest(FORM_EXAMPLE)), say("assistant", oldest_json(FORM_EXAMPLE))]
+    example = [
+        say("user", ask_oldest(OLDEST_EXAMPLE)),
+        say("assistant", oldest_json(OLDEST_EXAMPLE)),
+    ]
     return [
         Task(
-            f"form/{split}/{seed}/{i}",
+            f"oldest/{split}/{seed}/{i}",
             (*example, say("user", ask_oldest(people))),
             oldest_json(people),
             "same_json",
             "single_turn",
         )
-        for i, people in enumerate(draw_problems("form", draw_people, split, seed, max_samples))
+        for i, people in enumerate(draw_problems("oldest", draw_people, split, seed, max_samples))
     ]
 
 

@@ -36,6 +36,7 @@ SKILLS = (
     digits,
     skills.larger,
     skills.form,
+    skills.oldest,
     skills.tool,
     skills.words,
     skills.words_with_tool,
@@ -132,6 +133,16 @@ def test_json_is_right_in_form_and_content(text, score):
 
 def test_json_of_a_truncated_episode_is_wrong():
     assert skills.same_json(reply(FORM, FORM.answer, status="truncated")) == 0
+
+
+def test_the_name_and_the_number_are_the_answer():
+    assert skills.ask_coins("Eva", 207) == "Eva has two hundred and seven coins."
+    assert json.loads(skills.coins_json("Eva", 207)) == {"name": "Eva", "coins": 207}
+    numbers = [
+        {json.loads(task.answer)["coins"] for task in skills.form(split=split, max_samples=500)}
+        for split in SPLITS
+    ]
+    assert not set.intersection(*numbers) and len(set.union(*numbers)) == sum(map(len, numbers))
 
 
 def test_the_oldest_person_is_the_answer():
