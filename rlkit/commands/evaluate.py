@@ -89,10 +89,13 @@ def _measure(
     """Measure one reply to each task (`how` = greedy), or several (sampled). Write the rollouts to
     `out`."""
     from rlkit.episodes.evaluation import greedy_accuracy, sampled_accuracy
-    from rlkit.training.callbacks.evaluation import limit_evaluation
+    from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
 
     settings = x.evaluation
-    with keep_failed_rollout(out), limit_evaluation(settings, f"the {how} evaluation"):
+    limit = limit_waiting(
+        x.trainer.max_step_time, MAX_STEP_TIME, lambda: f"the {how} evaluation hangs"
+    )
+    with keep_failed_rollout(out), limit:
         if how == "greedy":
             result, rollouts = greedy_accuracy(policy, tasks, version=version, **x.held_out(0.0))
         else:

@@ -120,21 +120,16 @@ def _lines(rollouts: Sequence[Rollout], rl_step: int | None = None) -> bytes:
 # ------------------------------------------------------------------------------------------ loading
 
 
-def load_rollouts(
-    path: Path | str | Part, *, step: int | None = None, strict: bool = False
-) -> list[Rollout]:
+def load_rollouts(path: Path | str | Part, *, step: int | None = None) -> list[Rollout]:
     """Load the rollouts of a file, or of one RL step of a run. The loaded rollouts equal the saved
-    rollouts.
+    rollouts. A warning names the file and line of each damage, and all other rollouts are loaded.
 
     Args:
       path: a file of `save_rollouts` or `append_rollouts`, or a file in a run's folder rollouts/.
         If `step` is given, path is the folder rollouts/ itself.
       step: number of the RL step, from 1. None: the whole file is read.
-      strict: whether to raise at the first damaged line. If False, a warning names the file and
-        line of each damage, and all other rollouts are loaded.
-    Raises: DataError with file and line if a line is damaged and `strict` is set, or if no rollout
-      can be read. ConfigError for another ending of the name, or for a step missing from the
-      folder.
+    Raises: DataError with file and line if a line is damaged and no rollout can be read.
+      ConfigError for another ending of the name, or for a step missing from the folder.
     """
     rollouts = []
     damages = []
@@ -143,8 +138,6 @@ def load_rollouts(
             rollouts.append(_rollout(row))
         except DataError as error:
             damages.append(f"{place}: {error}")
-            if strict:
-                raise DataError(damages[-1]) from error
     if damages and not rollouts:
         raise DataError(f"{damages[0]}; no rollout of the file can be read")
     for damage in damages:

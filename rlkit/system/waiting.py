@@ -112,30 +112,23 @@ class Limit:
     key: the option with this limit, for the message.
     place: a function that says where the run is, for example "step 3 hangs in generate". It returns
     "" while the run need not move.
-    whole: if True, the limit counts the time of the whole block; otherwise only the time since the
-    last movement.
     """
 
-    def __init__(self, minutes: float, key: str, place: Callable[[], str], *, whole: bool):
+    def __init__(self, minutes: float, key: str, place: Callable[[], str]):
         self.minutes = minutes
         self.key = key
         self.place = place
-        self.whole = whole
         self.since = monotonic()
 
     def left(self, now: float) -> float:
         """Return the seconds until the limit is reached if nothing moves."""
-        return 60 * self.minutes - (
-            now - (self.since if self.whole else max(self.since, WATCHER.moved))
-        )
+        return 60 * self.minutes - (now - max(self.since, WATCHER.moved))
 
     def is_reached(self, now: float) -> bool:
         """Return whether the limit is reached, so that the process must end."""
         if self.left(now) > 0:
             return False
         begun = WORK.begun
-        if self.whole:
-            return True
         if WORK.outside:
             return False
         if begun is not None:  # a user's engine is called while the model counts as computing
@@ -272,23 +265,21 @@ def forget(*, task: asyncio.Task[Any] | None = None, thread: int | None = None) 
 
 
 @contextmanager
-def limit_waiting(
-    minutes: float | None, key: str, place: Callable[[], str], *, whole: bool = False
-) -> Iterator[None]:
+def limit_waiting(minutes: float | None, key: str, place: Callable[[], str]) -> Iterator[None]:
     """Limit the time of a block. At the limit the process says which call hangs, prints the stack
     of each thread, and ends with status 1.
 
     Nothing milder can end plain user code that never returns. Only waiting counts as hanging: while
-    the model computes, no limit is reached, except the limit of a `whole` block.
+    the model computes, no limit is reached.
 
     Args:
       minutes: length of the limit; None is no limit.
-      key, place, whole: as for `Limit`.
+      key, place: as for `Limit`.
     """
     if minutes is None:
         yield
         return
-    limit = Limit(minutes, key, place, whole=whole)
+    limit = Limit(minutes, key, place)
     if not WATCHER.limits:
         WATCHER.named.clear()
     WATCHER.limits = [*WATCHER.limits, limit]
@@ -399,8 +390,8 @@ def _arm(now: float) -> None:
     """Set a timer to end the process LATE seconds after its next limit. It fires even if a call
     holds the interpreter's lock and the watcher cannot run."""
     if WATCHER.limits:
-        left = [limit.left(now) if limit.whole else 60 * limit.minutes for limit in WATCHER.limits]
-        faulthandler.dump_traceback_later(max(0.0, min(left)) + LATE, exit=True, file=2)
+        seconds = 60 * min(limit.minutes for limit in WATCHER.limits)
+        faulthandler.dump_traceback_later(seconds + LATE, exit=True, file=2)
     else:
         faulthandler.cancel_dump_traceback_later()
 

@@ -77,7 +77,6 @@ class Sampling(NamedTuple):
     curve_temperature=(0, None),
     max_new_tokens=(1, None),
     stop_at=(0, 1),
-    max_time=(0.001, None),
 )
 class Evaluation(NamedTuple):
     """Set how the policy is evaluated, and by which verifier. Validation tasks are evaluated during
@@ -94,7 +93,6 @@ class Evaluation(NamedTuple):
     # temperature of a run's own evaluations, with one reply per task; 0 is greedy
     curve_temperature: float = 0.0
     stop_at: float | None = None  # training ends when validation accuracy reaches this value
-    max_time: float | None = None  # the most minutes that one evaluation may take; None: no limit
 
     def is_reached(self, metrics: Mapping[str, Any]) -> bool:
         """Return whether the validation accuracy in a step's metrics reaches `stop_at`."""

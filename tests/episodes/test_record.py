@@ -206,7 +206,7 @@ def test_loaded_equals_saved(tmp_path, ending):
         save_rollouts(path, rollouts[:first])
         for one in rollouts[first:]:
             append_rollouts(path, [one])
-        loaded = load_rollouts(path, strict=True)
+        loaded = load_rollouts(path)
         assert loaded == rollouts
         assert repr(loaded) == repr(
             rollouts
@@ -300,8 +300,6 @@ def test_a_damaged_line_is_named_and_the_rest_is_kept(tmp_path, ending, damage):
     )
     rollouts, (warning,) = found(path)
     assert rollouts == kept and warning.startswith(f"{path}:2: not a rollout")
-    with pytest.raises(DataError, match=rf"{path}:2: not a rollout"):
-        load_rollouts(path, strict=True)
 
 
 @pytest.mark.slow

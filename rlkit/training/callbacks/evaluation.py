@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from rlkit.episodes.evaluation import greedy_accuracy, is_correct
 from rlkit.system import rng
 from rlkit.system.files import report_write_errors
 from rlkit.system.rows import append_row
-from rlkit.system.waiting import limit_waiting
 from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.callbacks.pathologies import INTERVALS
 from rlkit.training.callbacks.terminal import describe_sampling, format_held_out, say_pace
-from rlkit.training.experiment import Evaluation
 from rlkit.types import Rollout, Split, Splits
 
 JUDGED = 16  # fewest answers before training that are judged
@@ -109,11 +106,8 @@ class HeldOut(L.Callback):
         if not tasks:
             return {}, []
         forward = trainer.strategy.precision_plugin.forward_context
-        watch = limit_evaluation(
-            x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}"
-        )
         # an evaluation leaves the random generators unchanged
-        with watch, forward(), ranks.gather_weights(module.model), rng.keep_generators():
+        with forward(), ranks.gather_weights(module.model), rng.keep_generators():
             result, rollouts = greedy_accuracy(
                 module.policy,
                 tasks,
@@ -160,14 +154,6 @@ def flat_start(rollouts: Sequence[Rollout]) -> str | None:
         f" {shown.task.answer!r:.40}. If replies say the answer in another form, show the form in"
         " worked examples (docs/first_task.md), or choose another task.reward. Otherwise choose"
         " easier problems (task), or warm the model up on whole conversations (experiment=sft)"
-    )
-
-
-def limit_evaluation(settings: Evaluation, name: str) -> AbstractContextManager[None]:
-    """Return a context manager that limits the time of an evaluation, or of a part of an
-    evaluation. At the deadline the process prints a line and ends."""
-    return limit_waiting(
-        settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True
     )
 
 
