@@ -7,9 +7,11 @@ The command can be repeated: it skips runs with a row in own_rates/rows.csv, and
 rules, which were written before any run. The stages, in order:
 
     rate         every arm × task × rate of the grid, seeds 100 to 105
+    beside       one more rate where the chosen rate is the outermost one tried, seeds 100 to 105
     score        every arm at its chosen rate, and the placebos, seeds 200 to 209
     one rate     the six arms of the first matrix at the task's rate, seeds 200 to 209
-    equal rate   dapo again, with as many steps as make its samples equal to grpo's
+    equal rate   dapo again, with as many steps as make its samples equal to grpo's, seeds 100
+                 to 105
     equal score  dapo at the rate chosen from these, with as many steps, seeds 200 to 209
 """
 
@@ -18,8 +20,12 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import re
+import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlkit.extras.bench import matrix as bench
-from rlkit.extras.bench.rates import KEY, NEAR, SEEDS, Choice, choose_rates, tabulate_rates
+from rlkit.extras.bench.rates import KEY, NEAR, SEEDS, Choice, choose_rates, tabulate_choices
 from rlkit.runs.comparing import ALPHA
 from rlkit.runs.reading import read_run
 from rlkit.runs.verdicts import read_budget
@@ -38,8 +44,10 @@ HERE = Path(__file__).parent
 OUT = HERE / "own_rates"
 GRID = ("2.23e-4", "6.67e-4", "2e-3", "6e-3", "1.8e-2")
 # Tried where the chosen rate is the lowest or the highest of the grid.
-LOWER, HIGHER = "7.4e-5", "5.4e-2"
+LOWER, HIGHER = "7.44e-5", "5.4e-2"
 RATES = (LOWER, *GRID, HIGHER)
+# Never chosen: they complete the three rates of the robustness.
+LINE = ("2.48e-5", *RATES, "0.162")
 FORMER = ("grpo", "dr_grpo", "dapo", "rloo", "max_rl", "ppo")  # arms of the first matrix
 ARMS = {name: (f"algorithm={name}",) for name in (*FORMER, "reinforce_pp", "gspo", "cispo")}
 TASKS = ("needle", "lake", "lengthy", "scales", "chain", "stale", "proxy")
@@ -47,7 +55,8 @@ REFUSED = {("lengthy", "max_rl")}  # max_rl divides by a group's mean reward, wh
 FRESH = range(200, 210)
 PAGES = 1000  # of permuted arms
 ENDED = ("finished", "failed")
-DIVERGED = "not finite"  # in the reason of a run that failed by its own numbers
+# The reason of a run that failed by its own numbers. A refusal before the first step is exit 2.
+DIVERGED = re.compile(r"exit 1: .*(updates in a row had|log-prob that is not finite)")
 COMMON = ("callbacks.completions.every=1000000",)  # no file of completions
 
 Place = tuple[str, str]  # task, arm
@@ -63,6 +72,10 @@ class Planned(NamedTuple):
     def key(self) -> tuple[str, ...]:
         return (self.stage, self.rate, self.run.task, self.run.arm, str(self.run.seed))
 
+    def group(self) -> tuple[int, str]:
+        """Return what the runs of one call of the bench have in common."""
+        return (self.run.seed, self.rate)
+
 
 # ---------------------------------------------------------------------------------------- the runs
 
@@ -74,7 +87,7 @@ def plan(
     seeds: Sequence[int],
     steps: Mapping[tuple[Place, str], int] | None = None,
 ) -> list[Planned]:
-    """Return the runs of a stage, seed by seed.
+    """Return the runs of a stage, seed by seed and rate by rate.
 
     Args:
       places: (task, arm) and the rate there.
@@ -91,21 +104,23 @@ def plan(
         where = folder / stage.replace(" ", "_") / (rate or "own")
         for run in bench.matrix(where, [task], own, seeds, words):
             out.append(Planned(stage, rate, run._replace(note=f" {stage} {rate}")))
-    return sorted(out, key=lambda planned: planned.run.seed)
+    return sorted(out, key=Planned.group)
 
 
 def run_missing(planned: Sequence[Planned], folder: Path, jobs: int, until: float) -> bool:
-    """Run what has no row yet, seed by seed, and add the rows. Return whether all have rows."""
+    """Run what has no row yet, group by group, and add the rows of each group. Return whether all
+    have rows."""
     rows = read_rows()
+    code = read_code(rows.values())
     missing = [p for p in planned if p.key() not in rows]
-    for _, group in groupby(missing, key=lambda planned: planned.run.seed):
+    for _, group in groupby(missing, key=Planned.group):
         if time.monotonic() > until:
             return False
         own = list(group)
         done, received = bench.run_all([p.run for p in own], folder, jobs=jobs, config_dir=None)
         ended = {p: job for p, job in zip(own, done, strict=True) if job.status in ENDED}
         found = {p: read_result(p, job.reason) for p, job in ended.items()}
-        rows |= {p.key(): row for p, row in found.items() if row}
+        rows |= {p.key(): row | code for p, row in found.items() if row}
         write(list(rows.values()))
         if received:
             raise SystemExit(128 + received[0])
@@ -128,7 +143,32 @@ def read_result(planned: Planned, reason: str) -> bench.Row | None:
     if found is not None:
         return row | found | {"equal_steps": find_equal_steps(run.folder)}
     own = {"task": run.task, "arm": run.arm, "seed": run.seed, "regret": 1.0}
-    return row | own | {"failed": reason} if DIVERGED in reason else None
+    return row | own | {"failed": reason} if DIVERGED.match(reason) else None
+
+
+def read_code(rows: Iterable[bench.Row]) -> bench.Row:
+    """Return the columns that name the code of the next runs.
+
+    Raises: SystemExit if the code is not committed, or is not that of the rows: a table whose arms
+      ran different code compares the code too.
+    """
+
+    def ask(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=HERE, capture_output=True, text=True, check=True
+        ).stdout
+
+    if ask("status", "--porcelain", ":/rlkit", ":/conf"):
+        raise SystemExit("rlkit/ or conf/ has changes that are not committed; commit them first")
+    trees = ask("rev-parse", "HEAD:rlkit", "HEAD:conf").split()
+    code = "-".join(tree[:10] for tree in trees)
+    others = {row["code"] for row in rows} - {code}
+    if others:
+        raise SystemExit(
+            f"rows.csv has runs of other code ({', '.join(sorted(others))}; now {code}). Check out"
+            " their commit in a clone of its own, or move rows.csv away"
+        )
+    return {"code": code, "date": date.today().isoformat(), "torch": version("torch")}
 
 
 def find_equal_steps(folder: Path) -> int:
@@ -144,7 +184,10 @@ def find_equal_steps(folder: Path) -> int:
 def read_rows() -> dict[tuple[str, ...], bench.Row]:
     """Return the rows of all runs so far, by `Planned.key`."""
     path = OUT / "rows.csv"
-    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    rows = []
+    if path.exists():
+        with path.open() as file:
+            rows = list(csv.DictReader(file))
     return {tuple(row[k] for k in ("stage", "rate", "task", "arm", "seed")): row for row in rows}
 
 
@@ -173,15 +216,22 @@ def run_study(folder: Path, jobs: int, until: float) -> bool:
     ends = choose("rate", GRID)
     if not run("rate", [(p, beside[c.rate]) for p, c in ends.items() if c.rate in beside], SEEDS):
         return False
+    chosen = choose("rate")
+    outer = {RATES[0]: LINE[0], RATES[-1]: LINE[-1]}
+    if not run("beside", [(p, outer[c.rate]) for p, c in chosen.items() if c.rate in outer], SEEDS):
+        return False
     placebos = [((task, arm), "") for task in TASKS for arm in bench.PLACEBOS]
-    scored = [(p, choice.rate) for p, choice in choose("rate").items()]
+    scored = [(p, choice.rate) for p, choice in chosen.items()]
     former = [((task, arm), "") for task in TASKS for arm in FORMER]
     if not run("score", [*scored, *placebos], FRESH) or not run("one rate", former, FRESH):
         return False
     steps = count_equal_steps()
     if not run("equal rate", steps, SEEDS, steps=steps):
         return False
-    equal = [(p, choice.rate) for p, choice in choose("equal rate").items()]
+    steps |= extend_equal_steps(steps, choose("equal rate", LINE))
+    if not run("equal rate", steps, SEEDS, steps=steps):
+        return False
+    equal = [(p, choice.rate) for p, choice in choose("equal rate", LINE).items()]
     return run("equal score", equal, FRESH, steps=steps)
 
 
@@ -194,6 +244,22 @@ def count_equal_steps() -> dict[tuple[Place, str], int]:
             place = (row["task"], "dapo"), row["rate"]
             found.setdefault(place, []).append(int(row["equal_steps"]))
     return {place: round(fmean(own)) for place, own in found.items()}
+
+
+def extend_equal_steps(
+    steps: Mapping[tuple[Place, str], int], chosen: Mapping[Place, Choice]
+) -> dict[tuple[Place, str], int]:
+    """Return one more rate for each place whose chosen rate is the outermost one tried, with the
+    number of steps at the chosen rate."""
+    out = {}
+    for place, choice in chosen.items():
+        tried = [LINE.index(rate) for at, rate in steps if at == place]
+        own = LINE.index(choice.rate)
+        if own in (min(tried), max(tried)):
+            beyond = own - 1 if own == min(tried) else own + 1
+            if 0 <= beyond < len(LINE):
+                out[place, LINE[beyond]] = steps[place, choice.rate]
+    return out
 
 
 # ---------------------------------------------------------------------------------------- the page
@@ -225,7 +291,8 @@ def judge(pair: bench.Pair, better: str) -> str:
 
 def tabulate_claims() -> str:
     """Return the table of the first matrix's claims, each with the three new differences."""
-    rows = list(csv.DictReader((HERE / "matrix" / "comparisons.csv").open()))
+    with (HERE / "matrix" / "comparisons.csv").open() as file:
+        rows = list(csv.DictReader(file))
     columns = {
         "one rate": select(FORMER, stage="one rate"),
         "own rates": select(FORMER),
@@ -255,7 +322,7 @@ def tabulate_robustness() -> str:
     over the tasks that all arms accept."""
     means: dict[tuple[Place, str], list[float]] = {}
     for row in read_rows().values():
-        if row["stage"] == "rate":
+        if row["stage"] in ("rate", "beside"):
             place = (row["task"], row["arm"]), row["rate"]
             means.setdefault(place, []).append(1 - float(row["regret"]))
     chosen = choose("rate")
@@ -264,21 +331,20 @@ def tabulate_robustness() -> str:
     for arm in ARMS:
         found: list[list[float]] = [[], [], []]
         for task in tasks:
-            at = RATES.index(chosen[task, arm].rate)
-            for own, number in zip(found, (at - 1, at, at + 1), strict=True):
-                rate = RATES[number] if 0 <= number < len(RATES) else ""
-                own += [fmean(means[(task, arm), rate])] if ((task, arm), rate) in means else []
-        whole = [f"{fmean(own):.3f} ({len(own)})" if own else "none" for own in found]
-        lines.append([arm, *whole, f"{fmean([n for own in found for n in own]):.3f}"])
+            at = LINE.index(chosen[task, arm].rate)
+            for own, rate in zip(found, LINE[at - 1 : at + 2], strict=True):
+                own.append(fmean(means[(task, arm), rate]))
+        three = [fmean(own) for own in found]
+        lines.append([arm, *(f"{own:.3f}" for own in (*three, fmean(three)))])
     head = ["arm", "a third of the best rate", "best rate", "three times", "mean"]
     return bench.markdown(head, lines)
 
 
-def count_null_pages(scores: bench.Scores, pages: int = PAGES) -> float:
-    """Return the share of pages with a claim if the arms of each seed are permuted at random."""
+def count_null_pages(scores: bench.Scores) -> float:
+    """Return the share of PAGES pages with a claim if the arms of each seed are permuted."""
     draws = np.random.default_rng(0)
     claiming = 0
-    for _ in range(pages):
+    for _ in range(PAGES):
         of = {arm: own.copy() for arm, own in scores.of.items()}
         for t in range(len(scores.tasks)):
             there = list(scores.select_task(t))
@@ -287,11 +353,11 @@ def count_null_pages(scores: bench.Scores, pages: int = PAGES) -> float:
             for arm, own in zip(there, mixed, strict=True):
                 of[arm][:, t] = own
         claiming += any(p.q <= ALPHA for p in bench.compare_arms(scores._replace(of=of)))
-    return claiming / pages
+    return claiming / PAGES
 
 
 def write_page() -> None:
-    """Write own_rates/README.md from the rows."""
+    """Write own_rates/README.md and comparisons.csv from the rows."""
     whole, equal = select(ARMS | bench.PLACEBOS), select(ARMS | bench.PLACEBOS, equal=True)
     rows = list(read_rows().values())
     failed = [row for row in rows if row.get("failed")]
@@ -303,18 +369,32 @@ def write_page() -> None:
         ]
         for task, own, steps, expected in list_equal_runs(rows)
     ]
-    null = count_null_pages(select(ARMS))
+    null = {
+        "nine arms at their own rates": select(ARMS),
+        "six arms at one rate": select(FORMER, stage="one rate"),
+        "six arms at their own rates": select(FORMER),
+        "six arms at their own rates, dapo at equal samples": select(FORMER, equal=True),
+    }
+    shares = [[name, f"{count_null_pages(scores):.1%}"] for name, scores in null.items()]
+    compared = [
+        {"samples": name}
+        | {k: round(v, 5) if isinstance(v, float) else v for k, v in pair._asdict().items()}
+        for name, scores in (("as they are", whole), ("equal", equal))
+        for pair in bench.compare_arms(scores)
+    ]
+    bench.write_rows(OUT / "comparisons.csv", compared)
     spent = [row for row in rows if row["stage"] == "score" and not row.get("failed")]
     parts = [
         "# Each algorithm at its own rate\n\n`python experiments/bench/own_rates.py` writes this"
         " page from rows.csv. [The rules](../README.md#each-algorithm-at-its-own-rate) were written"
         " before any run.",
+        describe_runs(rows),
         "## The claims of the first matrix on fresh seeds",
         "Differences of the two arms, the better one first, with intervals that are corrected as"
         " the claims are; `again` and `REVERSED` at a false-discovery rate of 5 % over all pairs of"
         " the six arms.",
         tabulate_claims(),
-        "## Scores at own rates, equal steps",
+        "## Scores at own rates, equal RL steps",
         bench.tabulate_by_task(whole),
         bench.tabulate_over_tasks(whole),
         bench.list_claims(whole),
@@ -323,13 +403,20 @@ def write_page() -> None:
         bench.list_claims(equal),
         "dapo's RL steps, and its samples divided by grpo's:",
         bench.markdown(["task", "steps", "samples"], ratios),
-        tabulate_rates(choose("rate"), TASKS, list(ARMS)),
+        "## Rates",
+        f"The rate with the highest mean score on seeds {SEEDS[0]} to {SEEDS[-1]}, this score, and"
+        f" the mean score over the rates within a factor of {NEAR:g} of the rate. * marks the"
+        " lowest and the highest rate tried: a better rate may lie outside.",
+        tabulate_choices(choose("rate"), TASKS, list(ARMS)),
+        "The choice of dapo at equal samples:",
+        tabulate_choices(choose("equal rate", LINE), TASKS, ["dapo"]),
         "## Robustness",
-        f"Mean scores on seeds {SEEDS[0]} to {SEEDS[-1]}, which also chose the rates; rates are a"
-        f" factor of {NEAR:g} apart. In brackets: the number of tasks.",
+        f"Mean scores on seeds {SEEDS[0]} to {SEEDS[-1]}, which also chose the rates and served to"
+        f" set the tasks. Rates are a factor of {NEAR:g} apart.",
         tabulate_robustness(),
         "## Control",
-        f"With the arms of each seed permuted at random, {null:.1%} of {PAGES} pages have a claim.",
+        f"The share of {PAGES} pages with a claim if the arms of each seed are permuted at random:",
+        bench.markdown(["page", "with a claim"], shares),
         "## What the runs spent",
         bench.tabulate_budgets(spent),
     ]
@@ -340,6 +427,17 @@ def write_page() -> None:
         ]
         parts.append(bench.markdown(["stage", "rate", "task", "arm", "seed", "why"], names))
     (OUT / "README.md").write_text("\n\n".join(parts) + "\n")
+
+
+def describe_runs(rows: Sequence[bench.Row]) -> str:
+    """Say how many runs there are, when and with which code they ran, and what they cost."""
+    dates = sorted({row["date"] for row in rows})
+    hours = sum(float(row["processor_s"] or 0) for row in rows if not row.get("failed")) / 3600
+    codes = ", ".join(sorted({f"{row['code']} with torch {row['torch']}" for row in rows}))
+    return (
+        f"{len(rows)} runs from {dates[0]} to {dates[-1]}, {hours:.1f} processor hours. Trees of"
+        f" rlkit/ and conf/: {codes}."
+    )
 
 
 def list_equal_runs(
@@ -361,7 +459,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("runs/own_rates"), help="of the runs")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no group of runs after"
+    )
     given = parser.parse_args()
     with owner.own_folder(given.folder):
         complete = run_study(given.folder, given.jobs, time.monotonic() + 60 * given.minutes)

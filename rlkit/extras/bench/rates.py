@@ -147,10 +147,10 @@ def with_rates(
     return out
 
 
-def tabulate_rates(
+def tabulate_choices(
     chosen: Mapping[tuple[str, str], Choice], tasks: Sequence[str], arms: Sequence[str]
 ) -> str:
-    """Write the chosen rates as a section of the page."""
+    """Write the chosen rates as a table."""
 
     def format_choice(choice: Choice | None) -> str:
         if choice is None:
@@ -163,10 +163,17 @@ def tabulate_rates(
         for arm in arms
         if arm not in PLACEBOS
     ]
+    return markdown(["arm", *tasks], lines)
+
+
+def tabulate_rates(
+    chosen: Mapping[tuple[str, str], Choice], tasks: Sequence[str], arms: Sequence[str]
+) -> str:
+    """Write the chosen rates as a section of the page."""
     note = (
         f"Each arm has the rate of its highest mean score on seeds {SEEDS[0]} to {SEEDS[-1]}, which"
         " are in no other table. The numbers are the rate, this score, and the mean score over the"
         f" rates within a factor of {NEAR:g} of the rate. Rates count if all of their runs ended; *"
         " marks the lowest and the highest of them: a better rate may lie outside."
     )
-    return f"## Rates\n\n{note}\n\n{markdown(['arm', *tasks], lines)}"
+    return f"## Rates\n\n{note}\n\n{tabulate_choices(chosen, tasks, arms)}"
