@@ -31,6 +31,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ COMMON = (
 )
 
 Row = dict[str, str]
+RUNNING: set[subprocess.Popen[str]] = set()
 
 
 def trained(
@@ -87,7 +89,9 @@ def trained(
                 stderr=out,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(found)},
             )
+            RUNNING.add(process)
             _, status, usage = os.wait4(process.pid, 0)  # processor time of this run alone
+            RUNNING.discard(process)
         wall = time.perf_counter() - begun
         if status:
             raise RuntimeError(
@@ -148,6 +152,20 @@ def one_run(
         "transformers": summary["versions"]["transformers"],
     }
     return {key: str(value) for key, value in found.items()}
+
+
+@contextmanager
+def end_runs(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """On an interruption begin no further run. After SIGTERM, end the runs in progress too; Ctrl-C
+    has reached them already."""
+    try:
+        yield
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        if isinstance(error, SystemExit):
+            for process in list(RUNNING):
+                process.terminate()
+        raise
 
 
 def collect(runs: Sequence[Future[Row]]) -> Iterator[Row]:
@@ -310,17 +328,34 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
 
 def read(path: Path) -> list[Row]:
     """Return the rows of a CSV, [] without a file."""
-    return list(csv.DictReader(path.open())) if path.exists() else []
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def write(path: Path, rows: list[Row], names: Sequence[str]) -> None:
     """Write all rows, in the order of the variants."""
     order = {name: place for place, name in enumerate(names)}
     rows.sort(key=lambda row: (order.get(row["variant"], len(order)), int(row["seed"])))
-    with path.open("w", newline="") as file:
+    part = path.with_suffix(".part")
+    with part.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
+    part.replace(path)
+
+
+def refuse_other_settings(rows: Sequence[Row], variants: Mapping[str, Sequence[str]]) -> None:
+    """Exit if a row has other overrides than its variant has today: the table would mix two
+    studies."""
+    for row in rows:
+        own = variants.get(row["variant"])
+        if own is not None and row["overrides"] != " ".join(own):
+            sys.exit(
+                f"results.csv has {row['variant']}, seed {row['seed']}, with other overrides than"
+                " study.yaml. Move results.csv and the folder of --keep away, or undo the change"
+            )
 
 
 def main() -> None:
@@ -344,6 +379,8 @@ def main() -> None:
             parser.error(f"--only {name!r}: no such variant; there are {', '.join(variants)}")
     path = arguments.folder / "results.csv"
     rows = read(path)
+    own = {"warm-up": [*common, *study.get("warm_up", []), "callbacks.checkpoint.model=true"]}
+    refuse_other_settings(rows, variants | own)
     known = {(row["variant"], int(row["seed"])) for row in rows}
     wanted = [
         (name, seed)
@@ -353,14 +390,24 @@ def main() -> None:
     ]
     wanted = [(name, seed) for name, seed in wanted if name not in once or seed == first]
     warm_up = arguments.folder.resolve() / "warm_up"
-    if "warm_up" in study and not list(warm_up.glob("outputs/*/*/model")):
-        own = [*common, *study["warm_up"], "callbacks.checkpoint.model=true"]
+    asks = any("WARM_UP" in word for name, _ in wanted for word in variants[name])
+    if asks and not list(warm_up.glob("outputs/*/*/model")):
         rows = [row for row in rows if row["variant"] != "warm-up"]
         rows.append(
-            one_run("warm-up", own, WARM_UP_SEED, arguments.folder, modules=modules, kept=warm_up)
+            one_run(
+                "warm-up",
+                own["warm-up"],
+                WARM_UP_SEED,
+                arguments.folder,
+                modules=modules,
+                kept=warm_up,
+            )
         )
         write(path, rows, list(variants))
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    elif asks and not any(row["variant"] == "warm-up" for row in rows):
+        sys.exit(f"{warm_up} holds a model without a row in results.csv; delete the folder")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with ThreadPoolExecutor(arguments.jobs) as pool, end_runs(pool):
         runs = [
             pool.submit(
                 one_run,

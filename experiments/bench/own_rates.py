@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlkit.extras.bench import matrix as bench
-from rlkit.extras.bench.rates import KEY, NEAR, SEEDS, Choice, choose_rates, tabulate_choices
+from rlkit.extras.bench.rates import KEY, NEAR, SEEDS, Choice, choose_rates, tabulate_rates
 from rlkit.runs.comparing import ALPHA
 from rlkit.runs.reading import read_run
 from rlkit.runs.verdicts import read_budget
@@ -407,9 +407,9 @@ def write_page() -> None:
         f"The rate with the highest mean score on seeds {SEEDS[0]} to {SEEDS[-1]}, this score, and"
         f" the mean score over the rates within a factor of {NEAR:g} of the rate. * marks the"
         " lowest and the highest rate tried: a better rate may lie outside.",
-        tabulate_choices(choose("rate"), TASKS, list(ARMS)),
+        tabulate_rates(choose("rate"), TASKS, list(ARMS)),
         "The choice of dapo at equal samples:",
-        tabulate_choices(choose("equal rate", LINE), TASKS, ["dapo"]),
+        tabulate_rates(choose("equal rate", LINE), TASKS, ["dapo"]),
         "## Robustness",
         f"Mean scores on seeds {SEEDS[0]} to {SEEDS[-1]}, which also chose the rates and served to"
         f" set the tasks. Rates are a factor of {NEAR:g} apart.",

@@ -119,7 +119,7 @@ def coins_json(name: str, number: int) -> str:
 
 
 def draw_coins(rng: random.Random) -> tuple[str, int]:
-    """Return a name and a number from 1,000 to 9,999."""
+    """Return a name and a number from 100 to 999."""
     return rng.choice(NAMES), rng.randrange(100, 1000)
 
 

@@ -396,7 +396,10 @@ def test_a_long_run_says_before_its_first_step_how_long_it_samples(tmp_path, mon
         )
         return said
 
-    assert "  at this pace, sampling takes 0:16 a step and 16:00 in all" in start(60, None)
+    assert (
+        "  at this pace, sampling takes 0:16 a step and 16:00 in all; updates come on top"
+        in start(60, None)
+    )
     assert not any("pace" in line for line in start(7, None))  # 112 s
     assert not any("pace" in line for line in start(60, object()))  # nothing is sampled
 

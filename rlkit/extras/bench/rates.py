@@ -30,6 +30,13 @@ NEAR = 3.0  # rates within this factor of the chosen rate count for `near`
 ROUNDING = 1e-9  # of logarithms
 DIGITS = 9  # of a mean score: the order of the seeds makes no two equal means differ
 KEY = "optimizer.lr"
+# Above the table of `tabulate_rates`.
+NOTE = (
+    f"Each arm has the rate of its highest mean score on seeds {SEEDS[0]} to {SEEDS[-1]}, which are"
+    " in no other table. The numbers are the rate, this score, and the mean score over the rates"
+    f" within a factor of {NEAR:g} of the rate. Rates count if all of their runs ended; * marks the"
+    " lowest and the highest of them: a better rate may lie outside."
+)
 
 
 class Choice(NamedTuple):
@@ -147,7 +154,7 @@ def with_rates(
     return out
 
 
-def tabulate_choices(
+def tabulate_rates(
     chosen: Mapping[tuple[str, str], Choice], tasks: Sequence[str], arms: Sequence[str]
 ) -> str:
     """Write the chosen rates as a table."""
@@ -164,16 +171,3 @@ def tabulate_choices(
         if arm not in PLACEBOS
     ]
     return markdown(["arm", *tasks], lines)
-
-
-def tabulate_rates(
-    chosen: Mapping[tuple[str, str], Choice], tasks: Sequence[str], arms: Sequence[str]
-) -> str:
-    """Write the chosen rates as a section of the page."""
-    note = (
-        f"Each arm has the rate of its highest mean score on seeds {SEEDS[0]} to {SEEDS[-1]}, which"
-        " are in no other table. The numbers are the rate, this score, and the mean score over the"
-        f" rates within a factor of {NEAR:g} of the rate. Rates count if all of their runs ended; *"
-        " marks the lowest and the highest of them: a better rate may lie outside."
-    )
-    return f"## Rates\n\n{note}\n\n{tabulate_choices(chosen, tasks, arms)}"

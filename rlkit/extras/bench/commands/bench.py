@@ -81,7 +81,8 @@ def command(arguments: Arguments) -> Answer:
         done, received = run(list(tried)) if tried else ([], [])
         if tried:
             chosen = trials.choose_rates(trials.write_trials(folder, tried), rates)
-            section = trials.tabulate_rates(chosen, tasks, list(arms))
+            table = trials.tabulate_rates(chosen, tasks, list(arms))
+            section = f"## Rates\n\n{trials.NOTE}\n\n{table}"
             # A choice that was interrupted has no scores yet, only those of earlier choices.
             cells = [] if received else trials.with_rates(cells, chosen)
         if cells and not received:

