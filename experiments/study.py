@@ -321,7 +321,10 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
         for text in row["overrides"].split()
         if text.startswith("optimizer.lr=")
     }
-    figure.suptitle(title if rates else f"{title}; every variant at one shared rate", fontsize=10)
+    figure.suptitle(
+        title if rates or len(names) == 1 else f"{title}; every variant at one shared rate",
+        fontsize=10,
+    )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

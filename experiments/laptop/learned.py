@@ -3,7 +3,7 @@
 python experiments/laptop/learned.py
 
 A seed has learned if test accuracy rises by at least 0.2 and the 95 % interval at the end excludes
-the start. A skill is learned if every seed has learned.
+the start. A skill is learned if every seed has learned. The minutes of an arm include its warm-up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def main() -> None:
                 continue
             start, end = (fmean(float(row[key]) for row in own) for key in ("base", "final"))
             seconds = [float(row["cpu_seconds"]) for row in own if row["cpu_seconds"]]
-            minutes = f"{fmean(seconds) / 60:.0f}" if seconds else "–"
+            first = next((row["cpu_seconds"] for row in rows if row["variant"] == "warm-up"), "")
+            begins = any("WARM_UP" in word for word in study["variants"][arm])
+            before = float(first or 0) if begins else 0.0
+            minutes = f"{(before + fmean(seconds)) / 60:.0f}" if seconds else "–"
             learned = sum(map(has_learned, own))
             print(
                 f"| {path.parent.name} | {arm} | {start:.3f} | {end:.3f} | {learned} of {len(own)}"

@@ -438,12 +438,15 @@ def compose_command(arguments: Arguments, entry: str) -> tuple[dict[str, Any], P
     named = find_option(arguments.overrides, "run")
     overrides = drop(arguments.overrides, "run")
     run = runs.find_run(named, "run") if named else None
-    other = [o for o in overrides if re.match(r"[+~]*model\b", o)]
+    other = [o for o in overrides if re.match(r"[+~]*model\b(?!\.tools=)", o)]
     if run is not None and other:
         raise ConfigError(f"{other[0]}: run={named} has its own model; leave one of the two out")
     config = compose(overrides, entry=entry, config_dir=arguments.config_dir).config
     if named is None or run is None:
         return config, None
-    config["model"] = read_model(run, f"run={named}", arguments)
+    own = read_model(run, f"run={named}", arguments)
+    if find_option(overrides, "model.tools"):
+        own["tools"] = config["model"]["tools"]
+    config["model"] = own
     refuse_problems(check(config["model"], f"{run}/config.yaml, model"))
     return config, runs.find_checkpoint(named, run)

@@ -117,8 +117,8 @@ def _task(
             or not str(value).strip()
         ):
             raise DataError(
-                f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing, empty or"
-                " neither text nor a number; correct the row, or task.fields"
+                f"{where}: the field {fields[name]!r} (task.fields.{name}) has {value!r:.40}, which"
+                " is empty or neither text nor a number; correct the row, or task.fields"
             )
         return str(value)
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from rlkit import ConfigError
-from rlkit.commands.agent import run_agent
-from rlkit.commands.arguments import parse
+from rlkit.commands.agent import compose_command, run_agent
+from rlkit.commands.arguments import Arguments, parse
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
 from rlkit.config.schema import build
@@ -347,6 +347,24 @@ def test_a_question_is_answered_by_a_run(tmp_path, monkeypatch, capsys):
     assert seen == [((("enable_thinking", False),), tmp_path / "run" / "checkpoints")]
     assert f"user\n  {QUESTION}\n" in out and "call call_0\n  calculator(" in out
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_tool_prompt_may_be_chosen_for_a_run_and_nothing_else_of_its_model(
+    tmp_path, monkeypatch
+):
+    """The template of the run may show no tools; its message then recommends the tool prompt."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    model = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny"}
+    write_config(tmp_path / "run", {"model": model})
+
+    def read(*more: str) -> dict[str, object]:
+        return compose_command(Arguments(["run=run", *more], trusted=True), "agent")[0]["model"]
+
+    assert "tools" not in read()
+    assert read("model.tools=prompt") == model | {"tools": "prompt"}
+    with pytest.raises(ConfigError, match="has its own model"):
+        read("model.path=tiny")
 
 
 @pytest.mark.parametrize(
