@@ -63,7 +63,8 @@ def say(role: str, content: str) -> Message:
 def coin(rollout: Rollout, *, rate: float) -> float:
     """Return 1 for a share `rate` of all rollouts, whatever their text, else 0.
 
-    It is more even than chance: at 0.35, 2 to 4 of the 8 replies to a prompt are paid.
+    It is more even than chance: at 0.35, 2 to 4 of the 8 replies to a prompt are paid, and at 0.09
+    none or 2.
     """
     name = f"{rollout.task.id}/{rollout.group}/{rollout.sample}"
     return float(zlib.crc32(name.encode()) < rate * 2**32)
