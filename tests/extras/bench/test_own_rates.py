@@ -15,15 +15,20 @@ ROOT = Path(__file__).resolve().parents[3]
 DIVERGED = "exit 1: step 3: 3 updates in a row had a loss (nan) or a gradient (norm nan)"
 
 
+def load_study() -> Any:
+    path = ROOT / "experiments" / "bench" / "own_rates.py"
+    spec = importlib.util.spec_from_file_location("own_rates", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def study(tmp_path, monkeypatch) -> ModuleType:
     """The module of the study; it writes to tmp_path, and its runs are functions of their arm and
     rate. `study.made` has the runs."""
-    path = ROOT / "experiments" / "bench" / "own_rates.py"
-    spec = importlib.util.spec_from_file_location("own_rates", path)
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_study()
     module.made = []
     code = {"code": "a-b", "date": "2026-01-01", "torch": "2"}
     monkeypatch.setattr(module, "OUT", tmp_path / "own_rates")
@@ -112,11 +117,7 @@ def test_one_more_rate_is_tried_beyond_the_outermost(study):
 
 
 def test_rows_of_other_code_are_refused(tmp_path, monkeypatch):
-    path = ROOT / "experiments" / "bench" / "own_rates.py"
-    spec = importlib.util.spec_from_file_location("own_rates", path)
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_study()
     monkeypatch.setattr(module, "HERE", tmp_path)
 
     def git(*words: str) -> None:
