@@ -360,10 +360,10 @@ def answers(*right, truncation=""):
 
 
 def test_a_start_that_teaches_nothing_is_named_before_the_first_step():
-    assert flat_start(answers(*[0] * 15)) is None  # too few to judge
-    assert flat_start(answers(*[0] * 15, 1)) is None
+    assert flat_start(answers(*[0] * 7)) is None  # too few to judge
+    assert flat_start(answers(*[0] * 7, 1)) is None
     assert flat_start([]) is None
-    wrong = flat_start(answers(*[0] * 16))
+    wrong = flat_start(answers(*[0] * 8))
     assert f"One reply is '', where the answer is {TASK.answer!r}" in wrong
     assert "warm the model up on whole conversations (experiment=sft)" in wrong
     assert "16 of them were cut, so raise generation.max_new_tokens" in flat_start(

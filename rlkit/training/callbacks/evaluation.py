@@ -23,7 +23,7 @@ from rlkit.training.callbacks.pathologies import INTERVALS
 from rlkit.training.callbacks.terminal import describe_sampling, format_held_out, say_pace
 from rlkit.types import Rollout, Split, Splits
 
-JUDGED = 16  # fewest answers before training that are judged
+JUDGED = 8  # fewest answers before training that are judged
 KEPT = 16  # rollouts that an evaluation writes, always of the same tasks to show changes
 # split → prefix of the names of its metrics in a row of metrics.jsonl
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}
