@@ -3,7 +3,9 @@ They are computed once, over the whole update batch and without gradient.
 
 A rollout with the reward nan is unscored. It takes no part in any baseline, and its advantage is 0.
 If the compared rewards are all equal, the advantage is exactly 0, so there is no rounding error for
-an epsilon to amplify. The arithmetic is in float64 and the result has the dtype of `rewards`.
+an epsilon to amplify. A group of one gives 0 if its rewards are compared within the group; most
+estimators of verl then give it its reward. The arithmetic is in float64 and the result has the
+dtype of `rewards`.
 
 Token-level estimators read `token_rewards` instead of `rewards`, and the result has the dtype of
 `token_rewards`. For an unscored rollout, `token_rewards` holds the KL penalty only. These
@@ -93,7 +95,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Returns: [N], in units of reward. All are 0 in a group with equal rewards, or with only one
       rollout. (For a group of one, verl's loop form returns the reward; verl's vectorised form
       returns 0, as here.)
-    Source: RLOO, Ahmadian et al. 2024, section 3.3, arXiv:2402.14740; Kool et al. 2019.
+    Source: RLOO, Ahmadian et al. 2024, section 2.3, arXiv:2402.14740; Kool et al. 2019.
 
     >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]))
     tensor([ 1.0000, -0.5000, -0.5000])
@@ -151,7 +153,7 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
       group_ids: [N] any integers.
     Returns: [N], in units of reward; sums to 0 over a group; 0 if no group has different rewards.
     Source: GPG, Chu et al. 2025, arXiv:2504.02546, F_norm = 1. The paper can also sample further
-      prompts until (B - M) / B reaches a threshold (0.6 in its best run). Here B is the given
+      prompts until (B - M) / B reaches a threshold (0.6 in its main table). Here B is the given
       batch. verl divides by the number of rewards other than 0 instead of B - M.
 
     >>> gpg(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
@@ -230,7 +232,8 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
       rewards: [N], ≥ 0 in the paper (0 or 1), nan for an unscored rollout.
       group_ids: [N] any integers.
     Returns: [N], dimensionless; sums to 0 over a group. All are 0 in a group with equal rewards, or
-      with only one rollout. This is as in prime-rl; SkyRL adds 1e-6 to the mean.
+      with only one rollout. This is as in prime-rl; the authors' code and SkyRL add 1e-6 to the
+      mean.
     Source: MaxRL, Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning",
       arXiv:2602.02710, algorithm 1; appendix D derives the order n - 1.
 
@@ -268,7 +271,8 @@ def pass_at_k_advantage(
       if no subset has one.
     Raises: ValueError naming `k` or `correct_above`.
     Source: Chen et al. 2025, "Pass@k Training for Adaptively Balancing Exploration and Exploitation
-      of Large Reasoning Models", section 2.4, arXiv:2508.10751.
+      of Large Reasoning Models", section 2.4, arXiv:2508.10751. The authors' code adds 1e-6 to the
+      deviation; the paper does not.
 
     >>> pass_at_k_advantage(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4).long(), k=2)
     tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
@@ -377,7 +381,9 @@ def remax(
       greedy_rewards: [N], for each rollout the reward of one more, greedy rollout of its prompt.
         The greedy rollout is never trained on; nan if it is unscored.
     Returns: [B, T], in units of reward; 0 outside the mask, and if the greedy rollout is unscored.
-    Source: ReMax, Li et al. 2023, arXiv:2310.10505; as in verl.
+    Source: ReMax, Li et al. 2023, arXiv:2310.10505; as in verl. A KL in the reward counts from each
+      token on. The authors' code counts the KL of each token alone, and clamps the difference of
+      the two rewards to ±5.
 
     >>> given = (torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
     >>> remax(torch.tensor([[0.0, 1.0]]), torch.tensor([0.25]), *given)
@@ -425,8 +431,9 @@ def gae(
       alpha: > 0, replaces lam by a λ for each length. With VAPO's 0.05, λ is 0 up to 20 tokens, 0.5
         at 40 and 0.98 at 1,000. None uses lam for all rollouts. A script derived from slime takes
         1.5.
-      bootstrap_truncated: if True, V after the last token of a truncated rollout is the value of
-        its last state instead of 0. Truncation then does not count as failure.
+      bootstrap_truncated: if True, V after the last token of a truncated rollout is the value
+        before that token instead of 0. Truncation then does not count as failure. The usual
+        bootstrap takes the value after it, which the critic does not compute here.
     Returns: advantages and returns, [B, T] each, in units of reward, of the dtype of
       `token_rewards`; 0 outside the mask.
     Raises: ValueError naming `gamma`, `lam` or `alpha`.
@@ -559,8 +566,8 @@ def turn_group_mean(
       of a turn are equal, or in a group of one.
     Raises: ValueError naming gamma.
     Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821. In that paper all
-      rollouts have the same number of turns. Turn rewards and outcome rewards are standardised
-      separately in the group, and the two advantages are then added.
+      rollouts have the same number of turns. The reward of each turn and the outcome are each
+      standardised in the group, and then summed from the turn on with a discount per turn.
 
     >>> given = (
     ...     torch.tensor([0, 0]),

@@ -28,7 +28,7 @@ def token_mean(response_mask: Tensor) -> Tensor:
       response_mask: [B, T] bool, of the whole update batch.
     Returns: [B, T]; sums to 1.
     Source: DAPO, Yu et al. 2025, section 3.3, arXiv:2503.14476; in TRL `dapo`, in verl
-      `token-mean`.
+      `token-mean`. As written, the paper takes the mean within each prompt (`prompt_mean`).
 
     >>> token_mean(torch.tensor([[True, True], [True, False]]))
     tensor([[0.3333, 0.3333],
@@ -78,8 +78,9 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
       constant: > 0, in tokens; usually the largest number of tokens allowed in a rollout.
     Returns: [B, T].
     Raises: ValueError naming the constant.
-    Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783; in TRL `dr_grpo`. verl's
-      `seq-mean-token-sum-norm` divides by the padded length unless told otherwise.
+    Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783; in TRL `dr_grpo`. The
+      constant is that of the authors' code. verl's `seq-mean-token-sum-norm` divides by the padded
+      length unless told otherwise, and counts no empty rollout unless given a global batch size.
 
     >>> sequence_sum(torch.tensor([[True, True], [True, False]]), torch.tensor([0, 1]), constant=4)
     tensor([[0.1250, 0.1250],

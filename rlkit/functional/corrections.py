@@ -23,8 +23,8 @@ micro-batch instead.
     second_moment_mask     log² ρ is among the largest, and A raises it       the token
 
 `product_correction` multiplies one weight and any number of masks. With floor > 0, truncate also
-bounds ρ from below. A masked token still counts in the aggregation's denominator, as in IcePop;
-verl does not count it.
+bounds ρ from below. A masked token still counts in the aggregation's denominator, as in IcePop.
+verl's rejection sampling does not count it.
 
 A token's own factor does not correct the bias from the tokens before it. The factor of the sequence
 has no bias below the cap, but its variance grows with the length. Other libraries differ. TRL's
@@ -86,7 +86,8 @@ def automatic_correction(
       response_mask: [B, T] bool.
     Returns: [B, T] in 0 … 2, float32 or float64, without gradient; 1 if both log-probs agree, and
       where the mask is False.
-    Source: as `token_correction`; truncation at 2 is verl's default.
+    Source: as `token_correction`; a bound of 2 is verl's default, and its correction is off by
+      default.
 
     >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.5, 0.3]]).log()
     >>> automatic_correction(old, sampler, torch.tensor([[True, True]]))
@@ -131,8 +132,8 @@ def token_correction(
     Raises: ValueError naming the cap, the floor or the mode.
     Source: truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly
       Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl; the bound itself:
-      Ionides 2008, "Truncated importance sampling". IcePop: Ling Team 2025, arXiv:2510.18855, M(k)
-      in the objective of section 3; AReaL and verl take 0.5 … 5.
+      Ionides 2008, "Truncated importance sampling". IcePop: Ling Team 2025, arXiv:2510.18855,
+      section 2.3.2, eq. 1 and 2; the paper, AReaL and verl take 0.5 … 5.
 
     >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.25, 0.3]]).log()
     >>> token_correction(old, sampler, torch.tensor([[True, True]]))
@@ -247,7 +248,8 @@ def geometric_mask(
     Source: the geometric mask of Liu et al. 2025, "When Speed Kills Stability"; the mean of k1 in
       verl's rejection sampling. verl's k1 has the opposite sign, so its upper bound is `low` here
       and its lower bound is `high`. Fixed bands: verl 0.999 … 1.001, NeMo 0.999 … 1.002,
-      slime 0.9999 … 1.0001, SkyRL 0.99 … 1.01. The scaling is the standard deviation of a mean;
+      slime 0.9999 … 1.0001, SkyRL 0.99 … 1.01. NeMo also weighs the tokens of kept rollouts by
+      their unbounded ratios. The scaling is the standard deviation of a mean;
       0.05 is verl's band at 2,500 tokens and SkyRL's at 25.
 
     >>> old, everywhere, one = (
@@ -301,7 +303,7 @@ def divergence_mask(
       over: with mean, the mean over the tokens is bounded. With max, the worst token alone decides,
         as a veto.
       bound: ≥ 0, in nats. For the mean of k3 verl recommends 0.001 … 0.01. For the max of k2, 42.4
-        corresponds to a ratio of 1e-4 or 1e4.
+        is slime's 1e-4 in both directions; verl's example takes 2.5, a ratio of 9.4.
     Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 where the mask is False,
       and for a rollout whose log-probs agree.
     Raises: ValueError naming the estimator, over or bound.
@@ -345,7 +347,9 @@ def binary_kl_mask(
     Returns: [B, T] of 0 and 1, float32 or float64, without gradient; 1 where the mask is False, and
       where both log-probs agree.
     Raises: ValueError naming the bound.
-    Source: KPop, as in AReaL, with a bound of 2.
+    Source: KPop, Guo et al. 2026, ringtech.notion.site/kpop, as the mask in AReaL, with a bound of
+      2. AReaL also weighs the kept tokens by ρ_t, without a bound, and clamps both probabilities to
+      1e-8 … 1 - 1e-8.
 
     >>> sampler = torch.tensor([[0.9, 1e-6]]).log()
     >>> binary_kl_mask(
@@ -378,11 +382,13 @@ def second_moment_mask(
     log² ρ_t are masked together. All other tokens have w_t = 1, however large their ratio, because
     the update pulls them back. They do not count in the mean.
 
-    The paper differs in two ways. First, the paper takes the ratio of the policy at each update;
+    The paper differs in three ways. First, the paper takes the ratio of the policy at each update;
     here it is the ratio of the policy before the step (log ρ_t = log π_old_t - log μ_t). With one
     update per step both are the same. With more updates, the paper's mask would depend on the split
     into micro-batches. Second, in the paper the mask replaces the clip. Here the policy loss keeps
-    its clip of π / π_old, and the clip bounds the moves within the step.
+    its clip of π / π_old, and the clip bounds the moves within the step. Third, the paper's loss
+    weighs each kept token with π / μ, without a bound. Here a kept token has the weight 1, and
+    `product_correction` can add one.
 
     Args:
       logprobs_old: [B, T] in nats, computed by the trainer.

@@ -18,7 +18,7 @@ def approximate_kl(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor
     """Estimate how far the update has moved the policy: KL(old‖new) by k3, on samples of the old
     policy.
 
-    mean_t (r_t - 1 - log r_t), r = π / π_old
+    mean_t (r_t - 1 - log r_t), r = π / π_old, log r_t clamped to ±20
 
     Args:
       logprobs: [B, T] in nats, after some updates.
@@ -37,8 +37,8 @@ def approximate_kl(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor
 def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean, population variance and maximum of the ratio over trained tokens.
 
-    In the first minibatch the mean must be 1. Any other value points to a bug in masks,
-    temperatures or log-probs.
+    With algorithm.old=trainer the mean must be 1 in the first minibatch. Any other value points to
+    a bug in masks, temperatures or log-probs.
 
     Args:
       ratio: [B, T].

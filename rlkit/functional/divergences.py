@@ -134,7 +134,7 @@ def top_k_divergence(
 ) -> Tensor:
     """Compute KL(π‖T) exactly on a set S of tokens, and estimate the rest from the sampled token. S
     are the k likeliest tokens of the student or of the teacher. The result is unbiased for every k
-    and S.
+    and S, as long as ℓ is within ±20, to which it is clamped.
 
     value: `Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a`
     gradient: `Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio · sg(ℓ_a) ∇log q_a`
@@ -193,7 +193,7 @@ def chunked_divergence(
         rows are left out before normalisation.
       ids: [M] int64, the sampled tokens.
       old: [M] log-probs before the update in nats. None takes the student's current log-probs, so
-        the ratio is 1.
+        the ratio is 1. The log of the ratio is clamped to ±20.
       factor: [M] off-policy correction, ≥ 0. None is 1.
       divergence: a function of this file.
       temperature: > 0, applied to student and teacher.

@@ -134,6 +134,7 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
       the denominator as in TRL; tokens equal to the quantile are kept. The paper divides by the
       number of kept tokens only (eq. 6), so its loss is about 1 / fraction times as large. The
       paper and TRL take the entropy of the policy in training and the quantile of each micro-batch.
+      The authors' code keeps exactly ⌈fraction · n⌉ tokens there, whatever is tied.
 
     >>> top_entropy(torch.tensor([[0.1, 2.0, 0.3, 9.0]]), torch.tensor([[True, True, True, False]]))
     tensor([[False,  True, False, False]])

@@ -115,8 +115,8 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     Args:
       logprobs: [B, T] in nats, carries the gradient.
       logprobs_ref: [B, T] in nats, on the same tokens; a constant.
-    Returns: [B, T] in nats, 0 … e^20 (verl and OpenRLHF also clamp the result to ±10; TRL clamps
-      nothing).
+    Returns: [B, T] in nats, 0 … e^20 (verl also clamps the result to ±10, OpenRLHF the result
+      alone, TRL nothing).
     Source: Schulman 2020, "Approximating KL divergence"; GRPO, Shao et al. 2024 eq. 4,
       arXiv:2402.03300.
 

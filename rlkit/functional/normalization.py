@@ -53,7 +53,7 @@ def normalize_group(
       group_ids: [N] any integers.
       rollout_ids: [B], for each row an index into `rewards` and `group_ids`.
       std: "sample" divides the sum of squares by n-1 (TRL, verl, OpenRLHF), "population" by n
-        (open-instruct). The paper's code leaves it open. Two rollouts with the rewards 0 and 1 get
+        (open-instruct). The paper leaves it open. Two rollouts with the rewards 0 and 1 get
         ±0.71 with "sample" and ±1 with "population".
       eps: ≥ 0, in units of reward. TRL uses 1e-4, verl and SkyRL 1e-6, OpenRLHF 1e-9.
     Returns: [B, T], dimensionless. Advantages are unchanged in a group of one and in a group with
@@ -181,7 +181,8 @@ def whiten(
       everywhere else. All are 0 if the advantages are equal, or with fewer than two tokens.
     Raises: ValueError naming eps.
     Source: Andrychowicz et al. 2021, section 3.3, arXiv:2006.05990, who standardise each minibatch
-      instead of the batch; REINFORCE++, Hu 2025, arXiv:2501.03262.
+      instead of the batch; REINFORCE++, Hu 2025, arXiv:2501.03262, who adds eps to the
+      deviation. OpenRLHF divides by the number of tokens and takes max(variance, 1e-8).
 
     >>> mask = torch.tensor([[True, False], [True, True]])
     >>> whiten(

@@ -50,7 +50,8 @@ def soft_penalty(
     Returns: rewards [N], lowered by 0 … 1, with nan left as nan; and True for every rollout [N].
     Raises: ValueError naming the limit or the buffer.
     Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476,
-      where a rollout is one reply.
+      where a rollout is one reply. The paper's rewards are 1 and -1, so the largest penalty is half
+      of their distance. With the rewards 1 and 0 it is all of it.
 
     >>> soft_penalty(torch.ones(4), torch.tensor([80, 90, 100, 500]), limit=100)[0]
     tensor([1.0000, 0.5000, 0.0000, 0.0000])

@@ -235,7 +235,8 @@ def gmpo(
         verl they are clip_ratio_low and clip_ratio_high, also in nats, with a default of 0.2.
     Returns: [B, T] loss in units of advantage.
     Raises: ValueError naming the argument, its value and the allowed range.
-    Source: GMPO, Zhao et al. 2025, section 3, arXiv:2507.20673.
+    Source: GMPO, Zhao et al. 2025, section 3, arXiv:2507.20673. The bound of ±20 on the mean is
+      ours.
 
     >>> old, new, mask = (
     ...     torch.zeros(1, 2),
@@ -337,10 +338,11 @@ def vespo(
       k_negative, lam_negative: k and λ of tokens with A_t < 0, each > 0.
     Returns: [B, T]; only its gradient means anything.
     Raises: ValueError naming the argument, its value and the allowed range.
-    Source: VESPO, arXiv:2602.10693; the defaults and bounds of w are those of the authors' code and
-      of TRL. Both of them also clamp each token's log-ratio to ±20 before the sum. Both take the
-      ratio to the sampler only if their truncated correction is on, and then with its truncated
-      weights. Here w always takes the whole ratio.
+    Source: VESPO, Shen et al. 2026, arXiv:2602.10693; the defaults and bounds of w are those of the
+      authors' code and of TRL. The authors' code takes the sign of a rollout's first advantage for
+      all its tokens. Both of them also clamp each token's log-ratio to ±20 before the sum. Both
+      take the ratio to the sampler only if their truncated correction is on, and then with its
+      truncated weights. Here w always takes the whole ratio.
 
     >>> mask, rollout = torch.ones(1, 1).bool(), torch.tensor([0])
     >>> vespo(
@@ -402,15 +404,17 @@ def dppo(
       advantages: [B, T] a constant; no gradient flows into it.
       divergence: tv or kl.
       delta: largest divergence of a kept token, > 0. For tv it is a difference of probabilities
-        (prime-rl 0.2, verl 0.15), for kl it is in nats (verl 0.05).
+        (prime-rl 0.2, verl's script 0.15), for kl it is in nats (verl's script 0.05).
       two_sided: if True, use the mask of prime-rl's IPO (there with delta 0.1), which also stops
         tokens on their way back.
       penalty: weight of the penalty on every token, ≥ 0, in units of advantage per nat². prime-rl
         uses 1e-3, verl 0.
     Returns: [B, T] loss in units of advantage. At a dropped token only the penalty has a gradient.
     Raises: ValueError naming the argument, its value and the allowed range.
-    Source: DPPO, arXiv:2602.04879; the penalty and the two-sided mask are prime-rl's. verl bounds
-      r_t by 20 and takes -A r log π.
+    Source: DPPO, Qi et al. 2026, arXiv:2602.04879; the penalty and the two-sided mask are
+      prime-rl's. The authors' code and verl take -A_t sg(min(r_t, c)) log π_t; c is 3 in both
+      configs and 10,000 in verl's script. In verl r_t is the ratio to the old policy unless its
+      bypass mode is on.
 
     >>> new, sampler, both = (
     ...     torch.tensor([[0.8, 0.004]]).log(),

@@ -58,7 +58,7 @@ def binary_kl(logprobs: Tensor, logprobs_other: Tensor) -> Tensor:
         1e-12.
     Returns: the same shape, in nats, ≥ 0 up to rounding; 0 if both agree. It is at most the KL of
       the whole next-token distributions.
-    Source: the data-processing inequality, Cover and Thomas 2006, section 2.8; as in DPPO,
+    Source: the log sum inequality, Cover and Thomas 2006, section 2.7; as in DPPO,
       arXiv:2602.04879.
 
     >>> binary_kl(

@@ -57,7 +57,7 @@ def sequence_ratio(
       |y_j| with respect to every token of the rollout; aggregated by `sequence_mean`, the loss is
       the objective of the paper.
     Source: GSPO, Zheng et al. 2025 eq. 7, arXiv:2507.18071; in TRL
-      `importance_sampling_level="sequence"`.
+      `importance_sampling_level="sequence"`. The bound of ±20 on the mean is ours.
 
     >>> new, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -1.5]])
     >>> sequence_ratio(new, old, torch.tensor([[True, True]]), torch.tensor([0]))

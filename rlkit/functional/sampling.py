@@ -31,8 +31,8 @@ def mix(*parts: int) -> int:
       parts: any integers, taken modulo 2^64; order and number matter: mix(1, 2) ≠ mix(2, 1), mix(0)
         ≠ mix(0, 0).
     Returns: 0 … 2^63 - 1, so that it fits an int64 tensor; the same on every machine.
-    Source: splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-      generators", section 4.
+    Source: `mix64variant13` of Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+      generators", as in the common splitmix64. Combining the parts by xor is our own.
 
     >>> mix(1, 2), mix(2, 1)
     (6804074658870690613, 8085905411993364802)

@@ -39,7 +39,8 @@ def clipped_squared_error(
 
     loss_t = ½ max((V_t - G_t)², (clip(V_t, V_old_t - clip, V_old_t + clip) - G_t)²)
 
-    The gradient is 0 if the value has already moved by more than `clip` towards the return.
+    The gradient is 0 if the value has moved by more than `clip` and is nearer to the return than
+    the clipped value.
 
     Args:
       values: [B, T] in units of reward, carries the gradient.
@@ -48,8 +49,8 @@ def clipped_squared_error(
       clip: > 0, in units of reward. TRL and SkyRL 0.2, verl and OpenRLHF 0.5.
     Returns: [B, T] ≥ 0, in squared units of reward; never less than `squared_error`.
     Raises: ValueError naming clip.
-    Source: the implementation of Schulman et al. 2017, arXiv:1707.06347 (OpenAI baselines, ppo2);
-      Engstrom et al. 2020, section 3, arXiv:2005.12729.
+    Source: the implementation of Schulman et al. 2017, arXiv:1707.06347 (OpenAI baselines, ppo2).
+      Engstrom et al. 2020, section 3, arXiv:2005.12729, print min in place of max.
 
     >>> clipped_squared_error(
     ...     torch.tensor([[1.0]]), torch.tensor([[0.0]]), torch.tensor([[1.0]]), clip=0.5

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ PUBLIC = {
     and module not in PLAIN
 }
 
-
+SOURCES = (Path(__file__).parents[2] / "docs" / "sources.md").read_text()
 TABLE = combinations(POLICY_LOSSES, KLS, AGGREGATIONS, slow=60)  # a sum of terms, then a weight
 
 
@@ -224,6 +225,7 @@ def test_docstrings_are_complete(name: str) -> None:
         assert section in doc
     if name.split(".")[0] != "masking":
         assert "Source:" in doc
+        assert f"`{name.split('.')[1]}`" in SOURCES
     if "require(" in inspect.getsource(PUBLIC[name]):
         assert "Raises:" in doc
     assert all(f"{p}" in doc for p in inspect.signature(PUBLIC[name]).parameters)

@@ -35,13 +35,6 @@ LARGER_FILES = {"types.py": 4_720}
 FUNCTION_LINES = 60
 # How often per 1,000 lines several steps may be packed into one expression (`dense_places`).
 DENSE = {"packed": 3.0, "walrus": 1.0, "nested": 0.0}
-FILES = {"types.py": 4_720}
-FUNCTION_LINES = 60
-# How often per 1,000 lines several steps may be packed into one expression (`dense_places`).
-DENSE = {"packed": 3.0, "walrus": 1.0, "nested": 0.0}
-# What is about to be rebuilt, with today's numbers: files that are larger, functions that are
-# longer, and dense places of each kind.
-REBUILT: dict[str, dict[str, int]] = {}
 FILES = {file.relative_to(size.PACKAGE).as_posix(): file for file in size.PACKAGE.rglob("*.py")}
 
 

@@ -93,7 +93,8 @@ def adaptive(
     verl count a horizon in rollouts: a horizon of H rollouts, with n rollouts in a step,
     corresponds to `horizon = H / (n · steps)`. Here the
     horizon is a share of the run. Therefore the coefficient can change as much in a short run as in
-    a long run. With the defaults this is a factor of about e², up or down.
+    a long run. With the defaults this is a factor of about e², up or down. Their KL is k1 summed
+    over a rollout and `metric` is a mean over tokens, so their targets do not carry over.
 
     Args:
       start: coefficient of the first step, greater than 0, because the coefficient is only ever
