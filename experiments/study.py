@@ -349,16 +349,23 @@ def write(path: Path, rows: list[Row], names: Sequence[str]) -> None:
     part.replace(path)
 
 
-def refuse_other_settings(rows: Sequence[Row], variants: Mapping[str, Sequence[str]]) -> None:
-    """Exit if a row has other overrides than its variant has today: the table would mix two
-    studies."""
+def check_settings(
+    rows: Sequence[Row], variants: Mapping[str, Sequence[str]], *, missing: bool
+) -> None:
+    """Exit if a row has other overrides than its variant has today and runs are missing: the table
+    would mix two studies. If none is missing, print a note instead."""
     for row in rows:
         own = variants.get(row["variant"])
-        if own is not None and row["overrides"] != " ".join(own):
-            sys.exit(
-                f"results.csv has {row['variant']}, seed {row['seed']}, with other overrides than"
-                " study.yaml. Move results.csv and the folder of --keep away, or undo the change"
-            )
+        if own is None or row["overrides"] == " ".join(own):
+            continue
+        found = (
+            f"results.csv has {row['variant']}, seed {row['seed']}, with other overrides than"
+            " study.yaml"
+        )
+        if missing:
+            sys.exit(f"{found}. Move results.csv and the folder of --keep away, or undo the change")
+        print(f"note: {found}. To run today's settings, move results.csv away")
+        return
 
 
 def main() -> None:
@@ -383,7 +390,6 @@ def main() -> None:
     path = arguments.folder / "results.csv"
     rows = read(path)
     own = {"warm-up": [*common, *study.get("warm_up", []), "callbacks.checkpoint.model=true"]}
-    refuse_other_settings(rows, variants | own)
     known = {(row["variant"], int(row["seed"])) for row in rows}
     wanted = [
         (name, seed)
@@ -392,6 +398,7 @@ def main() -> None:
         if (name, seed) not in known
     ]
     wanted = [(name, seed) for name, seed in wanted if name not in once or seed == first]
+    check_settings(rows, variants | own, missing=bool(wanted))
     warm_up = arguments.folder.resolve() / "warm_up"
     asks = any("WARM_UP" in word for name, _ in wanted for word in variants[name])
     if asks and not list(warm_up.glob("outputs/*/*/model")):

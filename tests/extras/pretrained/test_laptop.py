@@ -266,12 +266,16 @@ def test_solutions_of_gsm8k_lose_the_calculator_of_their_authors(tmp_path):
     assert (task.answer, task.environment) == ("72", "single_turn")
 
 
-def test_a_study_with_rows_of_other_settings_is_refused():
+def test_rows_of_other_settings_are_not_mixed_with_new_ones(capsys):
     rows = [{"variant": "GRPO", "seed": "3", "overrides": "trainer.steps=30"}]
-    study.refuse_other_settings(rows, {"GRPO": ["trainer.steps=30"], "new": []})
-    study.refuse_other_settings(rows, {"new": []})  # a variant that the study has no longer
+    study.check_settings(rows, {"GRPO": ["trainer.steps=30"], "new": []}, missing=True)
+    study.check_settings(rows, {"new": []}, missing=True)  # the study has this variant no longer
+    changed = {"GRPO": ["trainer.steps=20"]}
     with pytest.raises(SystemExit, match="has GRPO, seed 3, with other overrides"):
-        study.refuse_other_settings(rows, {"GRPO": ["trainer.steps=20"]})
+        study.check_settings(rows, changed, missing=True)
+    assert capsys.readouterr().out == ""
+    study.check_settings(rows, changed, missing=False)  # the table of a complete study
+    assert capsys.readouterr().out.startswith("note: results.csv has GRPO, seed 3, with other")
 
 
 def test_an_interrupted_study_begins_no_further_run():
