@@ -39,7 +39,6 @@ def measure_load(
     prompt = int(given.get("prompt_tokens", counted or PROMPT))
     environment = config.get("environment") or {}
     engine = (config.get("generation") or {}).get("engine") or {}
-    several = (environment.get("max_turns") or environment.get("max_steps") or 1) > 1
     updates = a.epochs * a.minibatches
     load = Load(
         x.batch.prompts,
@@ -47,7 +46,7 @@ def measure_load(
         prompt,
         max(1, round(share * limit)),
         limit,
-        int(given.get("turns", 2 if several else 1)),
+        int(given.get("turns", 2 if has_turns(environment) else 1)),
         rank,
         x.model.gradient_checkpointing is True,  # for auto see settle_checkpointing
         x.trainer.micro_batch_tokens,
@@ -64,6 +63,13 @@ def measure_load(
         source = "counted"
     replies = f"replies of {load.reply} ({share:.0%} of generation.max_new_tokens={limit})"
     return load, f"prompts of {prompt} tokens ({source}), {replies}, {load.turns} a rollout"
+
+
+def has_turns(environment: Mapping[str, Any]) -> bool:
+    """Return whether an episode can have several replies. Of environment=by_task, one environment
+    with several replies is enough."""
+    every = [environment, *(environment.get("environments") or {}).values()]
+    return any((own.get("max_turns") or own.get("max_steps") or 1) > 1 for own in every)
 
 
 def prompt_tokens(x: Experiment) -> int | None:

@@ -35,6 +35,20 @@ def test_a_card_that_is_not_here(capsys):
 
 
 @pytest.mark.parametrize(
+    "words, replies",
+    [
+        (["task=arithmetic"], 2),  # the environment stands below environment.environments
+        (["environment=tool_use"], 2),
+        (["task=digits"], 1),
+    ],
+    ids=str,
+)
+def test_an_episode_with_a_tool_has_two_replies(words, replies, capsys):
+    assert main(["check", "check.device=h200", *words]) == 0
+    assert f", {replies} a rollout" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     "words, expected",
     [
         (["check.device=h20"], "Did you mean 'h200'?"),

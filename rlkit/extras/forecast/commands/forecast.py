@@ -175,6 +175,16 @@ def forecast_card(
     }
 
 
+def write_figures(number: float, figures: int) -> str:
+    """Write a number with so many significant figures, without an exponent for large numbers.
+
+    >>> write_figures(2887.3, 3), write_figures(7.987, 3)
+    ('2,890', '7.99')
+    """
+    text = f"{number:.{figures}g}"
+    return f"{float(text):,.0f}" if "e+" in text else text
+
+
 def format_forecast(data: Mapping[str, Any]) -> str:
     """Write the forecast as text: lengths, memory, seconds by part, decoding, and proposed
     changes."""
@@ -187,15 +197,14 @@ def format_forecast(data: Mapping[str, Any]) -> str:
     )
     parts = sorted(found.seconds.items(), key=lambda entry: -entry[1])
     spent = ", ".join(
-        f"{name} {seconds:.2g} ({seconds / found.total:.0%})"
+        f"{name} {write_figures(seconds, 2)} ({seconds / found.total:.0%})"
         for name, seconds in parts
         if seconds >= 0.005 * found.total
     )
-    advice = [
-        f"{words}: {f'{then.total:.3g} s a step' if then.fits else 'still too large'},"
-        f" {then.held / 1e9:.1f} GB"
-        for words, then in data["changes"].items()
-    ]
+    advice = []
+    for words, then in data["changes"].items():
+        step = f"{write_figures(then.total, 3)} s a step" if then.fits else "still too large"
+        advice.append(f"{words}: {step}, {then.held / 1e9:.1f} GB")
     rows = [
         (
             "device",
@@ -218,7 +227,7 @@ def format_forecast(data: Mapping[str, Any]) -> str:
         ),
         ("activations", f"{word}, in micro-batches of {load.micro_batch} tokens"),
         ("slots", f"{found.slots} of {load.prompts * load.group} rollouts are decoded at once"),
-        ("step", f"{found.total:.3g} s: {spent}"),
+        ("step", f"{write_figures(found.total, 3)} s: {spent}"),
         (
             "decoding",
             (
