@@ -222,13 +222,15 @@ def draw_sum(rng: random.Random) -> tuple[int, int, str, int]:
 
 
 def tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """Return tasks with a product of three and two digits and then a sum, one call for each.
+    """Return tasks with a product and then a sum, one call for each. Numbers of three digits are in
+    words, as in `form`: with all numbers in digits, eight steps of the warm-up solve every problem.
 
     The conversation that solves a task is its `metadata["messages"]`, for algorithm=sft.
     """
     tasks = []
     for i, (a, b, sign, c) in enumerate(draw_problems("tool", draw_sum, split, seed, max_samples)):
-        question = f"Multiply {a} by {b}, then {'add' if sign == '+' else 'subtract'} {c}."
+        second = "add" if sign == "+" else "subtract"
+        question = f"Multiply {spell(a)} by {b}, then {second} {spell(c)}."
         answer = a * b + c if sign == "+" else a * b - c
         messages = solve(question, (f"{a} * {b}", f"{a * b} {sign} {c}"), answer)
         tasks.append(

@@ -169,10 +169,12 @@ def test_a_sum_takes_two_calls_of_the_calculator():
     for task in skills.tool(split="train", seed=0, max_samples=50):
         calls = [m["tool_calls"][0] for m in task.metadata["messages"] if "tool_calls" in m]
         first, second = (call["function"]["arguments"]["expression"] for call in calls)
-        _, a, _, b, _, _, c = task.messages[0]["content"].rstrip(".").replace(",", "").split()
-        assert first == f"{a} * {b}"
-        assert second in (f"{int(a) * int(b)} + {c}", f"{int(a) * int(b)} - {c}")
-        assert ("add" in task.messages[0]["content"]) == ("+" in second)
+        a, b = map(int, first.split(" * "))
+        product, sign, c = second.split()
+        assert int(product) == a * b
+        then = {"+": "add", "-": "subtract"}[sign]
+        question = f"Multiply {spell(a)} by {b}, then {then} {spell(int(c))}."
+        assert task.messages[0]["content"] == question
 
 
 @each(
