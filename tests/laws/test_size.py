@@ -22,7 +22,7 @@ TOKENS = {
     "core": 269_500,
     "adapters": 8_000,
     "bench": 16_000,
-    "forecast": 8_440,
+    "forecast": 8_530,
     "notebook": 18_500,
     "pretrained": 1_050,
     "programs": 33_100,
