@@ -94,10 +94,11 @@ def count_failures(rollouts: Sequence[Rollout]) -> str:
 
 def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
     """Return a sentence on each tool that failed in all of its calls. A tool with fewer than
-    FEWEST_CALLS calls is not reported. A call of an unknown tool does not count."""
+    FEWEST_CALLS calls is not reported. A call of an unknown tool and an unreadable call do not
+    count."""
     results = defaultdict(list)
     for result in (r for rollout in rollouts for step in rollout.steps for r in step.tool_results):
-        if not result.content.startswith("Error: there is no tool"):
+        if not result.content.startswith(("Error: there is no tool", "Error: not a tool call")):
             results[result.name].append(result)
     return [
         f"the tool {name} failed in all of its {len(own)} calls; the first error:"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlkit.environments import hermes
 from rlkit.episodes import assemble, summarize
 from rlkit.episodes.summary import describe_failing_tools
 from rlkit.training.callbacks._health import Health
@@ -219,8 +220,10 @@ def test_a_tool_that_fails_in_every_call_is_named():
     broken = ToolResult("", "look", "Error: no.", ok=False)
     fine = ToolResult("", "add", "3", ok=True)
     unknown = ToolResult("", "none", "Error: there is no tool 'none'.", ok=False)
+    _, (call,) = hermes("<tool_call>{</tool_call>")
+    unreadable = ToolResult("", call.name, call.error, ok=False)
     assert describe_failing_tools(3 * [rollout(broken, fine, unknown, unknown)]) == []
-    assert describe_failing_tools(4 * [rollout(broken, fine, unknown)]) == [
+    assert describe_failing_tools(4 * [rollout(broken, fine, unknown, unreadable)]) == [
         "the tool look failed in all of its 4 calls; the first error: Error: no."
     ]
     assert describe_failing_tools([*4 * [rollout(broken)], rollout(broken._replace(ok=True))]) == []
