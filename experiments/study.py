@@ -19,6 +19,7 @@ warm-up has a row of its own, and its run stays in the study's folder.
 
 With --keep FOLDER the runs stay in FOLDER/VARIANT/SEED, for `rlkit compare` and `rlkit report`. An
 interrupted run then continues, and its row has no seconds: those of the first process are unknown.
+`commit` is that of rlkit's code in the clone, or several if the run was continued after a change.
 The columns of seconds are `step_seconds` of all steps, `process_seconds` and `cpu_seconds` of the
 whole command, and `training_cpu_seconds` without imports, loading and checks.
 """
@@ -68,8 +69,8 @@ def trained(
     Args:
       modules: a folder of Python files for the run to import.
       kept: the run's folder, in place of an empty one; a run already in it continues.
-    Returns: its summary, its rows of metrics, and its seconds, by the names of their columns; no
-      seconds if it was continued.
+    Returns: its summary with `commits`, those of its starts; its rows of metrics; and its seconds, by
+      the names of their columns, none if it was continued.
     Raises:
       RuntimeError: the command failed; the message has the last lines of its output.
     """
@@ -101,6 +102,8 @@ def trained(
         ended = Path(folder).glob("outputs/*/*/summary.json")
         run = max(ended, key=lambda path: path.stat().st_mtime).parent
         summary = json.loads((run / "summary.json").read_text())
+        starts = json.loads((run / "run.json").read_text())
+        summary["commits"] = list(dict.fromkeys(start["git"] for start in starts))
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     if "processor_seconds" not in summary:  # a continued run
         return summary, rows, {}
@@ -150,6 +153,7 @@ def one_run(
         "python": summary["versions"]["python"],
         "torch": summary["versions"]["torch"],
         "transformers": summary["versions"]["transformers"],
+        "commit": " ".join(summary["commits"]),
     }
     return {key: str(value) for key, value in found.items()}
 
