@@ -69,8 +69,8 @@ def trained(
     Args:
       modules: a folder of Python files for the run to import.
       kept: the run's folder, in place of an empty one; a run already in it continues.
-    Returns: its summary with `commits`, those of its starts; its rows of metrics; and its seconds, by
-      the names of their columns, none if it was continued.
+    Returns: its summary with `commits`, those of its starts; its rows of metrics; and its seconds,
+      by the names of their columns, none if it was continued.
     Raises:
       RuntimeError: the command failed; the message has the last lines of its output.
     """

@@ -32,18 +32,12 @@ def _copy_value(value: Any) -> Any:
         return value
     if kind is dict:
         return {key: own if type(own) in ATOMS else _copy_value(own) for key, own in value.items()}
-    if kind is list:
-        return [own if type(own) in ATOMS else _copy_value(own) for own in value]
-    if kind is tuple:
-        if (
-            len(value) > SHORT
-            and type(value[0]) in (int, float)
-            and type(value[-1]) in (int, float)
-        ):
-            return value
-        return tuple(map(_copy_value, value))
+    if kind is tuple and len(value) > SHORT and {type(value[0]), type(value[-1])} <= {int, float}:
+        return value
+    if kind is list or kind is tuple:
+        return kind([own if type(own) in ATOMS else _copy_value(own) for own in value])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copy_value, value))
+        return kind(*map(_copy_value, value))
     if kind is MappingProxyType:
         return MappingProxyType(_copy_value(dict(value)))
     return _copy_deeply(value)

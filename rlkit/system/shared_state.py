@@ -13,6 +13,7 @@ too, because reading it means setting it. Random generators have rules of their 
 
 from __future__ import annotations
 
+import _signal
 import locale
 import os
 import signal
@@ -28,8 +29,13 @@ from rlkit.errors import RLKitError, describe_definition, warn
 from rlkit.types import plain
 
 # a run and its children rely on these
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+SIGNALS = {
+    name: int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGCHLD")
+}
+DEFAULTS = {int(handler): handler for handler in signal.Handlers}
 DEVICES = ("cpu", "cuda")
+PLACES = ("thread", "both", "process")
 
 
 class SharedStateError(RLKitError, RuntimeError):
@@ -61,13 +67,16 @@ def _folder() -> str:
 def _handlers() -> dict[str, Any]:
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number.name: _handler(number) for number in SIGNALS}
+    return {name: _handler(number) for name, number in SIGNALS.items()}
 
 
-def _handler(number: signal.Signals) -> Any:
+def _handler(number: int) -> Any:
     """Return the handler of a signal. An event loop's own handler of Ctrl-C comes and goes with the
     loop, so Python's default handler is returned in its place."""
-    found = signal.getsignal(number)
+    # not of `signal`, whose function takes 3 us to look for an enum: a step asks thousands of times
+    found = _signal.getsignal(number)
+    if type(found) is int:
+        return DEFAULTS[found]
     of_loop = isinstance(found, partial) and getattr(found.func, "__name__", "") == "_on_sigint"
     return signal.default_int_handler if of_loop else found
 
@@ -75,8 +84,8 @@ def _handler(number: signal.Signals) -> Any:
 def _set_handlers(handlers: Mapping[str, Any]) -> None:
     for name, handler in handlers.items():
         # None: it was set from C
-        if handler is not None and _handler(signal.Signals[name]) != handler:
-            signal.signal(signal.Signals[name], handler)
+        if handler is not None and _handler(SIGNALS[name]) != handler:
+            signal.signal(SIGNALS[name], handler)
 
 
 def _streams() -> dict[str, Any]:
@@ -180,7 +189,8 @@ def list_kinds() -> Mapping[str, Kind]:
         **OF_PYTHON,
         "torch's grad mode": Kind(torch.is_grad_enabled, torch.set_grad_enabled, "thread"),
         "torch's autocast": Kind(autocast, set_autocast, "thread"),
-        "torch's default device": Kind(torch.get_default_device, set_device, "thread"),
+        # four times as fast as torch.get_default_device
+        "torch's default device": Kind(lambda: torch.empty(0).device, set_device, "thread"),
         "torch's default dtype": Kind(torch.get_default_dtype, torch.set_default_dtype),
         "torch's number of threads": Kind(torch.get_num_threads, torch.set_num_threads, "both"),
         "torch's deterministic mode": Kind(deterministic, set_deterministic),
@@ -267,9 +277,7 @@ class Watch:
         abandoned functions can still run, so this state is put back too.
         """
         with self.lock:
-            self._compare(
-                ("thread", "both") if self.elsewhere and not over else ("thread", "both", "process")
-            )
+            self._compare(("thread", "both") if self.elsewhere and not over else PLACES)
 
     @contextmanager
     def watch_call(self, function: Any) -> Iterator[None]:
@@ -299,9 +307,9 @@ class Watch:
             self.ran.append(function)
 
     def _compare(self, places: Sequence[str]) -> None:
-        before = {
-            name: value for name, value in self.before.items() if self.kinds[name].place in places
-        }
+        before = self.before
+        if places is not PLACES:
+            before = {name: was for name, was in before.items() if self.kinds[name].place in places}
         try:
             changed = put_back(before, self.kinds)
         except SharedStateError as error:
