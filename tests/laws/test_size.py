@@ -21,7 +21,7 @@ spec.loader.exec_module(size)
 TOKENS = {
     "core": 269_500,
     "adapters": 8_000,
-    "bench": 16_000,
+    "bench": 16_050,
     "forecast": 8_530,
     "notebook": 18_500,
     "pretrained": 1_050,

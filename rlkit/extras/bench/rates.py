@@ -35,7 +35,8 @@ NOTE = (
     f"Each arm has the rate of its highest mean score on seeds {SEEDS[0]} to {SEEDS[-1]}, which are"
     " in no other table. The numbers are the rate, this score, and the mean score over the rates"
     f" within a factor of {NEAR:g} of the rate. Rates count if all of their runs ended; * marks the"
-    " lowest and the highest of them: a better rate may lie outside."
+    " lowest and the highest of them: a better rate may lie outside. † marks a mean that leaves out"
+    " a rate with failed runs: the arm is less robust than the number says."
 )
 
 
@@ -48,12 +49,14 @@ class Choice(NamedTuple):
         shows how much an arm loses at a rate that is not its best.
       edge: True if the rate is the lowest or the highest of the rates whose runs all ended, so a
         better rate may lie outside.
+      partial: True if `near` leaves out a rate because a run failed there.
     """
 
     rate: str
     score: float
     near: float
     edge: bool
+    partial: bool = False
 
 
 def read_rates(text: str, arms: Mapping[str, Sequence[str]]) -> list[str]:
@@ -129,13 +132,15 @@ def choose_rates(
         if not means:
             continue
         best = max(means, key=means.__getitem__)  # the first of equal ones
-        near = [
-            mean
-            for rate, mean in means.items()
+        around = [
+            rate
+            for rate in rates
             if abs(math.log(float(rate) / float(best))) < math.log(NEAR) + ROUNDING
         ]
+        near = [means[rate] for rate in around if rate in means]
         edge = best in (min(means, key=float), max(means, key=float))
-        out[place] = Choice(best, means[best], sum(near) / len(near), edge)
+        partial = len(near) < len(around)
+        out[place] = Choice(best, means[best], sum(near) / len(near), edge, partial)
     return out
 
 
@@ -163,7 +168,8 @@ def tabulate_rates(
         if choice is None:
             return "none"
         mark = "*" if choice.edge else ""
-        return f"{choice.rate}{mark}, {choice.score:.3f}, {choice.near:.3f}"
+        missing = "†" if choice.partial else ""
+        return f"{choice.rate}{mark}, {choice.score:.3f}, {choice.near:.3f}{missing}"
 
     lines = [
         [arm, *(format_choice(chosen.get((task, arm))) for task in tasks)]

@@ -644,11 +644,13 @@ def test_each_arm_takes_the_rate_of_its_highest_mean_score():
     assert (grpo.rate, grpo.edge) == ("1e-2", False)
     assert grpo.score == pytest.approx(0.8)
     assert grpo.near == pytest.approx((0.8 + 0.8) / 2)  # 3e-3 is further away than a factor of 3
-    assert chosen["needle", "rloo"] == rates.Choice("1e-3", 1.0, 1.0, edge=True)
+    assert not grpo.partial
+    # 3e-3 is within a factor of 3, and rloo has no finished run there
+    assert chosen["needle", "rloo"] == rates.Choice("1e-3", 1.0, 1.0, edge=True, partial=True)
     assert ("needle", "lost") not in chosen
     page = rates.tabulate_rates(chosen, ["needle"], ["grpo", "rloo", "lost", *bench.PLACEBOS])
     assert page.endswith(
-        "| grpo | 1e-2, 0.800, 0.800 |\n| rloo | 1e-3*, 1.000, 1.000 |\n| lost | none |"
+        "| grpo | 1e-2, 0.800, 0.800 |\n| rloo | 1e-3*, 1.000, 1.000† |\n| lost | none |"
     )
 
 
@@ -664,7 +666,7 @@ def test_rates_with_a_failed_run_are_named_and_equal_means_are_equal():
         for seed, regret in zip(rates.SEEDS, own, strict=True)
     ]
     assert rates.choose_rates(rows, names)["needle", "grpo"] == rates.Choice(
-        "2e-3", 0.65, 0.65, edge=True
+        "2e-3", 0.65, 0.65, edge=True, partial=True
     )
 
 
