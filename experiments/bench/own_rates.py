@@ -121,7 +121,8 @@ def run_missing(planned: Sequence[Planned], folder: Path, jobs: int, until: floa
         ended = {p: job for p, job in zip(own, done, strict=True) if job.status in ENDED}
         found = {p: read_result(p, job.reason) for p, job in ended.items()}
         rows |= {p.key(): row | code for p, row in found.items() if row}
-        write(list(rows.values()))
+        if rows:
+            write(list(rows.values()))
         if received:
             raise SystemExit(128 + received[0])
         for p, row in found.items():
