@@ -64,6 +64,8 @@ SUB = (
     ("eats", "{name} uses {x}."),
     ("loses", "{name} loses {x}."),
 )
+CHANGES = (("+", ADD, 20), ("-", SUB, 12))  # operator, sentences, largest number
+BOXES = ("boxes", "{name} has {start} boxes of {x} {item}.")
 SHARE = ("shares", "{name} packs them equally into {x} boxes. How many {item} are in each box?")
 TOTAL = "How many {item} does {name} have now?"
 
@@ -90,7 +92,7 @@ class Problem(NamedTuple):
         return compute_value(self.start, self.operations)
 
 
-def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:
+def expression(start: int, operations: Sequence[tuple[str, int]]) -> str:
     """Write `start` and its operations in infix form: (6, ((*, 4), (+, 5))) → "6 * 4 + 5"."""
     text = str(start)
     for i, (sign, operand) in enumerate(operations):
@@ -132,53 +134,90 @@ def draw_from_splits(rng: random.Random, splits: Collection[Split]) -> Problem:
     """Draw problems from a generator until the expression of one belongs to one of the splits."""
     while True:
         drawn = _draw(rng)
-        if drawn is not None and split_of_expression(drawn.expression) in splits:
-            return drawn
+        if drawn and split_of_expression(expression(drawn.start, drawn.operations)) in splits:
+            return _tell(drawn)
 
 
-def _draw(rng: random.Random) -> Problem | None:
+class _Drawn(NamedTuple):
+    """Hold what is drawn of a problem, before it is told in words."""
+
+    names: tuple[str, str]
+    items: tuple[str, str]
+    start: int
+    operations: list[tuple[str, int]]
+    told: list[tuple[str, str]]  # kind and sentence of each operation
+    distractor: tuple[int, int] | None  # its number, and its place among the sentences
+
+
+def _draw(rng: random.Random) -> _Drawn | None:
     """Draw one problem. Return None if its numbers do not fit: a total is not positive, or a
     division has a remainder."""
-    name, other = rng.sample(NAMES, 2)
-    item, other_item = rng.sample(ITEMS, 2)
-    words = {"name": name, "other": other, "item": item}
-    count = rng.randint(1, 3)
-    start = rng.randint(2, 20)
-    sentences = [f"{name} has {start} {item}."]
+    names, items = _draw_two(rng, NAMES), _draw_two(rng, ITEMS)
+    count = _draw_int(rng, 1, 3)
+    start = _draw_int(rng, 2, 20)
     operations = []
-    kinds = []
-    if rng.random() < 0.3:
-        x = rng.randint(2, 9)
-        sentences = [f"{name} has {start} boxes of {x} {item}."]
-        operations = [("*", x)]
-        kinds = ["boxes"]
+    told = []
+    boxes = rng.random() < 0.3
+    if boxes:
+        operations.append(("*", _draw_int(rng, 2, 9)))
+        told.append(BOXES)
     share = len(operations) < count and rng.random() < 0.3
     while len(operations) < count - share:
-        sign, choices, top = rng.choice((("+", ADD, 20), ("-", SUB, 12)))
-        kind, sentence = rng.choice(choices)
-        x = rng.randint(2, top)
-        operations.append((sign, x))
-        kinds.append(kind)
-        sentences.append(sentence.format(x=x, **words))
-    question = TOTAL
+        sign, choices, top = CHANGES[_draw_int(rng, 0, 1)]
+        told.append(choices[_draw_int(rng, 0, 2)])
+        operations.append((sign, _draw_int(rng, 2, top)))
     if share:
-        x = rng.randint(2, 6)
-        operations.append(("/", x))
-        kinds.append(SHARE[0])
-        question = SHARE[1].replace("{x}", str(x))
+        operations.append(("/", _draw_int(rng, 2, 6)))
+        told.append(SHARE)
     if not _fits(start, operations):
         return None
-    distractor = rng.randint(2, 20) if rng.random() < 0.4 else None
-    if distractor is not None:
+    distractor = None
+    if rng.random() < 0.4:
+        own = 1 + len(operations) - boxes - share  # sentences about the first person
+        distractor = _draw_int(rng, 2, 20), _draw_int(rng, 1, own)
+    return _Drawn(names, items, start, operations, told, distractor)
+
+
+def _draw_int(rng: random.Random, low: int, high: int) -> int:
+    """Draw a whole number from `low` to `high`, the one of `rng.randint`. Of some fifteen draws for
+    a held-out problem one is kept, and `randint` takes four times as long."""
+    size = high - low + 1
+    bits = size.bit_length()
+    while (drawn := rng.getrandbits(bits)) >= size:
+        pass
+    return low + drawn
+
+
+def _draw_two(rng: random.Random, choices: Sequence[str]) -> tuple[str, str]:
+    """Draw two different choices, those of `rng.sample(choices, 2)`."""
+    last = len(choices) - 1
+    one, other = _draw_int(rng, 0, last), _draw_int(rng, 0, last - 1)
+    return choices[one], choices[last if other == one else other]
+
+
+def _tell(drawn: _Drawn) -> Problem:
+    """Tell a problem in sentences."""
+    (name, other), (item, other_item) = drawn.names, drawn.items
+    words = {"name": name, "other": other, "item": item, "start": drawn.start}
+    sentences = ["{name} has {start} {item}.".format(**words)]
+    question = TOTAL.format(**words)
+    kinds = []
+    for (kind, sentence), (_, x) in zip(drawn.told, drawn.operations, strict=True):
+        kinds.append(kind)
+        text = sentence.format(x=x, **words)
+        if kind == "boxes":
+            sentences = [text]
+        elif kind == "shares":
+            question = text
+        else:
+            sentences.append(text)
+    distractor = None
+    if drawn.distractor:
+        distractor, place = drawn.distractor
         kinds.append("distractor")
-        sentences.insert(rng.randint(1, len(sentences)), f"{other} has {distractor} {other_item}.")
-    return Problem(
-        " ".join([*sentences, question.format(**words)]),
-        start,
-        tuple(operations),
-        tuple(kinds),
-        distractor,
-    )
+        sentences.insert(place, f"{other} has {distractor} {other_item}.")
+    told = " ".join([*sentences, question])
+    return Problem(told, drawn.start, tuple(drawn.operations), tuple(kinds), distractor)
 
 
 def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:
