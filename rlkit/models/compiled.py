@@ -1,9 +1,9 @@
 """Compile C files with the machine's own compiler, at their first use, in about a second.
 
 A compiled library is kept in a folder of the user's own. The library's name holds a digest of
-everything it depends on, and its file begins with a digest of its bytes. One process compiles, and
-the other processes wait for it. Each process checks the bytes and loads a private copy of them, so
-it never runs a library damaged in the folder.
+everything it depends on, and its file begins with a digest of its bytes. Each process checks the
+bytes and loads a private copy of them, so it never runs a library damaged in the folder. Processes
+that start at the same time all compile, with the same result.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import re
 import secrets
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -32,7 +30,7 @@ from rlkit.system.files import cache_folder
 from rlkit.system.plain_files import read_plain_file
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
-LIMIT = 600.0  # largest number of seconds for a compiler run, and for waiting for another process
+LIMIT = 600.0  # largest number of seconds for a compiler run
 PATIENCE = 20.0  # seconds until a printed line reports that this process is waiting
 LARGEST = 64 << 20  # largest number of bytes of a library
 DIGEST = hashlib.sha256().digest_size
@@ -96,13 +94,8 @@ def load_library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
         loaded = load(find(folders, recipe.name), function)
         if loaded is not None:
             return loaded
-        with lock_library(folders, recipe.name):
-            # another process may have compiled it in the meantime
-            loaded = load(find(folders, recipe.name), function)
-            if loaded is not None:
-                return loaded
-            data = compile_library(recipe)
-            keep(folders, recipe.name, data)
+        data = compile_library(recipe)
+        keep(folders, recipe.name, data)
     loaded = load(data, function)
     if loaded is None:
         raise NoKernel("the compiled library cannot be loaded into this process")
@@ -372,16 +365,9 @@ def find(folders: Sequence[int], name: str) -> bytes | None:
 def keep(folders: Sequence[int], name: str, data: bytes) -> None:
     """Write a library to the first folder that accepts it. If no folder does, the next start
     compiles the library again."""
-    with ExitStack() as stack:
-        for folder in folders:
-            if keep_in(folder, name, data):
-                return
-        for path in list_library_folders():  # create a folder that was not needed until now
-            descriptor = open_own_folder(path, make=True)
-            if descriptor is not None:
-                stack.callback(os.close, descriptor)
-                if keep_in(descriptor, name, data):
-                    return
+    for folder in folders:
+        if keep_in(folder, name, data):
+            return
 
 
 def keep_in(folder: int, name: str, data: bytes) -> bool:
@@ -400,53 +386,3 @@ def keep_in(folder: int, name: str, data: bytes) -> bool:
         with suppress(OSError):
             os.unlink(part, dir_fd=folder)
         return False
-
-
-@contextmanager
-def lock_library(folders: Sequence[int], name: str) -> Iterator[None]:
-    """Let only one process at a time run the block of a `with` statement. The system releases the
-    lock when the process ends, even if the process is killed."""
-    with ExitStack() as stack:
-        for folder in folders:
-            descriptor = open_lock(folder, f"{name}.lock")
-            if descriptor is not None:
-                stack.callback(os.close, descriptor)
-                wait_for(descriptor)
-                break
-        yield
-
-
-def open_lock(folder: int, name: str) -> int | None:
-    """Open the file of a lock. Return None if the folder accepts no such file."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(name, flags, 0o600, dir_fd=folder)
-    except OSError:
-        return None
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def wait_for(descriptor: int) -> None:
-    """Wait for a lock, at most `LIMIT` seconds. If the lock does not become free, this process also
-    compiles the library, with the same result."""
-    import fcntl
-
-    began = time.monotonic()
-    said = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            waited = time.monotonic() - began
-        except OSError:  # the file system has no locks
-            return
-        if waited > LIMIT:
-            return
-        if waited > PATIENCE and not said:
-            said = True
-            print("waiting for another process that compiles the kernel", flush=True)
-        time.sleep(0.05)
