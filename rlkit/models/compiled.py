@@ -1,9 +1,9 @@
 """Compile C files with the machine's own compiler, at their first use, in about a second.
 
-A compiled library is kept in a folder of the user's own. The library's name holds a digest of
-everything it depends on, and its file begins with a digest of its bytes. Each process checks the
-bytes and loads a private copy of them, so it never runs a library damaged in the folder. Processes
-that start at the same time all compile, with the same result.
+A compiled library is kept in the user's cache folder, if there is one. The library's name holds a
+digest of everything it depends on, and its file begins with a digest of its bytes. Each process
+checks the bytes and loads a private copy of them, so it never runs a library damaged in the folder.
+Processes that start at the same time all compile, with the same result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlkit.system.plain_files import read_plain_file
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 LIMIT = 600.0  # largest number of seconds for a compiler run
-PATIENCE = 20.0  # seconds until a printed line reports that this process is waiting
+PATIENCE = 20.0  # seconds until a printed line reports that the compiler is still running
 LARGEST = 64 << 20  # largest number of bytes of a library
 DIGEST = hashlib.sha256().digest_size
 # environment variable set for a sweep's jobs: "fused" or "eager", the meaning of `auto` in all jobs
@@ -80,8 +80,8 @@ class Recipe(NamedTuple):
 
 
 def load_library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
-    """Load the compiled library of a C file from the user's folder. If the folder does not have the
-    library, compile it now.
+    """Load the compiled library of a C file from the user's cache folder. If the folder does not
+    have the library, compile it now.
 
     Args:
       function: name of a function in the library.
@@ -90,12 +90,12 @@ def load_library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
     too busy to compile.
     """
     recipe = find_recipe(source, function, (*FLAGS, *flags))
-    with open_folders() as folders:
-        loaded = load(find(folders, recipe.name), function)
+    with open_own_folder() as folder:
+        loaded = load(find(folder, recipe.name), function)
         if loaded is not None:
             return loaded
         data = compile_library(recipe)
-        keep(folders, recipe.name, data)
+        keep(folder, recipe.name, data)
     loaded = load(data, function)
     if loaded is None:
         raise NoKernel("the compiled library cannot be loaded into this process")
@@ -256,14 +256,10 @@ def await_status(process: subprocess.Popen[bytes], name: str) -> int:
     Raises: Undecided after `LIMIT` seconds.
     """
     with suppress(subprocess.TimeoutExpired):
-        return process.wait(min(PATIENCE, LIMIT))
-    if LIMIT > PATIENCE:
-        print(
-            f"waiting for {name}, which compiles the kernel for more than {PATIENCE:g} s",
-            flush=True,
-        )
+        return process.wait(PATIENCE)
+    print(f"waiting for {name}, which compiles the kernel for more than {PATIENCE:g} s", flush=True)
     with suppress(subprocess.TimeoutExpired):
-        return process.wait(max(0.0, LIMIT - PATIENCE))
+        return process.wait(LIMIT - PATIENCE)
     raise Undecided(f"{name} did not end within {LIMIT:g} s")
 
 
@@ -306,72 +302,42 @@ def _load_from_disk(data: bytes) -> Any:
 # -------------------------------------------------------------------------------- the user's folder
 
 
-def list_library_folders() -> list[Path]:
-    """List the folders for libraries: one in the user's cache folder if the user has one, and one
-    beside the temporary files."""
-    cache = cache_folder()
-    found = [] if cache is None else [cache / "kernels"]
-    with suppress(OSError):
-        found.append(Path(tempfile.gettempdir()) / f"rlkit-kernels-{os.geteuid()}")
-    return found
-
-
 @contextmanager
-def open_folders() -> Iterator[list[int]]:
-    """Yield descriptors of the usable folders among `list_library_folders`, for the block of a
-    `with` statement. A missing folder is created if no earlier folder is writable."""
+def open_own_folder() -> Iterator[int | None]:
+    """Yield a descriptor of the folder for libraries, in the user's cache folder. Yield None if
+    there is none and none can be created, or if somebody else can read or write it."""
+    cache = cache_folder()
     with ExitStack() as stack:
-        found = list[int]()
-        writable = False
-        for path in list_library_folders():
-            descriptor = open_own_folder(path, make=not writable)
-            if descriptor is not None:
-                stack.callback(os.close, descriptor)
-                found.append(descriptor)
-                writable = writable or os.access(path, os.W_OK)
-        yield found
+        folder = None
+        with suppress(OSError, RuntimeError):  # RuntimeError: a loop of symbolic links
+            if cache is not None:
+                cache.mkdir(parents=True, exist_ok=True)
+                with suppress(FileExistsError):
+                    (cache / "kernels").mkdir(mode=0o700)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                folder = os.open(cache / "kernels", flags)
+                stack.callback(os.close, folder)
+        found = None if folder is None else os.fstat(folder)
+        own = found and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        yield folder if own else None
 
 
-def open_own_folder(path: Path, *, make: bool) -> int | None:
-    """Open a folder if only this user can read and write it. Return None if there is no such folder
-    and none can be created."""
-    try:
-        if make:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, RuntimeError):  # RuntimeError: a loop of symbolic links
-        return None
-    found = os.fstat(descriptor)
-    if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def find(folders: Sequence[int], name: str) -> bytes | None:
+def find(folder: int | None, name: str) -> bytes | None:
     """Read the library with this name. Return None if it is missing or damaged."""
-    for folder in folders:
+    if folder is not None:
         with suppress(OSError):
             content = read_plain_file(name, most=LARGEST, folder=folder)
-            digest = content[:DIGEST]
             data = content[DIGEST:]
-            if data and hashlib.sha256(data).digest() == digest:
+            if data and hashlib.sha256(data).digest() == content[:DIGEST]:
                 return data
     return None
 
 
-def keep(folders: Sequence[int], name: str, data: bytes) -> None:
-    """Write a library to the first folder that accepts it. If no folder does, the next start
-    compiles the library again."""
-    for folder in folders:
-        if keep_in(folder, name, data):
-            return
-
-
-def keep_in(folder: int, name: str, data: bytes) -> bool:
-    """Write a library into a folder. Return whether the folder has it now."""
+def keep(folder: int | None, name: str, data: bytes) -> None:
+    """Write a library into the folder. Without a folder, or if the folder does not accept it, the
+    next start compiles the library again."""
+    if folder is None:
+        return
     part = f"{name}.{secrets.token_hex(8)}.part"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -381,8 +347,6 @@ def keep_in(folder: int, name: str, data: bytes) -> bool:
             os.fsync(file.fileno())
         os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
         os.fsync(folder)
-        return True
     except OSError:
         with suppress(OSError):
             os.unlink(part, dir_fd=folder)
-        return False

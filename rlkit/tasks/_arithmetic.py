@@ -199,7 +199,7 @@ def _tell(drawn: _Drawn) -> Problem:
     """Tell a problem in sentences."""
     (name, other), (item, other_item) = drawn.names, drawn.items
     words = {"name": name, "other": other, "item": item, "start": drawn.start}
-    sentences = ["{name} has {start} {item}.".format(**words)]
+    sentences = [f"{name} has {drawn.start} {item}."]
     question = TOTAL.format(**words)
     kinds = []
     for (kind, sentence), (_, x) in zip(drawn.told, drawn.operations, strict=True):
@@ -216,8 +216,10 @@ def _tell(drawn: _Drawn) -> Problem:
         distractor, place = drawn.distractor
         kinds.append("distractor")
         sentences.insert(place, f"{other} has {distractor} {other_item}.")
-    told = " ".join([*sentences, question])
-    return Problem(told, drawn.start, tuple(drawn.operations), tuple(kinds), distractor)
+    sentences.append(question)
+    return Problem(
+        " ".join(sentences), drawn.start, tuple(drawn.operations), tuple(kinds), distractor
+    )
 
 
 def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:

@@ -267,8 +267,10 @@ FAST = [row for row in PRODUCT if row[:2] == ("clipped", "k3")]
 )
 def test_skipping_changes_no_gradient(loss, term, split, monkeypatch):
     """Equal rewards in every group, then in all groups but one. What is skipped would have had a
-    gradient of exactly 0."""
+    gradient of exactly 0. With one rollout in each micro-batch, gradients are added in one
+    order."""
     words = ["algorithm=grpo", f"algorithm/policy_loss={loss}", *TERMS[term], *SPLITS[split]]
+    words += ["trainer.micro_batch_tokens=1"]
     x = experiment_of(*words)
     policy = loaded(x)
     for rollouts in (EQUAL, ONE_DIFFERS):
@@ -278,6 +280,42 @@ def test_skipping_changes_no_gradient(loss, term, split, monkeypatch):
         for whole, kept in zip(plain, skipping, strict=True):
             assert whole is not None
             assert not whole.any() if kept is None else torch.equal(whole, kept)
+
+
+@pytest.mark.parametrize(
+    ("words", "apart"),
+    [
+        (["kl=none"], True),
+        (["kl=k3"], True),  # the reference is the policy
+        (["kl=none", "algorithm.entropy_coef=0.01"], False),
+        (["kl=none", "algorithm/advantage=gae", "algorithm/critic=head"], False),
+    ],
+)
+def test_groups_of_equal_rewards_are_read_without_a_gradient(words, apart, monkeypatch):
+    """The metrics are those of all rollouts."""
+    rows = []
+    for skips in (True, False):
+        read = {True: 0, False: 0}
+        whole = minibatch.compute_trained_logprobs
+
+        def watched(u, packed, read=read, whole=whole):
+            scores = whole(u, packed)
+            read[scores.logprobs.requires_grad] += int(packed.response_mask.sum())
+            return scores
+
+        with monkeypatch.context() as patched:
+            patched.setattr(minibatch, "compute_trained_logprobs", watched)
+            if not skips:
+                patched.setattr(minibatch, "has_signal", lambda u, batch: True)
+            learner = learner_of("algorithm=grpo", "algorithm.minibatches=1", *words)
+            rows.append(learner.step(ONE_DIFFERS))
+        with_gradient = sum(SIZES[:2]) if skips and apart else sum(SIZES)
+        assert read == {True: with_gradient, False: sum(SIZES) - with_gradient}
+    ours, theirs = (
+        {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
+        for row in rows
+    )
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7, nan_ok=True)  # sums in another order
 
 
 def penalised(

@@ -91,13 +91,13 @@ def sum_gradients(
     """
     a = u.x.algorithm
     moved = tokens = loss = 0.0
-    for rows, counts in u.micro.of(minibatch) if learns or u.critic is not None else ():
-        part = select(minibatch, rows)
+    for part, counts, trains in split_by_signal(u, minibatch, learns=learns):
         packed = pack(part.ids, part.response_mask)
         if not counts:
             part = replace(part, weights=torch.zeros_like(part.weights))
-        scores = compute_trained_logprobs(u, packed)
-        policy_loss, parts = surrogate(part, scores, a, u.x.kl)
+        with torch.set_grad_enabled(trains):
+            scores = compute_trained_logprobs(u, packed)
+            policy_loss, parts = surrogate(part, scores, a, u.x.kl)
         total = policy_loss if learns else policy_loss.new_zeros(())
         if u.critic is not None:
             value_loss, value_parts = value_surrogate(part, scores, a.critic)
@@ -119,6 +119,32 @@ def sum_gradients(
     u.host.all_reduce([sums])
     moved, tokens, loss = sums.tolist()
     return moved, tokens, loss
+
+
+def split_by_signal(
+    u: Update, minibatch: Minibatch, *, learns: bool
+) -> Iterator[tuple[Minibatch, bool, bool]]:
+    """Yield the micro-batches of an update. Each item has the rows of a micro-batch, whether they
+    count (`MicroBatches.of`), and whether their forward pass needs a gradient.
+
+    Rollouts known to have no gradient, as those of a group of equal rewards, have micro-batches of
+    their own. These micro-batches are read for the metrics alone, without a backward pass. With a
+    critic, or on several ranks, all rollouts stay together.
+    """
+    if not learns and u.critic is None:
+        return
+    portions = [(minibatch, True)]
+    if u.critic is None and ranks.size() == 1:
+        owners, mask = minibatch.rollout_ids, minibatch.response_mask
+        loud = torch.isin(owners, owners[minibatch.advantages.any(1)])[:, None]
+        quiet = replace(
+            minibatch, response_mask=mask & ~loud, advantages=torch.zeros_like(minibatch.advantages)
+        )
+        if not has_signal(u, quiet):
+            portions = [(replace(minibatch, response_mask=mask & loud), True), (quiet, False)]
+    for portion, trains in portions:
+        for rows, counts in u.micro.of(portion):
+            yield select(minibatch, rows), counts, trains
 
 
 def compute_trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
