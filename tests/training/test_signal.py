@@ -292,7 +292,9 @@ def test_skipping_changes_no_gradient(loss, term, split, monkeypatch):
     ],
 )
 def test_groups_of_equal_rewards_are_read_without_a_gradient(words, apart, monkeypatch):
-    """The metrics are those of all rollouts."""
+    """The metrics are those of all rollouts. Two groups fit into a micro-batch, and the first one
+    and the last one have unequal rewards."""
+    rollouts = rollouts_of([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
     rows = []
     for skips in (True, False):
         read = {True: 0, False: 0}
@@ -307,9 +309,9 @@ def test_groups_of_equal_rewards_are_read_without_a_gradient(words, apart, monke
             patched.setattr(minibatch, "compute_trained_logprobs", watched)
             if not skips:
                 patched.setattr(minibatch, "has_signal", lambda u, batch: True)
-            learner = learner_of("algorithm=grpo", "algorithm.minibatches=1", *words)
-            rows.append(learner.step(ONE_DIFFERS))
-        with_gradient = sum(SIZES[:2]) if skips and apart else sum(SIZES)
+            small = ["algorithm.minibatches=1", "trainer.micro_batch_tokens=54"]
+            rows.append(learner_of("algorithm=grpo", *small, *words).step(rollouts))
+        with_gradient = sum(SIZES[:2] + SIZES[6:]) if skips and apart else sum(SIZES)
         assert read == {True: with_gradient, False: sum(SIZES) - with_gradient}
     ours, theirs = (
         {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}

@@ -85,17 +85,23 @@ def sum_gradients(
 ) -> tuple[float, float, float]:
     """Add up the gradients of all passes of an update.
 
+    A micro-batch known to have no gradient is read for its metrics alone, without a backward pass.
+
     Returns: three sums over all ranks. The first is KL(old‖now) in nats, summed over the tokens
       counted by algorithm.target_kl. The second is the number of these tokens. The third is the
       loss.
     """
     a = u.x.algorithm
     moved = tokens = loss = 0.0
-    for part, counts, trains in split_by_signal(u, minibatch, learns=learns):
+    # with a critic, or on several ranks, all passes have a gradient
+    alone = u.critic is None and ranks.size() == 1
+    ordered = order_by_signal(minibatch) if alone else minibatch
+    for rows, counts in u.micro.of(ordered) if learns or u.critic is not None else ():
+        part = select(minibatch, rows)
         packed = pack(part.ids, part.response_mask)
         if not counts:
             part = replace(part, weights=torch.zeros_like(part.weights))
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(not alone or has_signal(u, part)):
             scores = compute_trained_logprobs(u, packed)
             policy_loss, parts = surrogate(part, scores, a, u.x.kl)
         total = policy_loss if learns else policy_loss.new_zeros(())
@@ -121,30 +127,12 @@ def sum_gradients(
     return moved, tokens, loss
 
 
-def split_by_signal(
-    u: Update, minibatch: Minibatch, *, learns: bool
-) -> Iterator[tuple[Minibatch, bool, bool]]:
-    """Yield the micro-batches of an update. Each item has the rows of a micro-batch, whether they
-    count (`MicroBatches.of`), and whether their forward pass needs a gradient.
-
-    Rollouts known to have no gradient, as those of a group of equal rewards, have micro-batches of
-    their own. These micro-batches are read for the metrics alone, without a backward pass. With a
-    critic, or on several ranks, all rollouts stay together.
-    """
-    if not learns and u.critic is None:
-        return
-    portions = [(minibatch, True)]
-    if u.critic is None and ranks.size() == 1:
-        owners, mask = minibatch.rollout_ids, minibatch.response_mask
-        loud = torch.isin(owners, owners[minibatch.advantages.any(1)])[:, None]
-        quiet = replace(
-            minibatch, response_mask=mask & ~loud, advantages=torch.zeros_like(minibatch.advantages)
-        )
-        if not has_signal(u, quiet):
-            portions = [(replace(minibatch, response_mask=mask & loud), True), (quiet, False)]
-    for portion, trains in portions:
-        for rows, counts in u.micro.of(portion):
-            yield select(minibatch, rows), counts, trains
+def order_by_signal(minibatch: Minibatch) -> Minibatch:
+    """Number the groups anew, so that groups without an advantage, as those of equal rewards, come
+    last. Micro-batches follow the numbers, so such groups have micro-batches of their own."""
+    groups = minibatch.group_ids
+    loud = torch.isin(groups, groups[minibatch.rollout_ids[minibatch.advantages.any(1)]])
+    return replace(minibatch, group_ids=torch.where(loud, groups, groups + groups.max() + 1))
 
 
 def compute_trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
