@@ -169,3 +169,27 @@ def run_html(run: Any) -> str:
         f'<div style="{STYLE}"><b>{escape(run_heading(run))}</b>'
         f"<table><tr>{names}</tr>{cells}</table></div>"
     )
+
+
+# ----------------------------------------------------------------------------------------- a table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def align_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:
+    """Align columns of text: the first `left` columns to the left, all others (numbers) to the
+    right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+
+    def put(row: Sequence[str]) -> str:
+        return "  ".join(
+            t.ljust(w) if i < left else t.rjust(w)
+            for i, (t, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+
+    return "\n".join([put(columns), "-" * (sum(widths) + 2 * len(widths) - 2), *map(put, cells)])

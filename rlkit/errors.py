@@ -135,7 +135,7 @@ def require_arguments(function: Callable[..., Any], where: str, *given: Any, **n
             [*(type(one).__name__ for one in given), *(f"{name}=…" for name in named)]
         )
         raise ConfigError(
-            f"{where}: {name_function(function)} is called with ({asked}): {error}"
+            f"{where}: {describe_definition(function)} is called with ({asked}): {error}"
         ) from None
 
 

@@ -109,7 +109,7 @@ def read_effect(given: dict[str, str], usual: float) -> float:
 
 def table(data: Mapping[str, Any]) -> str:
     """Write one row per line of runs: seeds, mean figure, and the spending of a run."""
-    from rlkit.runs.sweeps.compare import align_columns
+    from rlkit.display import align_columns
 
     spent = data["spent"]
     figure = data["figure"]

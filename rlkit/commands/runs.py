@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rlkit.commands.arguments import Answer, Arguments, drop, find_option, unquote
 from rlkit.config.changes import find_differences
+from rlkit.display import align_columns
 from rlkit.errors import ConfigError, DataError, suggest_name
 from rlkit.runs import folder as runs
 from rlkit.training.schedules.paths import flatten_numbers
@@ -76,7 +77,7 @@ def command(arguments: Arguments) -> Answer:
     found = find_folders(places, wanted)
     shown = list(map(read_listed, found[: int(limit) or None]))
     more = len(found) - len(shown)
-    lines = _columns([HEAD, *map(_row, shown)])
+    lines = align_columns(HEAD, list(map(_row, shown)), left=len(HEAD)).splitlines()
     if not found:
         asked = f" with {' '.join(wanted)}" if wanted else ""
         hint = _name_nearest(wanted, find_folders(places, ())[:1])
@@ -217,13 +218,4 @@ def _table(first: str, rows: Mapping[str, Sequence[Any]]) -> list[str]:
     if not rows:
         return []
     cells = [(key, *(_text(key, value) for value in pair)) for key, pair in rows.items()]
-    return _columns([(first, "A", "B"), *cells])
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Write the rows as lines with aligned cells."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return align_columns((first, "A", "B"), cells, left=3).splitlines()

@@ -28,20 +28,15 @@ def read_shelf(file: Path) -> str:
     return found[1] if found else ""
 
 
-def find_shelf(group: str, option: str, config_dir: str | Path | None = None) -> str:
-    """Find the shelf of an option: everyday, catalogue, or "" if its file has no shelf line or does
-    not exist.
+def find_shelf(group: str, option: str) -> str:
+    """Find the shelf of a shipped option: everyday, catalogue, or "" if there is no such option.
 
     Args:
       group: as on the command line, for example algorithm or algorithm/policy_loss.
       option: as on the command line, for example grpo or recipe/grpo.
-      config_dir: the folder of the user's own options, searched after the shipped ones.
     """
-    for folder in (conf_dir(), config_dir):
-        file = Path(folder) / group / f"{option}.yaml" if folder else None
-        if file is not None and file.is_file():
-            return read_shelf(file)
-    return ""
+    file = conf_dir() / group / f"{option}.yaml"
+    return read_shelf(file) if file.is_file() else ""
 
 
 def group_options_by_shelf(group: str) -> dict[str, list[str]]:

@@ -108,8 +108,7 @@ def explain(
 
 def find_extras(config: Mapping[str, Any]) -> list[str]:
     """List the extras whose functions a config names, sorted."""
-    names = (EXTRA.match(target) for target in _targets(config))
-    return sorted({found[1] for found in names if found})
+    return sorted(set(EXTRA.findall(str(config))))
 
 
 def _choices(composed: Composed) -> dict[str, str]:
@@ -253,15 +252,3 @@ class _Recorded(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _targets(node: Any) -> Iterator[str]:
-    """Yield the names of all functions in a config."""
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            yield str(node["_target_"])
-        for value in node.values():
-            yield from _targets(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from _targets(value)

@@ -46,7 +46,6 @@ class Renderer(NamedTuple):
 
     tokenizer: Any  # transformers.PreTrainedTokenizerBase with a chat template
     plain: Any  # tokenizers.Tokenizer without added tokens
-    added_ids: frozenset[int]
     thinking: Thinking
     template_arguments: tuple[tuple[str, Any], ...] = ()  # for example enable_thinking
     # (messages, tools) → text, used in place of the template; None: the template
@@ -92,7 +91,6 @@ def make_renderer(
     return Renderer(
         tokenizer,
         plain,
-        frozenset(tokenizer.added_tokens_decoder),
         _thinking(tokenizer, plain, interruption),
         arguments,
         render,

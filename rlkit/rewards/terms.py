@@ -3,14 +3,13 @@ they may fail."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rlkit.errors import ConfigError, name_function
+from rlkit.errors import ConfigError, require_arguments
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.rewards.declarations import read_declarations
-from rlkit.types import AggregatorFn, safe
+from rlkit.types import AggregatorFn, Rollout, Task, safe
 
 
 @safe("fn")
@@ -95,23 +94,5 @@ def require_terms(reward: Reward) -> None:
                 f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not"
                 f" {term.timeout}"
             )
-        wrong = _explain_uncallable(term.fn)
-        if wrong:
-            what = "the list of rollouts" if term.takes_all else "a rollout"
-            raise ConfigError(
-                f"reward term {name!r}: {name_function(term.fn)} must accept a call with one"
-                f" argument, {what}, and does not: {wrong}"
-            )
-
-
-def _explain_uncallable(fn: Callable[..., Any]) -> str:
-    """Explain why a function cannot be called with one argument, with the function's file and line.
-    Return "" if it can, or if it has no signature."""
-    try:
-        inspect.signature(fn).bind(None)
-    except TypeError as error:
-        code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
-        return str(error) + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
-    except ValueError:
-        pass
-    return ""
+        given = [] if term.takes_all else Rollout(Task("", ()), ())
+        require_arguments(term.fn, f"reward term {name!r}", given)

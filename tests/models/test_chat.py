@@ -55,7 +55,7 @@ def test_text_never_becomes_a_control_token(renderer, text):
     """Tried and wrong: add_special_tokens=False still yields <|im_end|>, split_special_tokens still
     yields <think>."""
     ids = encode_text(renderer, text)
-    assert not set(ids) & renderer.added_ids
+    assert not set(ids) & set(renderer.tokenizer.added_tokens_decoder)
     assert decode(renderer, ids) == text
 
 
@@ -76,7 +76,8 @@ def test_hostile_content_leaves_the_turns_as_they_are(renderer, text):
             },
             {"role": "tool", "content": content, "tool_call_id": "call_0", "name": "calculator"},
         ]
-        return [i for i in encode_prompt(renderer, messages, TOOLS) if i in renderer.added_ids]
+        added = renderer.tokenizer.added_tokens_decoder
+        return [i for i in encode_prompt(renderer, messages, TOOLS) if i in added]
 
     assert control(text) == control("harmless")
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlkit.display import align_columns
 from rlkit.runs import folder as runs
 from rlkit.runs import verdicts
 from rlkit.runs.reading import group_runs, read_run
@@ -109,24 +110,3 @@ def summarise_lines(jobs: Sequence[RunJob]) -> str:
             *verdicts.format_verdicts(groups, compared, verdicts.judge_lines(groups, compared)),
         ]
     )
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def align_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:
-    """Align columns of text: the first `left` columns to the left, all others (numbers) to the
-    right."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-
-    def put(row: Sequence[str]) -> str:
-        return "  ".join(
-            t.ljust(w) if i < left else t.rjust(w)
-            for i, (t, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-
-    return "\n".join([put(columns), "-" * (sum(widths) + 2 * len(widths) - 2), *map(put, cells)])
