@@ -241,7 +241,8 @@ LOADED = {
 # Types with keys chosen by the user.
 NAMED = {
     "Mapping[str, Any]": (
-        "name → a part: a Lightning callback, a function of the step, a Controller"
+        "config path of a number, such as kl.coef → a function of the step, or a Controller; for"
+        " callbacks: name → a Lightning callback"
     ),
     "Mapping[str, Phase]": "name → a phase",
     "Mapping[str, Term]": "name → a term",
@@ -401,10 +402,12 @@ def extension_points() -> str:
 
 
 MEASURING = """
-An example that uses named rewards, metadata and versions:
+An advantage that uses a term of the reward and the metadata:
 
-    def of_format(rewards, components, metadata, versions):
-        easy = torch.tensor([row["level"] < 3 for row in metadata])
+    import torch
+
+    def of_format(rewards, components, metadata):
+        easy = torch.tensor([row["level"] < 3 for row in metadata], device=rewards.device)
         return torch.where(easy, components["format"], rewards)
 
 ## Metrics of a part
@@ -456,7 +459,7 @@ warning and continues.
     @gives("binary", strict=True)  # only while its hyperparameter `strict` is true
     def graded(rollout, *, strict=False): ...
 
-    @keeps("non_negative", "raw")  # an aggregator or overlong rule: which words still hold after it
+    @keeps("non_negative", "raw")  # an aggregator or overlong rule: what it does not destroy
     def halves(scores, weights): ...
 
     @assumes("binary_rewards")  # an advantage
@@ -465,9 +468,11 @@ warning and continues.
     @vanishes("without_advantages")  # a policy loss: a token without an advantage has no gradient
     def plain(ratio, advantages): ...
 
-`vanishes` lets a run skip updates. If all rewards of a minibatch's groups are equal, its advantages are 0, and
-an update whose loss has no other term would only repeat old momentum. Without the declaration such an update
-is taken. If the dry run finds a gradient where a part declares none, the run is refused.
+With `vanishes`, rlkit can skip an update or a backward pass. If the rewards are equal in every group of a
+minibatch, all advantages are 0. If the loss has no other term, the gradient is then 0, and an update would only
+decay the weights and repeat old momentum. rlkit skips it only if the policy loss has the declaration. On one
+device it also leaves out the backward pass of a micro-batch without advantages. If the dry run finds a gradient
+where a part declares none, the run is refused.
 
 `functools.partial` and `functools.wraps` keep the declarations of what they wrap, but `functools.wraps` drops
 `vanishes`, because a wrapper may add a term. A weight other than 1 removes `binary`, and a negative weight also
@@ -483,9 +488,9 @@ def declarations_page() -> list[str]:
     """Return the lines about declarations: the known words, and the shipped parts' declarations."""
     lines = [*DECLARING.splitlines(), ""]
     lists = {
-        "Of rewards": rlkit.types.GUARANTEES,
-        "Assumed": rlkit.types.ASSUMPTIONS,
-        "Of gradients": rlkit.types.VANISHING,
+        "Words for `@gives` and `@keeps`": rlkit.types.GUARANTEES,
+        "Words for `@assumes`": rlkit.types.ASSUMPTIONS,
+        "Words for `@vanishes`": rlkit.types.VANISHING,
     }
     for title, known in lists.items():
         lines += [
@@ -494,6 +499,11 @@ def declarations_page() -> list[str]:
             *(f"- `{word}` {meaning}" for word, meaning in known.items()),
             "",
         ]
+    lines += [
+        "The table is for the functions' default numbers. `nothing` is a declaration without a",
+        "word, and an empty cell is no declaration.",
+        "",
+    ]
     lines += ["| shipped part | assumes | gives | keeps | vanishes |", "|---|---|---|---|---|"]
     for target in dict.fromkeys(target for _, target in targets()):
         words = [
@@ -510,7 +520,13 @@ def declarations_page() -> list[str]:
 
 
 def signatures(protocol: type) -> list[str]:
-    """Return the signature of a Protocol's function, or of each method of its objects."""
+    """Return the attributes of a Protocol's objects, and the signature of its function or of each
+    method of its objects."""
+    attributes = {
+        name: inspect.get_annotations(value.fget)["return"]
+        for name, value in vars(protocol).items()
+        if isinstance(value, property)
+    } | inspect.get_annotations(protocol)
     methods = {
         n: f
         for n, f in inspect.getmembers(protocol, inspect.isfunction)
@@ -525,10 +541,12 @@ def signatures(protocol: type) -> list[str]:
             .replace("(self, ", "(")
             .replace("(self)", "()")
             .replace("'", "")
+            .replace("= ,", '= "",')
+            .replace("= )", '= "")')
         )
         for name, f in methods.items()
     }
-    return [
+    return [f"{name}: {hint}  " for name, hint in attributes.items()] + [
         signature if name == "__call__" else f"{kinds[name]}{name}{signature}  "
         for name, signature in shown.items()
     ]

@@ -455,12 +455,12 @@ QUANTITIES: Mapping[str, str] = {
         " for this"
     ),
     "token_rewards": (
-        "[B, T] a step's reward at its last sampled token, the episode's at the last; a KL in the"
-        " reward is in it"
+        "[B, T] each step's reward at the step's last sampled token, the episode's reward at the"
+        " rollout's last; a KL penalty in the reward is included"
     ),
     "rollout_ids": "[B] which rollout a row belongs to",
     "step_ids": "[B, T] which step of its rollout a token belongs to",
-    "response_mask": "[B, T] True on sampled tokens",
+    "response_mask": "[B, T] True on the sampled tokens to train on",
     "advantages": "[B, T] a constant",
     "logprobs": "[B, T] of the policy being trained; carries the gradient",
     "logprobs_old": "[B, T] of the policy before the update",
@@ -480,8 +480,8 @@ QUANTITIES: Mapping[str, str] = {
     "values_old": "[B, T] the same before the update (value loss only)",
     "returns": "[B, T] what the critic learns to predict, a constant (value loss only)",
     "versions": (
-        "[B, T] RL steps done when the weights were loaded that sampled a token, 0 elsewhere: their"
-        " difference is the staleness"
+        "[B, T] RL steps that had trained the weights that sampled the token; 0 on other tokens."
+        " The current step's number minus this is the staleness"
     ),
     "covariance_rank": (
         "[B, T] share of the step's tokens with a higher covariance of advantage and old log-prob"
@@ -492,8 +492,8 @@ QUANTITIES: Mapping[str, str] = {
         " terms too"
     ),
     "metadata": (
-        "a tuple of N mappings: what a rollout's task carries as metadata, and what its episode"
-        " added, which wins; else its `player` and `state`"
+        "a tuple of N mappings, one per rollout: `player`, `state`, then the task's metadata, then"
+        " the episode's; a later entry replaces an earlier one of the same name"
     ),
 }
 
