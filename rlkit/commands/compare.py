@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.commands.arguments import Answer, Arguments, take_settings
+from rlkit.display import align_columns
 from rlkit.errors import ConfigError, Refusal
 from rlkit.runs import verdicts
 from rlkit.runs.reading import Group, find_runs, group_runs, read_run
@@ -109,8 +110,6 @@ def read_effect(given: dict[str, str], usual: float) -> float:
 
 def table(data: Mapping[str, Any]) -> str:
     """Write one row per line of runs: seeds, mean figure, and the spending of a run."""
-    from rlkit.display import align_columns
-
     spent = data["spent"]
     figure = data["figure"]
     rows: list[list[object]] = []

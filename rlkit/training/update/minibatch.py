@@ -128,11 +128,12 @@ def sum_gradients(
 
 
 def order_by_signal(minibatch: Minibatch) -> Minibatch:
-    """Number the groups anew, so that groups without an advantage, as those of equal rewards, come
-    last. Micro-batches follow the numbers, so such groups have micro-batches of their own."""
+    """Number the groups anew. Groups with an advantage come first, and groups without one last, for
+    example groups of equal rewards. Micro-batches take the groups in this order. Therefore at most
+    one micro-batch has groups of both kinds."""
     groups = minibatch.group_ids
-    loud = torch.isin(groups, groups[minibatch.rollout_ids[minibatch.advantages.any(1)]])
-    return replace(minibatch, group_ids=torch.where(loud, groups, groups + groups.max() + 1))
+    learned = torch.isin(groups, groups[minibatch.rollout_ids[minibatch.advantages.any(1)]])
+    return replace(minibatch, group_ids=torch.where(learned, groups, groups + groups.max() + 1))
 
 
 def compute_trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
