@@ -238,9 +238,20 @@ def apply_part(function: Callable[..., Any], quantities: Mapping[str, Any]) -> A
     return out
 
 
+class NoTerm(KeyError):
+    """Raised if a part looks up a reward term that does not exist."""
+
+
+class Components(dict[str, Tensor]):
+    """Map reward terms to tensors, for one part."""
+
+    def __missing__(self, key: str) -> Tensor:
+        raise NoTerm(key)
+
+
 def _hand_over(name: str, value: Any) -> Any:
     if name == "components":
-        return dict(value)
+        return Components(value)
     if name == "metadata":
         with suppress(Exception):  # if a value cannot be copied, the function gets the value itself
             return copy.deepcopy(value)
@@ -289,28 +300,24 @@ def call_part(
       not fit the part's Protocol.
     """
     path, protocol, wanted = PARTS[name]
-    asked = list_inputs(function)
 
     def refused(said: str) -> PartError:
         return PartError(f"{path} ({name_function(function)}): {said}")
 
-    try:
-        value, metrics = unpacked(apply_part(function, given))
-    except KeyError as error:
-        key = str(error.args[0])
-        terms = given.get("components", {})
-        if key in asked and key not in given:
+    for key in list_inputs(function):
+        if key not in given:
             there = ", ".join(quantity for quantity in QUANTITIES if quantity in given)
             raise refused(
-                f"asks for '{key}', which there is not, or not yet, when it is called; there are:"
-                f" {there}"
-            ) from error
-        if "components" in asked and key not in terms:
-            raise refused(
-                f"there is no reward term '{key}'.{suggest_name(key, terms)} There are:"
-                f" {', '.join(terms)}"
-            ) from error
-        raise
+                f"asks for '{key}', which does not exist when it is called; there are: {there}"
+            )
+    try:
+        value, metrics = unpacked(apply_part(function, given))
+    except NoTerm as error:
+        key, terms = error.args[0], given["components"]
+        raise refused(
+            f"there is no reward term '{key}'.{suggest_name(str(key), terms)} There are:"
+            f" {', '.join(terms)}"
+        ) from error
     sizes = {"[N]": given["rewards"].shape, "[B, T]": given["ids"].shape}
     device = given["ids"].device
     values = value if isinstance(value, tuple) else (value,)
@@ -399,7 +406,7 @@ def require_number(coefficient: float | Controller) -> float:
     numbers. Raises: TypeError for a controller."""
     if isinstance(coefficient, Controller):
         raise TypeError(
-            "a controller is no number; take the experiment of a step,"
+            "a controller is not a number; use the experiment of a step:"
             " rlkit.training.schedules.resolve_schedules(experiment, progress)"
         )
     return coefficient

@@ -118,7 +118,7 @@ def name_function(function: Callable[..., Any]) -> str:
         function = function.func
     function = inspect.unwrap(function)  # of rlkit.NAME, which checks its arguments
     # a package exports the functions of its private files
-    module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))
+    module = re.sub(r"\._\w+$", "", getattr(function, "__module__", None) or "")
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 

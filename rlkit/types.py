@@ -763,27 +763,24 @@ def declarations(
     A `functools.partial` declares the same as its function. A wrapper made with `functools.wraps`
     also does, except for `vanishes`.
     """
-    bound: dict[str, Any] = {}
-    while isinstance(part, functools.partial):
-        bound = {**part.keywords, **bound}
-        part = part.func
-    plain: Any
+    numbers, part = bound(part), plain(part)
+    declaring: Any
     if kind == "vanishes":
-        plain = None if _is_copied(part, "__vanishes__") else part
+        declaring = None if _is_copied(part, "__vanishes__") else part
     else:
-        plain = (
+        declaring = (
             inspect.unwrap(part, stop=lambda f: hasattr(f, f"__{kind}__"))
             if callable(part)
             else part
         )
-    made = getattr(plain, f"__{kind}__", None)
+    made = getattr(declaring, f"__{kind}__", None)
     if made is None:
         return None
-    defaults = {p.name: p.default for p in inspect.signature(plain).parameters.values()}
+    defaults = {p.name: p.default for p in inspect.signature(declaring).parameters.values()}
     holds = [
         words
         for words, where in made
-        if all((defaults | bound).get(key) == value for key, value in where.items())
+        if all({**defaults, **numbers}.get(key) == value for key, value in where.items())
     ]
     found = {word for words in holds for word in words}
     return frozenset(found | ({"non_negative", "raw"} if "binary" in found else set()))

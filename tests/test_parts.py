@@ -336,11 +336,29 @@ def test_metrics_may_stand_beside_every_kind_of_value():
 def test_a_quantity_that_is_not_there_yet_is_named():
     with pytest.raises(
         PartError,
-        match=(
-            r"algorithm.group_filter \(.*\): asks for 'advantages', which there is not, or not yet"
-        ),
+        match=r"algorithm.group_filter \(.*\): asks for 'advantages', which does not exist",
     ):
         filter_rollouts(make_batch(), algorithm(group_filter=lambda advantages: advantages > 0))
+
+
+@pytest.mark.parametrize(
+    "of, said",
+    [
+        (lambda c, m: c["rihgt"], "there is no reward term 'rihgt'. Did you mean 'right'"),
+        (lambda c, m: m[0]["level"], "^'level'$"),
+        (lambda c, m: {}.pop(*[]), "expected"),
+    ],
+    ids=["a term", "a field of the row", "an error of its own"],
+)
+def test_only_a_missing_term_is_called_a_missing_term(of, said):
+    """A KeyError of the part's own code is not about the components."""
+
+    def part(rewards, components, metadata):
+        return rewards * 0 + of(components, metadata)
+
+    extra = {"components": {"right": ROLLOUTS}, "metadata": tuple({} for _ in ROLLOUTS)}
+    with pytest.raises((PartError, KeyError, TypeError), match=said):
+        call_part("advantage", part, {**given(), **extra})
 
 
 # ----------------------------------------------------------------------------------- new quantities

@@ -175,8 +175,8 @@ def gdpo(
     """Standardise each component of the reward within its group, then standardise their weighted
     sum over the batch.
 
-    S_i = Σ_k weight_k (r_ki - mean_g(r_k)) / (std_g(r_k) + eps),  A_i = (S_i - mean(S)) / (std(S) +
-    eps)
+    S_i = Σ_k weight_k (r_ki - mean_g(r_k)) / (std_g(r_k) + eps)
+    A_i = (S_i - mean(S)) / (std(S) + eps)
 
     Args:
       components: name → [N], nan for an unscored rollout.
@@ -197,14 +197,11 @@ def gdpo(
     tensor([ 0.7071, -0.7071])
     """
     require_unsigned(eps=eps)
-    used = {
-        name: weight
-        for name, weight in (dict.fromkeys(components, 1.0) if weights is None else weights).items()
-        if weight
-    }
+    given = dict.fromkeys(components, 1.0) if weights is None else dict(weights)
     require(
-        used.keys() <= components.keys(), "weights", dict(used), f"names of {', '.join(components)}"
+        given.keys() <= components.keys(), "weights", given, f"names of {', '.join(components)}"
     )
+    used = {name: weight for name, weight in given.items() if weight}
     total = torch.zeros_like(group_ids, dtype=torch.float64)
     for name, weight in used.items():
         column = components[name]

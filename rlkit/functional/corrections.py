@@ -335,8 +335,7 @@ def binary_kl_mask(
     """Mask the tokens whose probabilities in trainer and sampler are far apart. A rare token may
     differ by a larger ratio than a likely token.
 
-    w_t = 1 if max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k(a, b) = a log(a / b) + (1
-    - a) log((1 - a) / (1 - b))
+    w_t = 1 if max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k is `binary_kl`
 
     Args:
       logprobs_old: [B, T] in nats, computed by the trainer.

@@ -79,9 +79,8 @@ def effective_sample_size(
       rollout_ids: [B] or [B, T] int64; all tokens of a rollout must be passed. None: each token is
         a sample of its own.
     Returns: scalar in (0, 1], 1 if trainer and sampler agree; nan if nothing is trained. The
-      chi-square divergence of trainer and sampler is estimated by n / ESS - 1 = mean(W²) / mean(W)²
-      - 1. verl's mean(W²)
-      - 1 can be negative.
+      chi-square divergence of trainer and sampler is estimated by
+      n / ESS - 1 = mean(W²) / mean(W)² - 1. verl's mean(W²) - 1 can be negative.
     Source: Kong 1992, "A note on importance sampling using standardized weights".
 
     >>> new, old, mask = (

@@ -219,7 +219,7 @@ def chunked_divergence(
         len(states) == len(hidden),
         "len(hidden of the teacher)",
         len(states),
-        f"{len(hidden)}, one a token",
+        f"{len(hidden)}, 1 per token",
     )
     nothing = hidden.new_zeros(len(hidden))
     columns = [

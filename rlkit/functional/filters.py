@@ -195,7 +195,9 @@ def clip_cov(
     bits = full_precision(logprobs_old.detach())[response_mask].double().view(torch.int64)[band]
     noise = gumbel_noise(bits, (rollout_ids[rows[band]] << 32) + columns[band], 1)[:, 0]
     kept = torch.ones_like(covariance, dtype=torch.bool)
-    kept[band[noise.topk(min(len(band), max(1, int(share * len(covariance))))).indices]] = False
+    kept[
+        band[noise.topk(min(len(band), max(1, int(round(share * len(covariance), 6))))).indices]
+    ] = False
     return response_mask.masked_scatter(response_mask, kept)
 
 

@@ -109,7 +109,7 @@ def chunked_log_probs(
             len(reference[0]) == len(hidden),
             "len(hidden of the reference)",
             len(reference[0]),
-            f"{len(hidden)}, one a token",
+            f"{len(hidden)}, 1 per token",
         )
         columns = [hidden, ids, reference[0].detach()]
         head_ref = reference[1]

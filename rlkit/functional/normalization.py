@@ -126,8 +126,8 @@ def normalize_advantages(
     """Divide the advantages by their own standard deviation over the rollouts of the batch. Unlike
     the deviation of rewards, this scale does not grow if prompts have different mean rewards.
 
-    A_t / (std(Â) + eps), Â_j the mean of A over the trained tokens of rollout j, std divided by n -
-    1
+    A_t / (std(Â) + eps), Â_j the mean of A over the trained tokens of rollout j,
+    std of a sample (n - 1)
 
     Args:
       advantages: [B, T].
@@ -169,7 +169,7 @@ def whiten(
     """Standardise the advantages over all trained tokens of the batch. With `gae` this is PPO, with
     `reward_to_go` it is REINFORCE++.
 
-    (A_t - mean(A)) / √(var(A) + eps), var divided by n - 1
+    (A_t - mean(A)) / √(var(A) + eps), var of a sample (n - 1)
 
     Args:
       advantages: [B, T].

@@ -94,8 +94,8 @@ def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -
     The vocabulary is divided into blocks of `s = ⌈√V⌉` tokens. With the noise
     `g = gumbel_noise(seeds, counter, ⌊V/s⌋ + 1 + s)`:
 
-        block = argmax_b (log Σ_{v in b} p_v + g_b),   token = argmax_{v in block} (log p_v +
-                                                       g_{⌊V/s⌋ + 1 + v mod s})
+        block = argmax_b (log Σ_{v in b} p_v + g_b)
+        token = argmax_{v in block} (log p_v + g_{⌊V/s⌋ + 1 + v mod s})
 
     Both are Gumbel-max draws with independent noise, so exactly
     `P(token) = P(block) · p_token / P(block) = p_token`. All blocks use the same noise for their

@@ -225,6 +225,10 @@ def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
     return None
 
 
+# teachers that are the policy itself, or that are behind a server
+HOLD_NOTHING = ("live", "vllm")
+
+
 def _count_held_bytes(
     x: Experiment, model: nn.Module, critic: nn.Module | None, device: torch.device
 ) -> tuple[int, int]:
@@ -248,11 +252,10 @@ def _count_held_bytes(
         for phase in list_phases(x).values()
         if phase.needs_reference and phase.reference.name != "live"
     }
-    for reference in references.values():
-        loaded = bound(reference.init).get("path")
-        weights += own if has_adapters(model) and not loaded else base
     teachers = x.teacher.models.values() if x.needs_teacher else ()
-    weights += base * sum(bool(bound(teacher.init).get("path")) for teacher in teachers)
+    for held in (*references.values(), *(t for t in teachers if t.name not in HOLD_NOTHING)):
+        loaded = bound(held.init).get("path")
+        weights += own if has_adapters(model) and not loaded else base
     training = sum(p.nbytes + 2 * 4 * p.numel() for p in trained)
     if x.trainer.strategy == "fsdp":
         weights //= ranks.size()

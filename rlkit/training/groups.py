@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlkit.algorithm import asks_for, call
+from rlkit.algorithm import asks_for, call_part
 from rlkit.distributed import ranks
 from rlkit.episodes import assemble, collect, count_failures
 from rlkit.episodes.samplers import with_outcomes
@@ -130,9 +130,6 @@ def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollo
     """Return all rollouts of the accepted groups. A group is accepted if the group filter keeps at
     least one of its rollouts."""
     given = assemble(rollouts, pad_token_id=policy.pad_token_id).quantities
-    kept = {
-        r.group
-        for r, keep in zip(rollouts, call(x.algorithm.group_filter, given).tolist(), strict=True)
-        if keep
-    }
+    chosen, _ = call_part("group_filter", x.algorithm.group_filter, given)
+    kept = {r.group for r, keep in zip(rollouts, chosen.tolist(), strict=True) if keep}
     return [r for r in rollouts if r.group in kept]

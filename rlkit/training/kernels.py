@@ -74,7 +74,7 @@ def engine_line(engine: Any, device: torch.device, parameters: int) -> str:
     name = type(engine).__name__
     if isinstance(engine, SharedEngine):
         return f"engine: {name}; it decodes with kernels of its own, from copies of the weights"
-    line = f"engine: {name}; it decodes in this process, from the trainer's own weights"
+    line = f"engine: {name}; it decodes with the model's own code"
     if parameters < LARGE:
         return line
     return (

@@ -655,7 +655,7 @@ def performance(
     seconds = clock.total()
     return {
         "tokens/total": tokens,
-        "tokens/sampled": int(batch.response_mask.sum()),
+        "tokens/sampled": int(batch.sampled_mask.sum()),
         "perf/padding_frac": 1 - terms.packed / terms.padded if terms.padded else NAN,
         "perf/shared_frac": 1 - terms.packed / terms.read if terms.read else NAN,
         "perf/step_s": seconds,

@@ -160,7 +160,7 @@ class RLModule(L.LightningModule):
         goes into the step's row in metrics.jsonl, in metrics.csv and in every logger. Lightning's
         other arguments have no effect.
 
-        Raises: PartError if the value is no single number.
+        Raises: PartError if the value is not one number.
         """
         self.logged.setdefault(name, []).append(convert_to_number(name, value))
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.environments import find_environment
 from rlkit.episodes.episode import read_opening
+from rlkit.errors import DataError
 from rlkit.models.chat import encode_prompt
 from rlkit.system.copies import copy_value
 from rlkit.training.references import ema, frozen, live
@@ -179,6 +180,11 @@ def build_shown_prompts(
 def with_hint(messages: Sequence[Message], said: str) -> list[Message]:
     """Return the messages with a text added to the user's last message."""
     out = [*messages]
-    at = max(i for i, message in enumerate(out) if message["role"] == "user")
+    at = max((i for i, message in enumerate(out) if message["role"] == "user"), default=None)
+    if at is None:
+        raise DataError(
+            "teacher=context adds its hint to the user's last message, and a first prompt has none;"
+            " let the environment begin with a user's message"
+        )
     out[at] = {**out[at], "content": f"{out[at]['content']}\n\n{said}"}
     return out

@@ -539,4 +539,5 @@ def test_the_shown_reward_is_the_one_of_training():
     assert [r.total_reward for r in played] == [0.0, 0.5, 1.0, 0.5]
     assert "reward 1.0 ·" in write_transcript(best).splitlines()[0]
     assert select_best_and_worst(played, 2) == [best, worse]
+    assert select_best_and_worst([best], 6) == [best]
     assert "0.000, 1.000" in tabulate_episodes(played)

@@ -411,6 +411,11 @@ def test_gpg_is_not_diluted_by_groups_without_a_signal() -> None:
     )
 
 
+def test_gdpo_refuses_an_unknown_component_of_any_weight() -> None:
+    with pytest.raises(ValueError, match=r"weights is .*typo.*names of right"):
+        gdpo({"right": torch.ones(2)}, torch.zeros(2).long(), weights={"right": 1.0, "typo": 0.0})
+
+
 def test_gdpo_reads_every_component_on_its_own_scale() -> None:
     """A component in other units, or with a constant added, moves nothing; a weight does, and one
     of 0 takes it out, nan included."""

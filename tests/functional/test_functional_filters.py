@@ -177,6 +177,13 @@ def test_clip_cov_by_hand() -> None:
             clip_cov(*given, **{name: value})
 
 
+def test_clip_cov_draws_a_share_that_floats_round_down() -> None:
+    """0.29 · 100 is 28.999…"""
+    advantages = torch.arange(100.0)[None]
+    given = (advantages, advantages / 100 - 1, torch.ones(1, 100).bool(), torch.tensor([0]))
+    assert (~clip_cov(*given, share=0.29, low=-1e9, high=1e9)).sum() == 29
+
+
 def test_clip_cov_draws_its_share_from_the_band() -> None:
     """So many of all trained tokens, evenly from the band, and the same ones whatever the order of
     rows or the padding."""

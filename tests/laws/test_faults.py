@@ -24,6 +24,7 @@ from rlkit.config.changes import find_differences
 from rlkit.distributed import ranks
 from rlkit.runs import folder as runs
 from rlkit.system import rng
+from rlkit.system.digest import write_sums
 from rlkit.system.files import LOST
 from rlkit.system.redaction import REDACTED
 from rlkit.system.rows import WAITING, append_row, read_rows
@@ -167,6 +168,21 @@ def test_checkpoints_of_another_past_are_set_aside(tmp_path, saving):
     assert load_checkpoint(tmp_path / "checkpoints")[1] == {"step": 1}
     assert saving(callback, 2) == ["step_000001.ckpt", "step_000002.ckpt"]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_the_adapters_of_another_past_go_with_their_checkpoint(tmp_path, saving, step):
+    """Those of a step that is saved again are the new past's."""
+    callback = RLCheckpoint(tmp_path, every=1, keep=9)
+    for early in (1, 2):
+        saving(callback, early)
+        adapters = tmp_path / "checkpoints" / f"step_{early:06d}.adapter"
+        adapters.mkdir()
+        write_sums(adapters)
+    supersede(tmp_path / "checkpoints", 1)
+    saving(callback, step)
+    left = {path.name for path in (tmp_path / "checkpoints").glob("*.adapter")}
+    assert left == {"step_000001.adapter", *(["step_000002.adapter"] if step == 2 else [])}
 
 
 def test_checkpoints_are_ordered_by_number(tmp_path):

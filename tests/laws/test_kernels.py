@@ -202,7 +202,7 @@ def test_a_gpu_names_its_engine_and_large_models_are_advised_vllm():
     """By the count of parameters alone: 4B has 4.02 billion."""
     small = engine_line(Cached(), GPU, 1_720_574_976)
     large = engine_line(Cached(), GPU, 4_022_468_096)
-    assert small.startswith("engine: Cached; it decodes in this process")
+    assert small.startswith("engine: Cached; it decodes with the model's own code")
     assert "vllm" not in small and large.startswith(f"{small}; for a model of 4.0 billion")
     assert "we advise generation=vllm" in large and "not a measurement" in large
     served = engine_line(Served(lambda *_: []), GPU, 4_022_468_096)

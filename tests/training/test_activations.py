@@ -176,6 +176,9 @@ def test_terms_are_those_that_a_check_counts_by_hand(machine):
     plain = needs("kl=none", "reference=none")
     assert plain[:2] == (size, 3 * size)
     assert needs().weights == 2 * size  # the reference
+    for name, held in (("start", 1), ("ema", 1), ("context", 0)):
+        taught = needs("algorithm=opd", f"teacher={name}", "kl=none", "reference=none")
+        assert taught.weights == (1 + held) * size
     ppo = ["algorithm=ppo", "kl=none", "reference=none"]
     head = needs(*ppo, "algorithm.critic.model=head")
     both = needs(*ppo, "algorithm.critic.model=separate")

@@ -227,6 +227,21 @@ def test_whole_numbers_stay_whole(experiment):
     assert found == [3, 5, 6, 8, 10] and {type(n) for n in found} == {int}
 
 
+@pytest.mark.parametrize("first", [1, 1.0])
+def test_a_number_declared_as_float_is_not_rounded(experiment, first):
+    """kl.coef=1 on the command line is a whole number, and its schedule is not."""
+    decay = partial(linear, start=1.0, end=0.0, steps=4)
+    moving = experiment._replace(
+        kl=experiment.kl._replace(coef=first),
+        algorithm=experiment.algorithm._replace(
+            policy_loss=partial(experiment.algorithm.policy_loss, clip_high=first)
+        ),
+        schedule=Schedule({"kl.coef": decay, "algorithm.policy_loss.clip_high": decay}),
+    )
+    now = resolve_schedules(moving, Progress(1))
+    assert now.kl.coef == now.algorithm.policy_loss.keywords["clip_high"] == 0.75
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -170,6 +170,8 @@ def test_a_hint_stands_behind_the_users_last_message():
     said = [{"role": role, "content": role} for role in ("user", "assistant", "user", "tool")]
     hinted = [message["content"] for message in with_hint(said, "It is 7.")]
     assert hinted == ["user", "assistant", "user\n\nIt is 7.", "tool"]
+    with pytest.raises(DataError, match="the user's last message, and a first prompt has none"):
+        with_hint(said[1:2], "It is 7.")
 
 
 @pytest.mark.slow

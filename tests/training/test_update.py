@@ -13,7 +13,8 @@ import torch
 
 from rlkit.algorithm import Stream
 from rlkit.config.compose import compose, experiment
-from rlkit.errors import NonFinite
+from rlkit.config.problems.trial import dry_run
+from rlkit.errors import ConfigError, NonFinite, PartError
 from rlkit.functional import kl_student_teacher
 from rlkit.models.chat import encode_text
 from rlkit.rewards import Moments, update_moments
@@ -291,7 +292,49 @@ def test_of_the_messages_in_a_prompt_only_those_of_tools_are_observed(tiny):
 def test_with_several_updates_the_old_policy_is_kept(epochs, minibatches, tiny):
     numbers = [f"algorithm.epochs={epochs}", f"algorithm.minibatches={minibatches}"]
     u = learner_of(tiny, "algorithm=reinforce", *numbers).record()
-    assert needs_old(u) == (epochs * minibatches > 1)
+    assert needs_old(u.x, critic=False) == (epochs * minibatches > 1)
+
+
+# a part of each kind that also asks for QUANTITY
+ASKING = {
+    "group_filter": "lambda rewards, QUANTITY: rewards == rewards",
+    "overlong": "lambda rewards, QUANTITY: (rewards, rewards == rewards)",
+    "advantage": "lambda rewards, QUANTITY: rewards - rewards.nanmean()",
+    "normalization": "lambda advantages, QUANTITY: advantages",
+    "token_filter": "lambda response_mask, QUANTITY: response_mask",
+    "correction": "lambda logprobs_sampler, QUANTITY: torch.ones_like(logprobs_sampler)",
+    "aggregation": "lambda response_mask, QUANTITY: response_mask / response_mask.sum()",
+    "ratio": "lambda logprobs, QUANTITY: (logprobs - logprobs.detach()).exp()",
+    "policy_loss": "lambda ratio, advantages, QUANTITY: -ratio * advantages",
+}
+
+
+@pytest.mark.parametrize(
+    "quantity", ["logprobs_old", "entropy_old", "values", "logprobs_ref", "full_kl"]
+)
+@pytest.mark.parametrize("slot", ASKING)
+def test_the_dry_run_refuses_what_the_update_does_not_compute_and_nothing_else(
+    slot, quantity, tiny
+):
+    part = eval(ASKING[slot].replace("QUANTITY", quantity), {"torch": torch})
+    words = ["algorithm=reinforce", "kl=none", "reference=none"]
+    x = experiment(compose([*WORDS, *words]))
+    x = x._replace(algorithm=x.algorithm._replace(**{slot: part}))
+    own = tiny._replace(model=copy.deepcopy(tiny.model))
+
+    def try_to(call) -> bool:
+        try:
+            call()
+        except (ConfigError, PartError) as error:
+            assert f"asks for '{quantity}'" in str(error)
+            return False
+        return True
+
+    learner = Learner(x, own, exact=True)
+    possible = try_to(lambda: learner.step(rollouts_of(tiny)))
+    assert try_to(lambda: dry_run(x)) == possible
+    known = slot not in ("group_filter", "overlong") and quantity in ("logprobs_old", "entropy_old")
+    assert possible == known
 
 
 @pytest.mark.parametrize("in_baseline", [False, True])

@@ -305,7 +305,7 @@ def _check_old(x: Experiment) -> list[str]:
             "the old policy moves in every update, and algorithm/correction looks at the whole"
             " step; choose another correction"
         )
-    before = ("advantage", "normalization", "overlong", "token_filter")
+    before = ("advantage", "normalization", "token_filter", "aggregation")
     asking = [f"algorithm.{slot}" for slot in before if asks_for(a.parts[slot], "logprobs_old")]
     asking += ["algorithm.policy_loss"] if asks_for(a.policy_loss, "covariance_rank") else []
     asking += ["algorithm.target_kl"] if a.target_kl is not None else []

@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.types import Minibatch, Scored, TokenLogprobs
 
 
+BEFORE = ("logprobs_old", "entropy_old", "values")  # of the policy before the update
+
+
 def dry_run(x: Experiment) -> None:
     """Run one update on fake data through advantage, weights, loss and backward, in milliseconds
     and without a model.
@@ -32,7 +35,7 @@ def dry_run(x: Experiment) -> None:
     from rlkit.training.metrics import UpdateTerms, update_metrics
     from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
     from rlkit.training.update.sampled import filter_rollouts
-    from rlkit.training.update.scored import compute_old_share
+    from rlkit.training.update.scored import compute_old_share, needs_old
     from rlkit.training.update.weighted import weigh
 
     if any(
@@ -45,7 +48,17 @@ def dry_run(x: Experiment) -> None:
     mask = scored.response_mask
     try:
         share = compute_old_share(scored, x.algorithm, step=1)
-        scored = replace(filter_rollouts(scored, x.algorithm), old_share=share)
+        # each part gets only the quantities that a run has computed when it is called
+        known: dict[str, Any] = {name: getattr(scored, name) for name in (*BEFORE, "logprobs_ref")}
+        empty: dict[str, Any] = dict.fromkeys(known)
+        scored = filter_rollouts(replace(scored, **empty), x.algorithm)
+        if not needs_old(x, critic=x.algorithm.critic.active):
+            known |= dict.fromkeys(BEFORE)
+        if not x.algorithm.critic.active:
+            known["values"] = None
+        if not x.kl.active:
+            known["logprobs_ref"] = None
+        scored = replace(scored, **known, old_share=share)
         batch = loss_weights(weigh(scored, x.algorithm, x.kl), x.algorithm)
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
         if x.algorithm.critic.active:
@@ -115,8 +128,10 @@ def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
     log-probs and values for the batch, and the logits behind these."""
     import torch
 
+    from rlkit.algorithm import asks_for
     from rlkit.types import Scored, TokenLogprobs
 
+    exact = x.kl.active and asks_for(x.kl.estimator, "full_kl")
     groups = 2
     size = max(2, min(x.batch.group_size, 64))
     width = 6
@@ -150,13 +165,18 @@ def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
         logprobs_old=fixed,
         entropy_old=entropy.detach(),
         logprobs_ref=fixed - 0.1,
-        full_kl=torch.full_like(fixed, 0.1),
+        full_kl=torch.full_like(fixed, 0.1) if exact else None,
         values=values.detach(),
         versions=torch.zeros_like(ids),
         components={name: rewards.clone() for name in x.reward.terms},
         metadata=tuple({} for _ in range(n)),
     )
-    scores = TokenLogprobs(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
+    scores = TokenLogprobs(
+        logprobs,
+        entropy,
+        values if x.algorithm.critic.active else None,
+        full_kl=logprobs - fixed + 0.1 if exact else None,
+    )
     return batch, scores, logits
 
 

@@ -4,7 +4,7 @@
 
 A group is in flight from its request until the RL step that learns from it. Each group is numbered
 by its RL step and by its position in this step. Groups are requested and consumed in this order,
-and no group is dropped. At most (staleness + 1) × batch.prompts groups are in flight. With a
+and no group is dropped. At most staleness + 1 steps have groups in flight. With a
 staleness of 0, a run samples and trains in turn.
 """
 

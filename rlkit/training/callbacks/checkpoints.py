@@ -243,8 +243,10 @@ class RLCheckpoint(L.Callback):
         for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
             with suppress(OSError):
                 path.unlink()
-                if lists_every_file(path.with_suffix(ADAPTER)):
-                    shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
+                named = path.with_name(path.name.removesuffix(SUPERSEDED))
+                # a checkpoint of this name that was saved again has the folder now
+                if not named.exists() and lists_every_file(named.with_suffix(ADAPTER)):
+                    shutil.rmtree(named.with_suffix(ADAPTER), ignore_errors=True)
 
 
 def gather_policy(model: Any) -> dict[str, Any] | None:

@@ -163,5 +163,5 @@ def select_best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollo
     """Select up to `count` rollouts: the best rollout, the worst rollout, then the others in
     order."""
     ranked = sorted(rollouts, key=lambda r: (r.total_reward is not None, r.total_reward or 0.0))
-    picked = [ranked[-1], ranked[0]]
+    picked = [ranked[-1], ranked[0]][: len(ranked)]
     return (picked + [r for r in rollouts if r is not ranked[0] and r is not ranked[-1]])[:count]

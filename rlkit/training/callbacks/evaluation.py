@@ -152,8 +152,8 @@ def flat_start(rollouts: Sequence[Rollout]) -> str | None:
     return (
         f"{said}. One reply is {shown.final_content!r:.80}, where the answer is"
         f" {shown.task.answer!r:.40}. If replies say the answer in another form, show the form in"
-        " worked examples (docs/first_task.md), or choose another task.reward. The steps"
-        " sample with more chance, so a first reward may still come. If none comes, choose"
+        " worked examples (docs/first_task.md), or choose another task.reward."
+        " Training samples more randomly, so a first reward may still come. If none comes, choose"
         " easier problems (task), or warm the model up on whole conversations (experiment=sft)"
     )
 

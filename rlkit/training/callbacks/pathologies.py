@@ -265,9 +265,9 @@ def no_gradient(row: Row) -> str | None:
 
 
 def update_skipped(row: Row) -> str | None:
-    """Report updates that were skipped because a gradient was not finite."""
+    """Report updates skipped because loss or gradient was not finite."""
     count = row["optim/skipped_nonfinite"]
-    return f"{count} update(s) skipped: the gradient was not finite" if count else None
+    return f"{count} update(s) skipped: loss or gradient not finite" if count else None
 
 
 def waits_for_cores(row: Row) -> str | None:

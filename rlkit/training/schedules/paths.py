@@ -4,8 +4,9 @@ or algorithm.policy_loss.clip_high."""
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, ForwardRef
+from typing import Any
 
 from rlkit.errors import list_parameters
 from rlkit.types import Controller, is_record
@@ -49,7 +50,7 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
     """Copy nested NamedTuples, mappings and partial functions, and change one number or one
     Controller in the copy.
 
-    A whole number stays whole: the new value is rounded.
+    The new value of a field declared as a whole number is rounded.
 
     Args:
       keys: the rest of the path, from this node on.
@@ -72,22 +73,19 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
         new = replace(old, rest, change, path)
     else:
         new = change(old)
-        new = (
-            round(new)
-            if isinstance(old, int) or (isinstance(old, Controller) and _is_whole(node, key))
-            else float(new)
-        )
+        new = round(new) if _is_whole(node, key, old) else float(new)
     if isinstance(node, functools.partial):
         return functools.partial(node.func, *node.args, **{**node.keywords, key: new})
     return node._replace(**{key: new}) if is_record(node) else {**node, key: new}
 
 
-def _is_whole(node: Any, key: str) -> bool:
-    """Return whether a field that holds a Controller is declared as a whole number."""
-    if isinstance(node, Mapping):
-        return False
-    parameters = list_parameters(node.func if isinstance(node, functools.partial) else type(node))
-    declared = parameters[key].annotation if key in parameters else None
-    if isinstance(declared, ForwardRef):
-        declared = declared.__forward_arg__
-    return declared in (int, "int")
+def _is_whole(node: Any, key: str, old: Any) -> bool:
+    """Return whether a field is declared as a whole number; without a declared number, whether its
+    value `old` is one."""
+    declared = None
+    if not isinstance(node, Mapping):
+        own = node.func if isinstance(node, functools.partial) else type(node)
+        parameters = list_parameters(own)
+        declared = parameters[key].annotation if key in parameters else None
+    named = set(re.findall(r"\w+", str(declared)))
+    return isinstance(old, int) if named.isdisjoint(("int", "float")) else "float" not in named

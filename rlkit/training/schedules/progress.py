@@ -44,7 +44,7 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    # reset when the phase begins; a reference replaced by the phase starts anew in any case
+    # reset when the phase begins; a reference replaced by the phase always restarts
     reset: Sequence[Literal["optimizer", "reference"]] = ()
 
     @property

@@ -1,7 +1,7 @@
 """Check whether an engine samples with the versions of the weights that it claims
 (`Step.versions`).
 
-`Cached` and `Transformers` read the trainer's own tensors, so there is nothing to check. Every
+`Cached` and `Transformers` are not checked: they read tensors of their own process. Every
 other engine gets copies of the weights. In every step the trainer's forward pass reads one rollout
 in 128 again, and at least one rollout. The trainer reads this rollout with the weights of the
 claimed version, of the previous version and of the next version.
@@ -126,7 +126,9 @@ class Claims:
         rollouts = [r for r in u.trained if r.response_length]
         if rollouts and x.algorithm.episodes is None:
             try:
-                self._compare(u, u.assemble_batch(rollouts[u.step % len(rollouts) :: EVERY]))
+                self._compare(
+                    u, u.assemble_batch(rollouts[u.step % min(EVERY, len(rollouts)) :: EVERY])
+                )
             finally:
                 put(u.model, now)
         return {"mismatch/version_right": self.right, "mismatch/version_wrong": self.wrong}

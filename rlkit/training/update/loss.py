@@ -73,9 +73,7 @@ def surrogate(
         factor, corrected = call_part("correction", algorithm.correction, given)
         scale = factor.detach() * scale
         terms |= corrected | {"scale": scale}
-    per_token = scale * terms["policy_loss"]
-    if algorithm.reward_coef != 1:
-        per_token = algorithm.reward_coef * per_token
+    per_token = algorithm.reward_coef * (scale * terms["policy_loss"])
     if kl.active:
         given["logprobs_ref"] = F.fill_masked(
             require_value(batch.logprobs_ref, "logprobs_ref"), mask, 0.0
@@ -124,7 +122,7 @@ def find_clipped_tokens(
     loss: Callable[..., Any], quantities: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the masks clip_held and clip_capped of clipped tokens, [B, T] bool. The policy loss
-    declares a rule (`policy_losses.Clip`), and this rule decides which tokens are clipped. Return
+    declares a rule (`rlkit.types.Clip`), and this rule decides which tokens are clipped. Return
     an empty mapping if the loss declares no rule."""
     clip = getattr(plain(loss), "clip", None)
     if clip is None:

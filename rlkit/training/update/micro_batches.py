@@ -113,7 +113,7 @@ class MicroBatches:
             )
             remedy = "lower trainer.micro_batch_tokens" if splits else one
             raise OutOfMemory(
-                f"out of memory in the update, with micro-batches of {self.limit} tokens; {remedy}"
+                f"out of memory in training, with micro-batches of {self.limit} tokens; {remedy}"
                 f" ({message})"
             )
         self.halvings += 1

@@ -128,7 +128,7 @@ def sum_gradients(
 
 
 def order_by_signal(minibatch: Minibatch) -> Minibatch:
-    """Number the groups anew. Groups with an advantage come first, and groups without one last, for
+    """Renumber the groups. Groups with an advantage come first, and groups without one last, for
     example groups of equal rewards. Micro-batches take the groups in this order. Therefore at most
     one micro-batch has groups of both kinds."""
     groups = minibatch.group_ids

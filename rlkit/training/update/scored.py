@@ -10,9 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlkit.algorithm import Algorithm, asks_for, list_inputs
+from rlkit.algorithm import Algorithm, asks_for
 from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import pack
+from rlkit.training.experiment import Experiment
 from rlkit.training.update.record import Update
 from rlkit.training.update.split import Rows, select, split_into_minibatches
 from rlkit.types import Batch, Scored, TokenLogprobs
@@ -36,7 +37,7 @@ def score(u: Update, batch: Batch) -> Scored:
     """
     splits = split_into_minibatches(batch, u.x.algorithm, u.seed)[0]
     share = compute_old_share(batch, u.x.algorithm, step=u.step)
-    if not needs_old(u):
+    if not needs_old(u.x, critic=u.critic is not None):
         scored = Scored(**vars(batch), logprobs_old=None, old_share=share)
     else:
         old = compute_batch_logprobs(u, u.model, read_batch(u, batch), splits, critic=u.critic)
@@ -73,21 +74,22 @@ def compute_old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tenso
     return share
 
 
-def needs_old(u: Update) -> bool:
+def needs_old(x: Experiment, *, critic: bool) -> bool:
     """Return whether any function of the algorithm needs the policy's log-probs, entropies or
     values from before the update."""
-    a = u.x.algorithm
-    before = [a.advantage, a.normalization, a.overlong, a.token_filter]
-    if a.old == "trainer":
-        before.append(a.correction)
-    asked = {name for part in before for name in list_inputs(part)}
+    a = x.algorithm
+    # the other parts are called in the update, which has its own log-probs of the old policy
+    before = [a.advantage, a.normalization, a.token_filter, a.aggregation]
+    before += [a.correction] if a.old == "trainer" else []
+    every = [*before, a.correction, a.ratio, a.policy_loss, x.kl.estimator]
     several = a.epochs * a.minibatches > 1 and a.old == "trainer"
     return (
         several
-        or not asked.isdisjoint({"logprobs_old", "entropy_old", "values"})
+        or any(asks_for(part, "logprobs_old") for part in before)
+        or any(asks_for(part, "entropy_old") for part in every)
         or asks_for(a.policy_loss, "covariance_rank")
-        or u.x.kl.in_reward
-        or u.critic is not None
+        or x.kl.in_reward
+        or critic
     )
 
 
