@@ -741,6 +741,8 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         **settings: Any,
     ) -> Any:
         gpu.attention["varlen", str(query.dtype).removeprefix("torch."), gpu.site()] += 1
+        # as the kernel demands
+        assert ends_q.elem.is_contiguous() and ends_k.elem.is_contiguous()
         before, gpu.lenient = gpu.lenient, True
         try:
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

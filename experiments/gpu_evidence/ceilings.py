@@ -121,10 +121,10 @@ def report_graphs(report: Report, call: str, watch: Watch, engine: Cached) -> No
 
 
 def count_after_calls(setting: Setting, report: Report) -> None:
-    """Check that CUDA graphs are still captured after the engine has made a new cache.
+    """Check that CUDA graphs are captured for calls with different reply limits.
 
     The start-up check samples 32 tokens and the first rollout samples more, so the engine makes a
-    new cache. The third call repeats the second and should capture nothing.
+    new sampler. The third call repeats the second and should capture nothing.
     """
     policy = embedded_policy(setting.device)
     engine = Cached()

@@ -1,23 +1,22 @@
-"""Measure the insides of `rlkit.engines.cached`; no other file here uses its internal names.
-
-If a later version lacks a name, the figure is None and the other measurements go on.
-"""
+"""Measure the insides of `rlkit.engines.cached`; no other file here uses its internal names."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+
+from rlkit.engines.cached import graphs
+from rlkit.engines.cached.sampler import Sampler
 
 
 class Look(NamedTuple):
@@ -93,13 +92,7 @@ def watched(engine: Any) -> Iterator[Watch]:
 @contextmanager
 def counted_graphs(watch: Watch) -> Iterator[None]:
     """Count captured graphs and their replays. `capture` of cached/graphs.py returns the replay."""
-    graphs: Any = None
-    with suppress(ImportError):
-        graphs = importlib.import_module("rlkit.engines.cached.graphs")
-    capture = getattr(graphs, "capture", None)
-    if capture is None:
-        yield
-        return
+    capture = graphs.capture
 
     def counted(*given: Any, **named: Any) -> Any:
         replay = capture(*given, **named)
@@ -117,22 +110,13 @@ def counted_graphs(watch: Watch) -> Iterator[None]:
 
 
 @contextmanager
-def limited_by_seed(limit_of: Callable[[int], int]) -> Iterator[bool]:
+def limited_by_seed(limit_of: Callable[[int], int]) -> Iterator[None]:
     """Within the block, limit each completion to a length computed from its seed.
-
-    Yield False if this version of the engine lacks the necessary method. All completions then have
-    the limit generation.max_new_tokens.
 
     SamplingParams cannot hold these limits: the decoder samples completions with different
     parameters one group after another, not together.
     """
-    sampler: Any = None
-    with suppress(ImportError):
-        sampler = importlib.import_module("rlkit.engines.cached.sampler").Sampler
-    begin = getattr(sampler, "begin", None)
-    if begin is None:
-        yield False
-        return
+    begin = Sampler.begin
 
     def begun(self: Any, at: Any, contexts: Any, seeds: Any, *more: Any, **named: Any) -> Any:
         out = begin(self, at, contexts, seeds, *more, **named)
@@ -140,5 +124,5 @@ def limited_by_seed(limit_of: Callable[[int], int]) -> Iterator[bool]:
         self.limit[at] = torch.minimum(self.limit[at], own)
         return out
 
-    with mock.patch.object(sampler, "begin", begun):
-        yield True
+    with mock.patch.object(Sampler, "begin", begun):
+        yield

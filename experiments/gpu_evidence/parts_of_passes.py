@@ -6,7 +6,6 @@ All models have random weights, made on the card.
 from __future__ import annotations
 
 import gc
-import inspect
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from weights import (
 )
 
 from rlkit.engines import Cached
+from rlkit.engines.cached.attention import attend
 from rlkit.engines.transformers import draw
 from rlkit.errors import EngineError
 from rlkit.extras.forecast import decode_limit
@@ -82,12 +82,6 @@ def decoding(setting: Setting) -> Pieces:
     return out
 
 
-def engine_of(**asked: Any) -> Cached | None:
-    """Return a cached engine with these options, or None if this version lacks one of them."""
-    known = inspect.signature(Cached.__init__).parameters
-    return Cached(**asked) if set(asked) <= set(known) else None
-
-
 def modes(setting: Setting) -> dict[str, dict[str, Any]]:
     """Return the engine options for each way to run a decoding step.
 
@@ -116,10 +110,7 @@ def decode(setting: Setting, shape: str, arm: str, context: int, report: Report)
     card = card_of(setting.device, copy_rate(setting.out))
     limit = decode_limit(card, SHAPES[shape], rows, context)
     for mode, options in modes(setting).items():
-        engine = engine_of(max_rows=rows, **options)
-        if engine is None:
-            report("decode", mode, reason=f"this version has no option {next(iter(options))}")
-            continue
+        engine = Cached(max_rows=rows, **options)
         try:
             with watched(engine) as watch:
                 begun = time.perf_counter()
@@ -208,17 +199,14 @@ def time_alone(setting: Setting, shape: str, report: Report) -> None:
     )
     table = torch.randperm(rows * pages, device=device).view(rows, pages)
     mask = (torch.arange(pages * page, device=device) < length)[None, None, None]
-
-    def attend(keys: Any, values: Any) -> Any:
-        attention = torch.nn.functional.scaled_dot_product_attention
-        return attention(query, keys, values, attn_mask=mask, enable_gqa=own.heads != own.kv_heads)
+    attention = partial(attend, None, query, attention_mask=mask)
 
     def gathered() -> Any:
-        return attend(*(side[table].flatten(1, 2).transpose(1, 2) for side in pool))
+        return attention(*(side[table].flatten(1, 2).transpose(1, 2) for side in pool))
 
     whole = [side[table].flatten(1, 2).transpose(1, 2).contiguous() for side in pool]
     ways: dict[str, Callable[[], Any]] = {
-        "in one piece": lambda: attend(*whole),
+        "in one piece": lambda: attention(*whole),
         "gathered from pages": gathered,
         "varlen_attn with a block table": partial(paged_attention, query, pool, table, length),
     }
@@ -238,10 +226,11 @@ def paged_attention(query: Any, pool: Any, table: Any, length: int) -> Any:
     rows = len(table)
     used = torch.full((rows,), length, dtype=torch.int32, device=query.device)
     ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    ends_k = length * ends
     options: Any = {"seqused_k": used, "block_table": table.int()}
     with torch.inference_mode():
         return varlen_attn(
-            query[:, :, 0], pool[0], pool[1], ends, None, 1, length, enable_gqa=True, **options
+            query[:, :, 0], pool[0], pool[1], ends, ends_k, 1, length, enable_gqa=True, **options
         )
 
 

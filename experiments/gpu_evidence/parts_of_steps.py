@@ -119,9 +119,9 @@ def steps(setting: Setting, shape: str, prompts: int, report: Report) -> None:
             probe_memory(learner.record(), tasks)
         report("steps", "after the memory probe", peak_gb=peak_gb(setting.device))
         forget()
-        with limited_by_seed(partial(reply_limit, longest=longest)) as limited:
-            prompt = take_steps(setting, learner, tasks, watch, partial(report, limited=limited))
-    share = mean_reply(longest) / longest if limited else 1.0
+        with limited_by_seed(partial(reply_limit, longest=longest)):
+            prompt = take_steps(setting, learner, tasks, watch, report)
+    share = mean_reply(longest) / longest
     given = {"reply_share": str(share), "prompt_tokens": str(prompt), "turns": "1"}
     load, _ = measure_load(x, composed.config, given)
     expected = forecast(card_of(setting.device, copy_rate(setting.out)), SHAPES[shape], load)

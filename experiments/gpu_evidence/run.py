@@ -1,7 +1,7 @@
 """Measure every figure that needs a GPU, in about an hour and in resumable parts.
 
     python experiments/gpu_evidence/run.py --out FOLDER --wheels WHEELS
-    python experiments/gpu_evidence/run.py --out FOLDER --rehearse     # tiny, on a CPU, in 90 s
+    python experiments/gpu_evidence/run.py --out FOLDER --rehearse     # tiny, on a CPU, in 80 s
 
 The command stops by itself after nine minutes. The same command with the same --out continues with
 the missing parts. Each part runs in its own process with its own time limit. A row is written to
@@ -111,8 +111,8 @@ def main() -> int:
     lacking = missing()
     if lacking:
         parser.error(
-            f"not installed: {' '.join(lacking)}. `bash {HERE.name}/wheels.sh WHEELS` on a machine"
-            " with an index, then --wheels WHEELS here."
+            f"not installed: {' '.join(lacking)}. On a machine with an index, run `bash"
+            " experiments/gpu_evidence/wheels.sh WHEELS`, then use --wheels WHEELS here."
         )
     device = device_of(given, parser)
     claim(given.out, device, parser)

@@ -13,6 +13,7 @@ from rlkit.engines import Cached
 from rlkit.extras.forecast import CARDS, KNOWN, Card, Shape
 from rlkit.functional import mix
 from rlkit.models import LoRA, load_policy, make_policy, pretrained_tokenizer
+from rlkit.models.checkpointing import checkpoint_activations
 from rlkit.models.load import add_lora
 from rlkit.system.loops import run, run_together
 from rlkit.types import Generation, Policy, SamplingParams
@@ -83,11 +84,9 @@ def random_policy(
             attn_implementation="sdpa",
         )
     model.to(device)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
     if lora.rank:
         model = add_lora(model, lora)
+    checkpoint_activations(model, gradient_checkpointing)
     model.train()
     return make_policy(model, pretrained_tokenizer("tiny"))._replace(eos_token_ids=NEVER)
 

@@ -342,14 +342,24 @@ def gather_weights(model: Any) -> Iterator[None]:
             part.reshard()
 
 
-def gather_tensors(value: Any) -> Any:
+def gather_tensors(value: Any, *, for_file: bool = False) -> Any:
     """Copy nested containers and gather every sharded tensor in them. This is a collective: all
-    ranks must call it."""
+    ranks must call it.
+
+    Args:
+      for_file: rank 0 writes the result. Each tensor is moved to its CPU before the next one is
+        gathered, so a GPU holds one whole tensor at a time. The other ranks get empty tensors.
+    """
     if isinstance(value, Mapping):
-        return {key: gather_tensors(one) for key, one in value.items()}
+        return {key: gather_tensors(one, for_file=for_file) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [gather_tensors(one) for one in value]
-    return value.full_tensor() if is_sharded(value) else value
+        return [gather_tensors(one, for_file=for_file) for one in value]
+    if not is_sharded(value):
+        return value
+    whole = value.full_tensor()
+    if for_file:
+        return whole.cpu() if rank() == 0 else whole.new_empty(0, device="cpu")
+    return whole
 
 
 def shard_like(value: Tensor, live: Tensor) -> Tensor:

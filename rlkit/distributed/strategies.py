@@ -53,7 +53,7 @@ class Sharded(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
         ranks.reshard(module)
-        return ranks.gather_tensors(module.trained_state())
+        return ranks.gather_tensors(module.trained_state(), for_file=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module: Any = self.lightning_module
@@ -66,11 +66,8 @@ class Sharded(ModelParallelStrategy):
         module.load_state_dict(saved, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return ranks.gather_tensors(
-            (
-                optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-            ).state_dict()
-        )
+        own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return ranks.gather_tensors(own.state_dict(), for_file=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -156,7 +156,6 @@ class Service:
         loop = asyncio.get_running_loop()
         if self.driver is None or self.driver.get_loop() is not loop:
             self._forget()
-            self.news = asyncio.Event()
             self.driver = loop.create_task(self._drive(self.decoder))
             # retrieves the exception, so that asyncio does not log it; the episodes raise it
             self.driver.add_done_callback(lambda task: task.cancelled() or task.exception())

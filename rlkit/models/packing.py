@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,9 +35,9 @@ STEP_TOKENS = 4096  # with stepped lengths: padded tokens in a call, unless one 
 class Kernels(NamedTuple):
     """Select the attention kernels of a device for packed rows."""
 
-    # True, in half precision: one call of variable-length attention, with each row as a segment
+    # True: in half precision, one call of variable-length attention, with each row as a segment
     varlen: bool
-    # True, in all other cases: attention over whole rows without a mask. Their lengths are padded
+    # True: in all other cases, attention over whole rows without a mask. Their lengths are padded
     # to a power of two (256 … 32,768), and keys are repeated for every query head.
     steps: bool
 
@@ -140,7 +139,8 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
     index = forest.index
 
     def tensor(values: Any, dtype: Any = np.int64) -> Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=dtype), device=ids.device)
+        # kernels refuse the strides of a transposed array
+        return torch.as_tensor(np.ascontiguousarray(values, dtype=dtype), device=ids.device)
 
     paths = []
     home = np.zeros(forest.size, dtype=np.int64)
@@ -291,7 +291,10 @@ def compute_trunk_states(trunk: Any, packed: Packed) -> Tensor:
     if max(path.keys.shape[1] for path in packed.paths) <= find_packed_context(trunk.config):
         if get_update_kernel(trunk).used == "fused" and serves(trunk):
             return compute_fused_states(
-                trunk, packed.ids, packed.positions, partial(_attend_all, packed)
+                trunk,
+                packed.ids,
+                packed.positions,
+                lambda module, *qkv: _attend_all(packed, module.scaling, *qkv),
             )
         # this mask is ignored, but without it transformers would build a mask of all pairs
         unused = packed.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
@@ -405,16 +408,14 @@ def attend_packed(
         return out[None], None
     if packed.kernels.steps:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    parts = [_attend(q, k, v, paths, packed.kernels, scaling) for paths in packed.paths]
-    return torch.cat(parts)[packed.home][None], None
+    return _attend_all(packed, scaling, q, k, v)[None], None
 
 
-def _attend_all(packed: Packed, module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend_all(packed: Packed, scaling: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention [N, Hq, D] of every packed token to its path, from q, k and v [N, heads,
     D]."""
-    return torch.cat(
-        [_attend(q, k, v, paths, packed.kernels, module.scaling) for paths in packed.paths]
-    )[packed.home]
+    parts = [_attend(q, k, v, paths, packed.kernels, scaling) for paths in packed.paths]
+    return torch.cat(parts)[packed.home]
 
 
 def _attend(

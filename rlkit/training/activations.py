@@ -200,7 +200,7 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
     entries = min(choose_chunk_logits(torch.device(device)), rows * width * head.weight.shape[0])
     needs = Needs(weights, training, activations, LOGITS * entries)
     total = total_memory(device)
-    cache = _cache(x, policy.model, width, weights, total, device)
+    cache = _cache(x, policy, width, total, device)
     return Decision(not fits(needs, cache, total), needs, cache, rows * width, total)
 
 
@@ -262,33 +262,35 @@ def _count_held_bytes(
         training //= ranks.size()
     if precision(x, device) == "bf16-mixed":
         weights += 2 * sum(p.numel() for p in model.parameters())  # the copy for decoding
-    alone = device.type == "cuda" and torch.cuda.device_count() > 1
-    if x.asynchrony.mode == "overlap" and not alone:
+    if _samples_beside(x, device):
         weights += base  # the weights of the sampling process
     return weights, training
 
 
-def _cache(
-    x: Experiment,
-    model: nn.Module,
-    width: int,
-    weights: int,
-    total: int,
-    device: torch.device,
-) -> int:
+def _cache(x: Experiment, policy: Policy, width: int, total: int, device: torch.device) -> int:
     """Return the number of bytes that the engine's cache of keys and values takes during an update.
 
     On a GPU this is the size of the whole cache. On a CPU, a page takes no memory until the engine
-    writes to the page. Therefore a CPU counts at most `engine.max_rows` rows of `width` tokens. The
-    result is 0 for an engine without `keep_cache`, and for every engine other than `Cached`.
+    writes to the page. Therefore a CPU counts at most `engine.max_rows` rows of `width` tokens.
+    With asynchrony=overlap on one device, both processes have a cache. The result is 0 for an
+    engine without `keep_cache`, and for every engine other than `Cached`.
     """
     engine = x.generation.engine
     if not isinstance(engine, Cached) or not engine.keep_cache:
         return 0
-    token = count_token_bytes(base_model(model))
-    tokens = engine.cached_tokens or engine.max_cached_tokens
-    share = tokens * token if tokens else compute_cache_bytes(weights, total)
-    return share if device.type == "cuda" else min(share, engine.max_rows * width * token)
+    causal = base_model(policy.model)
+    token = count_token_bytes(causal)
+    # as the engine does when it makes its cache
+    share = compute_cache_bytes(sum(p.nbytes for p in causal.parameters()), total) // token
+    most = engine.max_rows * (policy.context_length if device.type == "cuda" else width)
+    tokens = min(engine.cached_tokens or engine.max_cached_tokens or share, most)
+    return tokens * token * (2 if _samples_beside(x, device) else 1)
+
+
+def _samples_beside(x: Experiment, device: torch.device) -> bool:
+    """Return whether a second process samples on the same device, as with asynchrony=overlap."""
+    alone = device.type == "cuda" and torch.cuda.device_count() > 1
+    return x.asynchrony.mode == "overlap" and not alone
 
 
 def settle_activations(

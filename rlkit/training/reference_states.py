@@ -119,6 +119,8 @@ class ReferenceStates:
             if isinstance(model, nn.Module):
                 trunk, own = (split_model(one)[0] for one in (model, self.model))
                 trunk.update_kernel = get_update_kernel(own)
+                if trunk is not own:  # a copy is read without gradient, so it recomputes nothing
+                    trunk.gradient_checkpointing = False
             yield model
 
     def is_policy(self, reference: Reference) -> bool:
@@ -167,11 +169,11 @@ class ReferenceStates:
         sharded, all ranks must call this method."""
         return {
             "references": {
-                owner: ranks.gather_tensors(self.find_functions(owner).save(state))
+                owner: ranks.gather_tensors(self.find_functions(owner).save(state), for_file=True)
                 for owner, state in self.references.items()
             },
             "teachers": {
-                part: ranks.gather_tensors(self.teacher_functions[part].save(state))
+                part: ranks.gather_tensors(self.teacher_functions[part].save(state), for_file=True)
                 for part, state in self.teachers.items()
             },
         }

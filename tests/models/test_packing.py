@@ -243,6 +243,7 @@ def shapes(monkeypatch):
         return sdpa(q, k, v, **settings)
 
     def segments(q, k, v, ends_q, ends_k, *longest, **settings):
+        assert ends_q.is_contiguous() and ends_k.is_contiguous()  # as the kernel demands
         seen.add((q.shape, k.shape, longest))
         return segments_by_rows(sdpa, q, k, v, ends_q.tolist(), ends_k.tolist(), **settings)
 

@@ -123,12 +123,14 @@ def attend_in_place(
 
     rows, heads, _, size = query.shape
     ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    # The keys are found by the table and the lengths. FlashAttention 2 wants the ends all the same.
+    ends_k = nn_functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     out: Any = varlen_attn(
         query.reshape(rows, heads, size),
         keys.permute(1, 2, 0, 3),
         values.permute(1, 2, 0, 3),
         ends,
-        None,
+        ends_k,
         1,
         table.shape[1] * keys.shape[2],
         enable_gqa=heads != len(keys),
@@ -138,9 +140,13 @@ def attend_in_place(
     return out[:, None]
 
 
-def explain_no_reading_in_place() -> str:
-    """Return the reason why this version of torch cannot read pages in place. Return "" if this
-    version can."""
+def explain_no_reading_in_place(head_dim: int, dtype: torch.dtype) -> str:
+    """Return the reason why pages with keys of this size and type cannot be read in place. Return
+    "" if they can."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it reads half precision, and the keys are {str(dtype).removeprefix('torch.')}"
+    if head_dim > 256 or head_dim % 8:
+        return f"it reads heads of 8, 16, … 256 numbers, and these have {head_dim}"
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -13,7 +13,6 @@ from weakref import WeakSet
 
 import torch
 
-CAPTURED = ("cuda",)  # types of devices on which steps are captured
 MOST_SHAPES = 48  # the most captured shapes kept at once
 
 
@@ -96,7 +95,7 @@ class Graphs:
 
 def can_capture(device: torch.device) -> bool:
     """Return whether steps on this device can be captured."""
-    return device.type in CAPTURED
+    return device.type == "cuda"
 
 
 @contextmanager
@@ -144,10 +143,10 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             step()
+            graph.capture_end()
         except BaseException:
             abandon(graph, device, pool)
             raise
-        graph.capture_end()
     return graph.replay
 
 

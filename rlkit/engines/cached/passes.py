@@ -122,7 +122,9 @@ class Passes:
         places = pages.places(pages.indices[:slots], at)
         table = pages.table[:slots, :columns]
         if self.in_place:
-            seen = Seen(places, table.to(torch.int32), lengths=(positions + 1).to(torch.int32))
+            # a slot without a completion may keep a position beyond these columns
+            lengths = (positions + 1).clamp(max=columns * pages.page).to(torch.int32)
+            seen = Seen(places, table.to(torch.int32), lengths=lengths)
         else:
             reach = torch.arange(columns * pages.page, device=pages.device)
             seen = Seen(places, table, (reach <= at)[:, None, None], parts=tuple(parts))

@@ -201,7 +201,7 @@ def use_own_process() -> Iterator[None]:
     )
     set_num_threads = torch.set_num_threads
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
         torch.set_num_threads = set_num_threads  # on a CPU vLLM replaces this function

@@ -43,7 +43,7 @@ def base_mark(model: Any, *, merge: bool) -> Any:
 
 def adapter_mark(model: Any) -> Any:
     """Compute a fingerprint of the active adapter."""
-    active = adapter_name(model)
+    active = model.active_adapter
     return fingerprint(t for name, t in model.named_parameters() if f".{active}." in name)
 
 
@@ -68,25 +68,19 @@ def list_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None:
             weight = (
-                weight.float() + layer.get_delta_weight(adapter_name(model)).detach().float()
+                weight.float() + layer.get_delta_weight(model.active_adapter).detach().float()
             ).to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
 
 
-def adapter_name(model: Any) -> str:
-    """Return the name of the active adapter."""
-    active = model.active_adapter
-    return active if isinstance(active, str) else active[0]
-
-
 def lora_rank(model: Any) -> int | None:
     """Return the rank of the active adapter. Return None for a model without adapters."""
-    return model.peft_config[adapter_name(model)].r if has_adapters(model) else None
+    return model.peft_config[model.active_adapter].r if has_adapters(model) else None
 
 
 def save_adapter(model: Any, folder: Path) -> None:
     """Write the active adapter in PEFT's format, directly into the folder."""
-    active = adapter_name(model)
+    active = model.active_adapter
     model.save_pretrained(folder, selected_adapters=[active], save_embedding_layers=False)
     if active != "default":  # PEFT writes any other adapter into a folder with its name
         for file in (folder / active).iterdir():
@@ -117,7 +111,8 @@ def save_weights(model: Any, folder: Path, *, merge: bool) -> None:
 
     folder.mkdir(exist_ok=True)
     weights = {
-        name: weight.cpu().contiguous().clone() for name, weight in list_weights(model, merge=merge)
+        name: weight.to("cpu", copy=True).contiguous()
+        for name, weight in list_weights(model, merge=merge)
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -198,6 +198,8 @@ def _load_policy(x: Experiment) -> tuple[Policy, torch.device]:
         device = torch.device(own.device)
     elif device.type == "cuda" and torch.cuda.device_count() > 1:
         device = torch.device("cuda", 1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else clocks wait for the trainer's GPU
     policy = x.model(device=device)
     torch.set_num_threads(own.threads)
     return policy, device

@@ -258,7 +258,7 @@ def gather_policy(model: Any) -> dict[str, Any] | None:
     state = model.state_dict()
     if has_adapters(model):
         state = {name: value for name, value in state.items() if "lora_" in name}
-    return ranks.gather_tensors(state)
+    return ranks.gather_tensors(state, for_file=True)
 
 
 def link(name: Path, target: Path) -> None:
