@@ -165,14 +165,9 @@ def read_flag(key: str, value: str | None) -> bool:
     return value == "true"
 
 
-def quote(text: str) -> str:
-    """Write a value in Hydra's override grammar."""
-    return "'" + text.replace("'", "\\'") + "'"
-
-
 def unquote(text: str) -> str:
     """Invert `quote`. A text without quotes stays as it is, even if it means something else in
     Hydra's grammar."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1].replace("\\" + text[0], text[0])
+        return re.sub(rf"(\\+)({text[0]}|$)", lambda m: "\\" * (len(m[1]) // 2) + m[2], text[1:-1])
     return text

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from rlkit.config.functions import quote
 from rlkit.errors import ConfigError, describe_yaml_error, show_controls, suggest_name
 
 # keys of the flat config → keys of rlkit
@@ -124,9 +125,7 @@ def _translate(file: str, values: Mapping[str, Any]) -> list[str]:
 def _format_value(value: Any) -> str:
     """Write a value in Hydra's override grammar."""
     if isinstance(value, str):
-        return (
-            value if re.fullmatch(r"[\w./@:+-]+", value) else "'" + value.replace("'", "\\'") + "'"
-        )
+        return value if re.fullmatch(r"[\w./@:+-]+", value) else quote(value)
     if isinstance(value, list):
         return f"[{','.join(map(_format_value, value))}]"
     return json.dumps(value, default=str)  # YAML reads 2026-01-31 as a date

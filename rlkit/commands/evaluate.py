@@ -217,6 +217,7 @@ def command(arguments: Arguments) -> int:
     run = runs.find_run(named, "run") if named else None
     ask = None
     if named and run is not None:
+        runs.require_overrides(run)
         ask = make_asker(
             f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True
         )

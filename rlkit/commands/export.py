@@ -52,15 +52,12 @@ def export(
     # the caller has checked its code: rlkit.config.trust
     policy = build(dict(model))(device="cpu")
     adapters = has_adapters(policy.model)
-    if (
-        adapters
-        and not merge
-        and (EMBEDDED.get(model["path"]) or find_adapters_base(model["path"]))
-    ):
-        what = "embedded model" if EMBEDDED.get(model["path"]) else "folder of adapters"
+    own = model.get("path")
+    if adapters and not merge and (not own or EMBEDDED.get(own) or find_adapters_base(own)):
+        what = "model of a function" if not own else "folder of adapters"
+        what = "embedded model" if own and EMBEDDED.get(own) else what
         raise ConfigError(
-            f"model.path={model['path']}: no other program can load adapters on this {what}; use"
-            " merge=true"
+            f"model.path={own}: no other program can load adapters on this {what}; use merge=true"
         )
     path, step = restore_policy(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model

@@ -12,10 +12,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.commands.arguments import STARTED, Arguments, append_overrides, drop, find_option, quote
+from rlkit.commands.arguments import STARTED, Arguments, append_overrides, drop, find_option
 from rlkit.commands.compare import list_suspicions
 from rlkit.commands.trust import make_asker
 from rlkit.config.changes import find_differences, identify, refuse_changes
+from rlkit.config.functions import quote
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError, Refusal, report
 from rlkit.runs import folder as runs

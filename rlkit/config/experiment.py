@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlkit.config.compose import check_experiment, compose, conf_dir
+from rlkit.config.functions import quote
 from rlkit.config.parts import get_inside, name_tools, place_part
 from rlkit.config.problems.schedules import phase_problems
 from rlkit.config.schema import build
@@ -27,8 +28,8 @@ class Configured(Experiment):
     because the config would no longer describe the changed experiment."""
 
     config: Mapping[str, Any] = MappingProxyType({})
-    # the overrides from which the config was composed; empty if any part is a Python object
-    overrides: tuple[str, ...] = ()
+    # the overrides from which the config was composed; None if any part is a Python object
+    overrides: tuple[str, ...] | None = ()
 
 
 def experiment(
@@ -92,7 +93,7 @@ def experiment(
     x = x._replace(task=replace(source, load=x.task), model=model_spec(x.model, suggested))
     configured = Configured(*check_experiment(x))
     configured.config = config
-    configured.overrides = () if parts else tuple(composed.overrides)
+    configured.overrides = None if parts else tuple(composed.overrides)
     return configured
 
 
@@ -133,7 +134,7 @@ def format_literal(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(format_literal, value)) + "]"
     if isinstance(value, str | Path):
-        return "'" + str(value).replace("'", r"\'") + "'"
+        return quote(str(value))
     # repr of a NumPy number names its type
     text = repr(float(value) if isinstance(value, float) else value)
     return {"None": "null", "True": "true", "False": "false"}.get(text, text)

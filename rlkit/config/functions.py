@@ -1,4 +1,5 @@
-"""Read overrides with a function in place of an option, as in `reward=my_module.my_function`."""
+"""Read and write texts of overrides: a function in place of an option, as in
+`reward=my_module.my_function`, and a value in quotes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,13 @@ import re
 from typing import Any
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def quote(text: str) -> str:
+    """Write a text in Hydra's override grammar. Hydra reads a backslash as an escape only before a
+    quote, or before other backslashes that stand there."""
+    escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", text)
+    return "'" + escaped.replace("'", r"\'") + "'"
 
 
 def read_functions(override: str) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def find_run(text: str, key: str) -> Path:
         # resolve links, so a continued run keeps its folder when the link `latest` changes
         path = path.resolve()
     for folder in (path, path.parent, path.parent.parent):
-        if os.path.exists(path) and is_run(folder):
+        if os.path.exists(path) and is_run(folder) and (folder == path or read_identity(folder)):
             find_identity(folder)
             return folder
         if folder == path or os.path.isfile(path):
@@ -398,7 +398,7 @@ def require_overrides(folder: Path) -> None:
     if not path.is_file():
         raise DataError(
             f"{path} is missing or not a file, so the settings of this run cannot be composed"
-            " again. Put it back"
+            " again. Put it back; a run begun in Python from objects has none, and goes on there"
         )
     saved = _read_saved(folder)
     starts = _read_starts(folder) or ()

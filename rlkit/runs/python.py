@@ -70,9 +70,10 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
 
     Args:
       x: from `rlkit.experiment`, or built by hand.
-      folder: a new run folder, for `rlkit report`, `evaluate` and `export`. None keeps nothing on
-        disk: no checkpoints, no loggers, and only the callbacks that print. A line names the
-        callbacks left out.
+      folder: a new run folder, for `rlkit report` and `rlkit export`. `rlkit evaluate` and
+        `resume=` need an experiment without Python objects. None keeps nothing on disk: no
+        checkpoints, no loggers, and only the callbacks that print. A line names the callbacks left
+        out.
     Raises: ConfigError, DataError or SelfCheckError before the first step; during a step, any
       exception of a part.
     """
@@ -93,7 +94,7 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
         else:
             check_loggers(x.logger)
             place = Path(folder).expanduser().absolute()
-            stack.enter_context(_begin_run(x, place))
+            _begin_run(x, place, stack)
         summary, module = train_in(
             x,
             tasks,
@@ -157,15 +158,14 @@ def _load_problems(x: Experiment) -> Splits:
             " (trainer__devices=1)"
         )
     tasks = load_tasks(x)
-    overrides = x.overrides if isinstance(x, Configured) else ()
+    overrides = (x.overrides or ()) if isinstance(x, Configured) else ()
     for line in list_warnings(x, overrides, tasks):
         print(f"warning: {line}", flush=True)
     return tasks
 
 
-def _begin_run(x: Experiment, folder: Path) -> Any:
-    """Write the first files of a run to its folder. Return a context manager; inside it, this
-    process owns the folder."""
+def _begin_run(x: Experiment, folder: Path, stack: ExitStack) -> None:
+    """Own the folder until `stack` ends, and write the first files of a run to it."""
     if runs.is_run(folder):
         raise ConfigError(
             f"folder={folder}: already holds a run, and a run is never overwritten; choose another"
@@ -173,6 +173,7 @@ def _begin_run(x: Experiment, folder: Path) -> Any:
         )
     runs.refuse_leftovers(folder)
     runs.require_writable(folder)
+    stack.enter_context(owner.own_folder(folder))
     overrides = None  # an experiment with Python objects cannot be composed from overrides again
     if isinstance(x, Configured) and x.config:
         config = x.config
@@ -186,4 +187,3 @@ def _begin_run(x: Experiment, folder: Path) -> Any:
             write_atomic(folder / ".hydra" / "overrides.yaml", runs.dump(list(overrides)))
         runs.write_start(folder, config, versions(), identity=identity, overrides=overrides or ())
         runs.write_config(folder, config, identity, new=True)
-    return owner.own_folder(folder)

@@ -248,14 +248,15 @@ def list_notes(groups: Sequence[Group]) -> list[str]:
     """List remarks for a reader of the verdicts: about repeated seeds, unequal budgets, and
     different settings that change the problems."""
     out = list_repeated_seeds(groups)
+    comparable = all(read_series(run, "eval/accuracy") for g in groups for run in g.runs)
     for unit, values in average_budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
             said = ", ".join(
                 f"{group.label} {value:,.0f}" for group, value in zip(groups, values, strict=True)
             )
             out.append(
-                f"The lines had unequal budgets, in {UNITS[unit]}: {said}. `rlkit compare`"
-                f" with at={unit} compares them at equal budgets."
+                f"The lines had unequal budgets, in {UNITS[unit]}: {said}."
+                + (f" `rlkit compare` with at={unit} compares them at equal budgets." * comparable)
             )
     changed = [
         key

@@ -115,8 +115,9 @@ def append_once(path: Path, data: bytes) -> None:
         sync(path)
 
 
-# name of an output lost because it could not be written, and not written since → the reason
+# name of an output that could not be written so far → the reason
 LOST: dict[str, str] = {}
+SAID = set[tuple[str, str]]()  # what was named as unwritten, and why
 
 
 @contextmanager
@@ -145,7 +146,8 @@ def report_write_errors(what: str, kind: str = "") -> Iterator[None]:
 def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
     """Report an unwritten file once, and remember it for the end of the run. With `quiet`, another
     rank reports the file."""
-    again = LOST.get(what) == why
+    again = (what, why) in SAID and (kind or what) in LOST
+    SAID.add((what, why))
     LOST[kind or what] = why
     if not quiet and not again:
         with suppress(OSError):  # standard error may go into a file on the same disk

@@ -237,7 +237,9 @@ def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) ->
         if living and not takeover:
             raise Occupied(living)
         _write(folder, record)
-    who = f"process {found.get('pid')} on {found.get('host')}, which began at {found.get('since')}"
+    if not found.get("pid"):
+        return f"{NAME} could not be read and was replaced"
+    who = f"process {found['pid']} on {found.get('host')}, which began at {found.get('since')}"
     return (
         f"taken over from {who}; it ends at its next step"
         if living

@@ -66,16 +66,22 @@ def learn(config: Any, raw: Any = None) -> None:
     for name in {name for _, text in _texts(raw) for name in FROM_ENVIRONMENT.findall(text)}:
         value = os.environ.get(name, "")
         said = any(value in text for text in clear) and not _names_secret(name)
-        if (
-            len(value) >= TAKEN
-            and not PLAIN.fullmatch(value)
-            and not said
-            and not Path(value).exists()
-        ):
+        if _is_rare(value) and not said and not Path(value).exists():
             _add(value, f"${{oc.env:{name}}}")
     for value in _find_secrets(config):
-        if len(value) >= TAKEN:
+        if _is_rare(value):
             _add(value, KNOWN.get(value, REDACTED))
+
+
+def _is_rare(value: str) -> bool:
+    """Return whether a secret may be covered in any text. A short or common text, such as `none`,
+    would be covered where it is no secret."""
+    return len(value) >= TAKEN and not PLAIN.fullmatch(value)
+
+
+def _is_held(key: str, text: str) -> bool:
+    """Return whether a text under a key is a secret itself, and not the name of its source."""
+    return is_secret_key(key) and text != REDACTED and not FROM_ENVIRONMENT.fullmatch(text)
 
 
 def _add(value: str, place: str) -> None:
@@ -106,11 +112,11 @@ def _cover_secrets(text: str, known: Mapping[str, str]) -> str:
 
 
 def redact_config(config: Any) -> Any:
-    """Return the config in a form that may be written. Secrets under their keys are replaced, and
-    so are their values anywhere else in the config. Names of functions stay as they are."""
-    known = KNOWN | {
-        value: KNOWN.get(value, REDACTED) for value in _variables() | _find_secrets(config)
-    }
+    """Return the config in a form that may be written. Secrets under their keys are replaced.
+    Their values are replaced anywhere else in the config too, unless they are short or common.
+    Names of functions stay as they are."""
+    own = {value for value in _find_secrets(config) if _is_rare(value)}
+    known = KNOWN | {value: KNOWN.get(value, REDACTED) for value in _variables() | own}
 
     def hide(node: Any, key: str = "") -> Any:
         if isinstance(node, Mapping):
@@ -118,7 +124,10 @@ def redact_config(config: Any) -> Any:
         if isinstance(node, list | tuple):
             return [hide(value, key) for value in node]
         if isinstance(node, str):
-            return node if key == "_target_" else _cover_secrets(node, known)
+            if key == "_target_":
+                return node
+            covered = _cover_secrets(node, known)
+            return REDACTED if covered and covered == node and _is_held(key, node) else covered
         is_number = isinstance(node, int | float) and not isinstance(node, bool)
         return REDACTED if is_number and is_secret_key(key) else node
 

@@ -15,10 +15,11 @@ import pytest
 
 from parametrise import cases
 from rlkit.commands import cli, compare
-from rlkit.commands.arguments import parse, quote, unquote
+from rlkit.commands.arguments import parse, unquote
 from rlkit.commands.cli import find_command, list_commands, main
 from rlkit.commands.train import draw_page, format_closing_lines
 from rlkit.config.compose import compose, experiment
+from rlkit.config.functions import quote
 from rlkit.config.schema import resolve
 from rlkit.errors import ConfigError, install
 from rlkit.system import extras
@@ -270,7 +271,13 @@ def test_a_function_is_named_where_a_part_holds_some(tmp_path, monkeypatch, caps
         compose(["reward=named_parts.breif"])
 
 
-@pytest.mark.parametrize("text", ["outputs/a", "a=b,c=d", "it's", "back\\slash", '"', "with space"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("outputs/a", "a=b,c=d", "it's", "back\\slash", '"', "with space"),
+        *(r"pattern=\d+", "ends in \\", "ends in \\\\", r"[\'\"]", r"\\'"),
+    ],
+)
 def test_quoting_is_undone(text):
     """Folders of a sweep hold '=' and ','; their names travel through Hydra's grammar and come
     back."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.commands.arguments import quote
 from rlkit.commands.cli import main
+from rlkit.config.functions import quote
 from rlkit.config.problems.names import name_problems
 from rlkit.runs.sweeps.plan import folder_name
 

@@ -275,6 +275,7 @@ def test_the_tiny_models_numbers_with_another_model_are_named(words):
         ["model.path=tiny_guess"],
         ["model=pretrained", "model.path=elsewhere"],
         ["model=qwen3_0.6b", "model.path=elsewhere"],
+        ["model=pretrained", "model.path=elsewhere", "model.suggests.max_new_tokens=2048"],
         [
             "model.path=elsewhere",
             "optimizer.lr=1e-6",

@@ -368,10 +368,13 @@ def test_a_folder_from_python_is_a_run_folder(tmp_path, capsys):
     by_hand = rlkit.train(
         x._replace(reward=rlkit.experiment(reward=brief).reward), tmp_path / "mine"
     )
-    assert (
-        "fn" in (by_hand.folder / "config.yaml").read_text()
-        and main(["evaluate", f"run={by_hand.folder}", "evaluation.n=2"]) == 0
-    )
+    assert "fn" in (by_hand.folder / "config.yaml").read_text()
+    with_part = rlkit.train(rlkit.experiment(reward=brief, **SMALL), tmp_path / "part")
+    capsys.readouterr()
+    for folder in (by_hand.folder, with_part.folder):  # the defaults would take the objects' places
+        for words in (["evaluate", f"run={folder}"], ["train", f"resume={folder}"]):
+            assert main(words) == 2
+            assert "a run begun in Python from objects" in capsys.readouterr().err
 
 
 @pytest.mark.slow

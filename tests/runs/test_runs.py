@@ -128,6 +128,13 @@ def test_what_is_no_run_is_refused_and_the_newest_is_named(outputs):
         runs.find_run("nowhere", "resume")
 
 
+def test_a_config_of_other_programs_beside_the_runs_is_no_run(outputs):
+    make_run(outputs / "grpo", "old", 50)
+    (outputs.parent / "config.yaml").write_text("somebody: else\n")
+    with pytest.raises(ConfigError, match=r"run=.*grpo: no run folder"):
+        runs.find_run(str(outputs / "grpo"), "run")
+
+
 def test_a_misspelt_folder_is_answered_with_the_nearest(outputs):
     make_run(outputs / "grpo", "first", 50)
     with pytest.raises(ConfigError, match=r"run folder of rlkit\. Did you mean '.*outputs/grpo"):

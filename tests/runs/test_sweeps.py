@@ -22,7 +22,7 @@ from copies import begin_sweep
 from parametrise import cases
 from rlkit.distributed.launch import assign_gpus
 from rlkit.errors import ConfigError, install
-from rlkit.runs.sweeps.compare import format_comparison
+from rlkit.runs.sweeps.compare import format_comparison, tabulate_results
 from rlkit.runs.sweeps.jobs import RunJob, read_jobs, read_objective, save
 from rlkit.runs.sweeps.plan import expand, folder_name, folder_problems, list_corners, make_plan
 from rlkit.runs.sweeps.run import count_parallel_jobs, run_job
@@ -193,6 +193,18 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
     )
     assert said == "before and after: test accuracy; best first by validation accuracy"
     assert "debug" not in first
+
+
+def test_a_sweep_over_rewards_keeps_their_names(tmp_path):
+    jobs = [
+        RunJob(n, [f"reward={name}"], run_folder(tmp_path, name), "finished")
+        for n, name in enumerate(("numeric", "format"))
+    ]
+    rows = tabulate_results(jobs)
+    assert [(row["reward"], row["training reward"]) for row in rows] == [
+        ("numeric", 0.5),
+        ("format", 0.5),
+    ]
 
 
 @pytest.mark.slow

@@ -101,6 +101,13 @@ def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
     assert redact_config(written) == written
 
 
+@pytest.mark.parametrize("key", ["none", "x", "EMPTY", "1234567890"])
+def test_a_short_or_common_secret_is_covered_under_its_key_alone(key):
+    """Local servers take any key; `kl.name` was written as a secret."""
+    config = {"judge": {"api_key": key}, "kl": {"name": key}, "fn": f"my.{key}_match"}
+    assert redact_config(config) == {**config, "judge": {"api_key": REDACTED}}
+
+
 def test_of_two_secrets_the_longer_is_covered_first():
     """The shorter one stands in it, and its end would be left."""
     KNOWN.update({"s3cr3tvalue": REDACTED, "s3cr3tvalue-of-jane": REDACTED})

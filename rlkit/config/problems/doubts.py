@@ -188,12 +188,13 @@ def find_embedded_numbers(
     another model."""
     own = x.model.suggests
     path = x.model.path or x.model.origin
-    if own.get("max_new_tokens") is None or _is_embedded(path):
+    # of rlkit's options, only the embedded model's suggests an environment
+    if own.get("environment") is None or _is_embedded(path):
         return []
     used = {
-        "optimizer.lr": (_rate(x), (own["lr"], own["lora_lr"])),
-        "trainer.steps": (x.trainer.steps, (own["steps"],)),
-        "generation.max_new_tokens": (x.generation.max_new_tokens, (own["max_new_tokens"],)),
+        "optimizer.lr": (_rate(x), (own.get("lr"), own.get("lora_lr"))),
+        "trainer.steps": (x.trainer.steps, (own.get("steps"),)),
+        "generation.max_new_tokens": (x.generation.max_new_tokens, (own.get("max_new_tokens"),)),
     }
     kept = [
         f"{key}={value}" for key, (value, tiny) in used.items() if key in keys and value in tiny

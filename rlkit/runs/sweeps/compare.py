@@ -14,6 +14,8 @@ from rlkit.runs import verdicts
 from rlkit.runs.reading import group_runs, read_run
 from rlkit.runs.sweeps.jobs import RunJob, read_last_reward
 
+REWARD = "training reward"  # column; `reward` may be a setting of the sweep
+
 
 def tabulate_results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
     """Make a row for each job, with the job's varying settings, its end, its accuracies, reward,
@@ -32,7 +34,7 @@ def tabulate_results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {key: setting.get(key, "") for key in keys} | {"status": job.status}
         row |= {split: (summary.get(split) or {}).get("accuracy") for split in runs.EVALUATIONS}
         row |= {
-            "reward": read_last_reward(job.folder),
+            REWARD: read_last_reward(job.folder),
             "steps": summary.get("steps"),
             "seconds": summary.get("wall_seconds"),
         }
@@ -61,9 +63,9 @@ def format_comparison(jobs: Sequence[RunJob]) -> str:
     if not rows:
         return "no job has begun"
     keys = list(rows[0])[: list(rows[0]).index("status")]
-    order = "validation" if any(row["validation"] is not None for row in rows) else "reward"
+    order = "validation" if any(row["validation"] is not None for row in rows) else REWARD
     rows.sort(key=lambda row: (row[order] is None, -(row[order] or 0.0)))
-    columns = [*keys, "status", *runs.EVALUATIONS, "reward", "steps", "seconds"]
+    columns = [*keys, "status", *runs.EVALUATIONS, REWARD, "steps", "seconds"]
     parts = [
         align_columns(
             columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1

@@ -206,7 +206,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
         if extra and not is_installed(package):
             raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
     # the option shipped with optuna's plugin minimises, and ends a search with the first failed job
-    if "optuna" in targets["sweeper"]:
+    if str(config.hydra.runtime.choices["hydra/sweeper"]) == "optuna":
         config.hydra.sweeper.direction = "maximize"
         config.hydra.sweeper.max_failure_rate = 1.0
     return config

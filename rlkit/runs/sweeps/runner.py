@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
+from rlkit.config.functions import quote
 from rlkit.distributed.launch import assign_gpus
 from rlkit.runs import folder as runs
 from rlkit.runs.kernels import decide_kernels
@@ -260,8 +261,7 @@ def _checkpoints(folder: Path) -> bool:
 
 def _build_command(job: RunJob, sweep: Sweep) -> list[str]:
     """Build the command line of a job, without the word `rlkit`."""
-    place = str(job.folder).replace("\\", "\\\\").replace("'", "\\'")
-    words = ["train", *job.overrides, f"hydra.run.dir='{place}'"]
+    words = ["train", *job.overrides, f"hydra.run.dir={quote(str(job.folder))}"]
     return [*words, "--config-dir", sweep.config_dir] if sweep.config_dir else words
 
 
