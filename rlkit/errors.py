@@ -123,7 +123,7 @@ def name_function(function: Callable[..., Any]) -> str:
 
 
 def require_arguments(function: Callable[..., Any], where: str, *given: Any, **named: Any) -> None:
-    """Raise a ConfigError where a user's function cannot be called with these arguments."""
+    """Raise a ConfigError if a user's function cannot be called with these arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature
@@ -181,7 +181,7 @@ def describe_definition(function: Any) -> str:
 
 
 def suggest_name(name: str, names: Iterable[str]) -> str:
-    """ " Did you mean …?" if a valid name is similar, otherwise an empty string."""
+    """Suggest a similar valid name, or return an empty string."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
 
@@ -229,7 +229,7 @@ def place(error: BaseException) -> str:
 
 
 def name_error(error: BaseException) -> str:
-    """ "ValueError: its text" in one line, of at most 400 characters.
+    """Write "ValueError: text" in one line of at most 400 characters.
 
     An error's own text may be empty, and may raise.
     """
@@ -306,7 +306,7 @@ def list_notes(error: BaseException) -> Sequence[str]:
 
 
 def say(error: BaseException, lines: Iterable[str]) -> None:
-    """Print an error on stderr; after `debug=true` the traceback stands before it."""
+    """Print an error on stderr; with `debug=true` the traceback comes first."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
     announced = getattr(error, "announced", ())

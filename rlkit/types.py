@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import (
@@ -84,7 +85,8 @@ class ToolResult(NamedTuple):
         return {
             "role": "tool",
             "tool_call_id": self.id,
-            "name": self.name,
+            # of an unknown tool the policy chooses the name, and a template writes it beside tokens
+            "name": re.sub(r"[^\w.:/-]", "_", self.name),
             "content": self.content,
         }
 
@@ -964,8 +966,8 @@ class Session(Protocol):
 
     @property
     def tools(self) -> Mapping[str, Tool]:
-        """Return the tools by name. This method is called once per episode, so the tools may share
-        state."""
+        """Return the tools by name. rlkit reads this at every reply, so return the same tools
+        each time."""
 
     def first_prompt(self) -> Messages | Awaitable[Messages]:
         """Return the first messages of the episode. Raise rlkit.errors.EpisodeOver if there is

@@ -94,6 +94,10 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     )
 
 
+# settings whose values differ from those of the other libraries' flags
+UNLIKE = ("trainer.precision", "trainer.micro_batch_tokens", "evaluation")
+
+
 def read_key(override: str) -> str:
     """Return the key or group that an override sets."""
     return override.lstrip("+~").partition("=")[0]
@@ -121,6 +125,9 @@ def _suggest_flag(word: str, value: str) -> str:
     elif value.startswith("-") or "=" in value:
         value = "VALUE"
     if key in MEANT:
+        group = MEANT[key].endswith("=")
+        if MEANT[key] in UNLIKE or (group and value.lower() in ("true", "false")):
+            value = "OPTION" if group else "VALUE"
         return f"there is no flag '{word}'; write {MEANT[key].removesuffix('=')}={value}"
     flags = "-m, --config FILE, --config-name NAME, --config-dir DIR, --cfg, --info, --json, --help"
     return f"there is no flag '{word}'; settings are written KEY=VALUE, and the flags are {flags}"

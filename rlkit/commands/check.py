@@ -2,7 +2,7 @@
 memory of the run. Nothing is kept.
 
 First the config is composed and dry-run, as for `rlkit train`. Then the verifier is tried on the
-rows, the model is loaded, and trainer and sampler are compared. One prompt's group is played and
+rows, the model is loaded, and trainer and sampler are compared. A few rollouts are played and
 scored, and the policy, and a critic if the run has one, take one step.
 """
 
@@ -68,8 +68,8 @@ class Report(NamedTuple):
 
 
 def shrink_experiment(x: Experiment) -> Experiment:
-    """Cut the experiment to one step of one update on one prompt: short replies, no evaluation, no
-    logger, no callbacks."""
+    """Cut the experiment to one step of one update with few rollouts: short replies, no evaluation,
+    no logger, no callbacks."""
     from rlkit.training.schedules import Schedule
 
     limit = min(x.generation.max_new_tokens, REPLY)

@@ -16,8 +16,6 @@ from rlkit.system.extras import load_command
 TAKES_TEXTS = True
 GIVES_JSON = True
 
-SETTINGS = ("figure", "at", "pairs", "effect", "seeds")
-
 
 def command(arguments: Arguments) -> Answer:
     """Say which line of runs is better and by how much, in sentences and as a table. Runs that
@@ -33,7 +31,7 @@ def command(arguments: Arguments) -> Answer:
         rlkit compare outputs/grpo outputs/dapo
         rlkit compare outputs/grpo outputs/dapo pairs=all effect=0.02
     """
-    groups, given = read_lines(arguments, "compare")
+    groups, given = read_lines(arguments, "compare", ("figure", "at", "pairs", "effect"))
     compared = verdicts.find_shared_figure(groups, given.get("figure"), given.get("at"))
     if compared is None:
         raise ConfigError(
@@ -81,10 +79,12 @@ def list_suspicions(folders: Sequence[Path]) -> list[str]:
         return []
 
 
-def read_lines(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
+def read_lines(
+    arguments: Arguments, name: str, settings: Sequence[str]
+) -> tuple[list[Group], dict[str, str]]:
     """Read the lines of a command's folders, and its settings. Raises: ConfigError for fewer than
     two lines."""
-    given = take_settings(arguments, SETTINGS, name)
+    given = take_settings(arguments, settings, name)
     groups = group_runs([read_run(folder) for folder in find_runs(arguments.texts, name)])
     if len(groups) < 2:
         said = "one line of runs" if groups else "no run with finished steps"

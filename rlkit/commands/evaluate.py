@@ -144,8 +144,8 @@ def restore_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tupl
     ]
     if strange:
         raise DataError(
-            f"{path} belongs to another model: {strange[0]} and {len(strange) - 1} other weights"
-            " are in only one of the two; use the model settings of its run"
+            f"{path} belongs to another model: {len(strange)} weights are in only one of the two,"
+            f" such as {strange[0]}; use the model settings of its run"
         )
     # under LoRA the frozen base is not in the checkpoint
     policy.model.load_state_dict(weights, strict=False)

@@ -35,13 +35,13 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit metrics kl/ref_k3                        what a number of metrics.jsonl means, a healthy value, and what to do otherwise
   rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite{more}
 
-  --config FILE       overrides from YAML, or the flat config of a GSM8K/MBPP trainer; what stands behind it wins
+  --config FILE       overrides from YAML, or the flat config of a GSM8K/MBPP trainer; the command line wins
   --config-dir DIR    options of your own; --config-name NAME takes overrides from DIR/NAME.yaml
   --cfg job           print the composed config, without a run (--resolve: with references replaced; --info: which option of each group)
   --json              check, show, compare, plan, bench, runs, metrics: what the command found, for a program
   rlkit COMMAND --help   arguments, keys and examples of one command; rlkit --version
   debug=true          print the traceback of an error too
-  trust=true          with run=, resume= or bundle=: a folder that is not your own may do what is not declared safe, which is printed.
+  trust=true          with run=, resume= or bundle=: somebody else's folder may use unsafe values; they are printed.
                       Every command takes it
   -m, --multirun      a sweep
 

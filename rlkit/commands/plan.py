@@ -44,13 +44,13 @@ def command(arguments: Arguments) -> Answer:
     FOLDER…        run folders or folders of runs of two lines or more
     effect=NUMBER  the difference to see; 0.02 by default
     seeds=N        also say what difference N seeds would find
-    figure=NAME    as for rlkit compare
+    figure=NAME    as for rlkit compare, and so is at=UNIT
     --json         the same for a program
 
         rlkit plan outputs/grpo outputs/dapo effect=0.02
         rlkit plan outputs/grpo outputs/dapo seeds=10
     """
-    groups, given = read_lines(arguments, "plan")
+    groups, given = read_lines(arguments, "plan", ("figure", "at", "effect", "seeds"))
     compared = verdicts.find_shared_figure(groups, given.get("figure"), given.get("at"))
     found = verdicts.judge_lines(groups, compared) if compared else []
     known = [v for v in found if v.found.n >= FEWEST]
@@ -66,13 +66,15 @@ def command(arguments: Arguments) -> Answer:
             f"seeds={text}: give a whole number, {TO_CLAIM} or more; fewer seeds claim nothing"
         )
     count = len(known)
-    each = add_up_seconds(groups)
+    each = average_seconds(groups)
     corrected = f", {count} comparisons" if count > 1 else ""
     head = (
         f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95"
         f" %{corrected}"
     )
-    needs = [plan_seeds(v, effect, count, each, seeds or None) for v in known]
+    needs = [
+        plan_seeds(v, effect, count, each[v.first] + each[v.second], seeds or None) for v in known
+    ]
     data = {"figure": compared.name, "effect": effect, "comparisons": needs}
     repeated = verdicts.list_repeated_seeds(groups)
     return Answer(data, "\n".join([head, *map(phrase_need, needs), *repeated]))
@@ -84,7 +86,7 @@ def plan_seeds(
     """Plan the seeds of a comparison.
 
     Args:
-      each: seconds for one run of each line, added up.
+      each: seconds for one run of each of the two lines, added up.
       seeds: the user's number of seeds, at least TO_CLAIM.
     """
     spread = verdict.found.spread
@@ -127,9 +129,12 @@ def phrase_need(need: Need) -> str:
     return text
 
 
-def add_up_seconds(groups: list[Group]) -> float:
-    """Add up the wall seconds of one run of each line, from the pilot's summaries."""
-    known = [
-        [float(run.summary.get("wall_seconds") or 0.0) for run in group.runs] for group in groups
-    ]
-    return math.fsum(math.fsum(own) / len(own) for own in known)
+def average_seconds(groups: list[Group]) -> dict[str, float]:
+    """Average the wall seconds of each line's runs, from the pilot's summaries; 0 if none is
+    known."""
+    out = {}
+    for group in groups:
+        known = [float(run.summary.get("wall_seconds") or 0.0) for run in group.runs]
+        known = [seconds for seconds in known if seconds]
+        out[group.label] = math.fsum(known) / len(known) if known else 0.0
+    return out

@@ -125,7 +125,7 @@ def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[st
 def find_nonfinite(tensors: Mapping[str, Any], what: str) -> list[str]:
     """Name the first tensor with nan or infinity in a sentence."""
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
-    return [f"{what} of {bad[0]} and {len(bad) - 1} more: not finite"] if bad else []
+    return [f"{what} of {bad[0]} is not finite ({len(bad)} in all)"] if bad else []
 
 
 def _line(rows: Any, mask: Any, loss: float, norm: float) -> str:

@@ -88,7 +88,7 @@ def command(arguments: Arguments) -> Answer:
 
 
 def _name_nearest(wanted: Sequence[str], folders: Sequence[Path]) -> str:
-    """ " Did you mean …?" for settings that these runs do not have."""
+    """Suggest the nearest names for settings that these runs lack."""
     known = {
         key.removesuffix(".name") for f in folders for key in flatten_numbers(runs.read_config(f))
     }

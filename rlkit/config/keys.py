@@ -59,7 +59,6 @@ def find_leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
     function as such an address. If the folder names any such address, every value taken by its
     config from the environment is a leak too, even a value for a prompt.
 
-    Args: as for `outside`.
     """
     found: list[Leak] = []
     places: list[str] = []

@@ -4,12 +4,12 @@ Hydra merges the option files of a run in one order, later files over earlier on
 the values of the command line. Therefore the origin of a key is the first of these that applies:
 
 1. "command line", if an override sets the key or a mapping around it, even to the same value. If
-the override came from a config file or a run folder, the origin names this instead. 2. "phase
-NAME", if the key lies in schedule.phases.NAME. 3. The source of a reference like
-`${trainer.steps}`. It is "suggested by GROUP=OPTION" if the reference leads to a key under
-`suggests`, otherwise "follows KEY". 4. "default", if `rlkit train` without overrides has the same
-key with the same value. 5. The last option file that sets the key, as GROUP=OPTION. Presets count
-as options.
+   the override came from a config file or a run folder, the origin names this instead.
+2. "phase NAME", if the key lies in schedule.phases.NAME.
+3. The source of a reference like `${trainer.steps}`. It is "suggested by GROUP=OPTION" if the
+   reference leads to a key under `suggests`, otherwise "follows KEY".
+4. "default", if `rlkit train` without overrides has the same key with the same value.
+5. The last option file that sets the key, as GROUP=OPTION. Presets count as options.
 
 A key counts as changed if its origin is of kind 1, or if its value differs from `rlkit train`
 without overrides. A key in a phase counts as changed if its value differs from the same key of the

@@ -65,6 +65,7 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
             if make is None
             else await call_user("the environment's first prompt", make, task)
         )
+        said = [{"role": "user", "content": said}] if isinstance(said, str) else said
         return with_system_prompt(said, system_prompt)
 
     return environment._replace(first_prompt=first_prompt)

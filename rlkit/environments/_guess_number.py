@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
 from rlkit.environments._dialogue import dialogue
 from rlkit.types import Environment, Rollout, safe
 
-NUMBER = re.compile(r"[0-9]{1,18}")  # a whole number; the last number in a reply is the guess
+# the last number in a reply is the guess
+NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,18})(?:\.[0-9]+)?")
 
 
 @safe("system_prompt")
@@ -52,7 +54,8 @@ def has_found_number(rollout: Rollout, step: int) -> bool:
 
 
 def read_last_guess(rollout: Rollout) -> int | None:
-    """Return the last whole number of the last reply, without its thinking; None if it has no
-    number."""
+    """Return the last number of the last reply, without its thinking; None if it has no number, or
+    if the last one is not whole."""
     numbers = NUMBER.findall(rollout.final_content)
-    return int(numbers[-1]) if numbers else None
+    guess = float(numbers[-1].replace(",", "")) if numbers else math.nan
+    return int(guess) if guess.is_integer() else None

@@ -20,5 +20,5 @@ def with_system_prompt(
         return tuple(messages)
     if messages and messages[0].get("role") == "system":
         own, *messages = messages
-        system_prompt = f"{system_prompt}\n\n{own.get('content', '')}"
+        system_prompt = f"{system_prompt}\n\n{own.get('content') or ''}"
     return ({"role": "system", "content": system_prompt}, *messages)

@@ -203,7 +203,7 @@ async def answer_calls(
       max_calls: number of calls to run. Further calls are answered with a sentence for the policy.
     """
     step = rollout.steps[-1]
-    refusal = f"Error: at most {max_calls} calls in one reply; this one was not run."
+    refusal = f"Error: at most {max_calls} call(s) in one reply; this one was not run."
 
     async def answered(i: int, asked: ToolCall) -> ToolResult:
         if i >= max_calls:

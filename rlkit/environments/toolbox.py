@@ -128,8 +128,8 @@ def list_names(name: str, tool: Any) -> list[str]:
         if callable(tool) and name == tool_name(tool):
             return [name]
         raise ConfigError(
-            f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the"
-            " schema tells the policy the function's own name; or a class whose methods are tools"
+            f"environment.tools.{name} is {tool!r}; it must be a class with tools as methods, or a"
+            " function of that name, because the schema shows the function's own name"
         )
     seen = dict.fromkeys(
         n

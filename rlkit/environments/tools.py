@@ -10,9 +10,8 @@ typed function:
         '''
 
 Every failure of a call is answered with a sentence for the policy, even if the tool tries to end
-the process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption ends the run, a
-sandbox that cannot run the policy's code, or an event that Python cannot stop: an exit from C, or a
-crash.
+the process (sys.exit, os._exit, KeyboardInterrupt). The run ends only after a real interruption,
+if a sandbox cannot run the policy's code, or if C exits or crashes, which Python cannot stop.
 """
 
 from __future__ import annotations

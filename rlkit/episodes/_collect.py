@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -183,7 +183,7 @@ async def load_other_player(path: str, policy: Policy, params: SamplingParams) -
     return Speaker(rival, engine, params._replace(admission="free"), make_encoder(rival))
 
 
-@lru_cache(maxsize=1)
+@cache  # opponents of a mixture take turns
 def _load_player(path: str, device: str) -> tuple[Policy, Engine]:
     rival = load_policy(path=path, device=device)
     rival.model.requires_grad_(False)

@@ -101,7 +101,8 @@ async def _play_to_the_end(
                     rollout = cut_off(rollout, "context")
                     break
                 rollout = rollout.add(step)
-                theirs = theirs.add(copy_value(step))
+                # only the tokens beyond the step before, as in the record
+                theirs = theirs._replace(steps=(*theirs.steps, copy_value(rollout.steps[-1])))
                 keep(rollout)
                 if step.finish_reason == "length":
                     rollout = cut_off(rollout, "length")
@@ -215,7 +216,7 @@ def _is_message(said: Any) -> bool:
     return (
         isinstance(said, dict)
         and isinstance(said.get("role"), str)
-        and isinstance(said.get("content"), str | list | None)
+        and isinstance(said.get("content"), str | None)
     )
 
 

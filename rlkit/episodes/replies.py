@@ -152,7 +152,8 @@ def read_reply(
         tags, reply.token_ids[: -1 if ended else None], opened=tags.opened(ids)
     )
     with blame_environment("parser of tool calls", rollout.task):
-        content, calls = (environment.parse_calls or none)(content)
+        content, found = (environment.parse_calls or none)(content)
+        calls = tuple(call._replace(id="") for call in found)
     first = rollout.steps[0].prompt if rollout.steps else messages
     number = sum(len(m.get("tool_calls") or ()) for m in first) + sum(
         len(s.tool_calls) for s in rollout.steps

@@ -170,7 +170,7 @@ def unsolved_sampler(*, solved: float = 0.9) -> TaskSampler:
     drawn again.
 
     A solved problem is not drawn again even if the policy forgets how to solve it. The metric
-    `sampler/solved` is the share of solved problems.
+    `sampler/solved` uses 0.9, whatever `solved` is.
 
     Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786. ScaleRL compares the mean over all groups
     with the threshold. This sampler compares the last group, as TRL does.

@@ -92,13 +92,17 @@ def count_failures(rollouts: Sequence[Rollout]) -> str:
     return said
 
 
+# beginnings of results of calls that ran no tool
+NOT_RUN = ("Error: there is no tool", "Error: not a tool call", "Error: at most ")
+
+
 def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
     """Return a sentence on each tool that failed in all of its calls. A tool with fewer than
-    FEWEST_CALLS calls is not reported. A call of an unknown tool and an unreadable call do not
-    count."""
+    FEWEST_CALLS calls is not reported. Calls that ran no tool do
+    not count."""
     results = defaultdict(list)
     for result in (r for rollout in rollouts for step in rollout.steps for r in step.tool_results):
-        if not result.content.startswith(("Error: there is no tool", "Error: not a tool call")):
+        if not result.content.startswith(NOT_RUN):
             results[result.name].append(result)
     return [
         f"the tool {name} failed in all of its {len(own)} calls; the first error:"

@@ -17,6 +17,8 @@ from rlkit.system.shared_state import get_current_watch, guard_state
 from rlkit.system.waiting import waiting
 from rlkit.types import Measured, Rollout, unpacked
 
+UNSCORED = Checked(None, "error")
+
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     """Return the rollouts with `reward`, `rewards`, `statuses` and `metrics` filled in. If a term
@@ -28,9 +30,9 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
         in `rewards`.
     Returns: new rollouts. `rewards` has the score of every term by name. `statuses` has its status:
       ok (> 0), wrong (≤ 0), unparseable (None, or a Verdict with this status), timeout, error.
-      `reward` is None, "cannot be scored", if any term of non-zero weight is None, or if the
-      environment failed (a truncation "error"). A rollout without a reward does not enter any
-      baseline. If all terms are per step, `reward` is 0.
+      `reward` is None, "cannot be scored", if any term of non-zero weight is None. If the
+      environment failed (a truncation "error"), no term is called, and all are None. A rollout
+      without a reward does not enter any baseline. If all terms are per step, `reward` is 0.
     Raises: RewardError with the term, the task and the cause if a term fails on more than
       `max_error_rate` of the rollouts, or if the aggregator fails. A term fails if it raises,
       hangs, or returns a value other than a finite number, a bool or None. A batched term must
@@ -46,8 +48,16 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     require_terms(reward)
     with guard_state(reward.aggregator, *(term.fn for term in reward.terms.values())):
         played = [_drop_term_rewards(rollout) for rollout in rollouts]
-        columns = {name: _score_column(name, played, reward) for name in reward.terms}
-        rows = [{name: column[i] for name, column in columns.items()} for i in range(len(played))]
+        # nothing is asked about an episode whose environment failed
+        ended = [rollout for rollout in played if rollout.truncation != "error"]
+        columns = {name: iter(_score_column(name, ended, reward)) for name in reward.terms}
+        rows = [
+            {
+                name: UNSCORED if rollout.truncation == "error" else next(column)
+                for name, column in columns.items()
+            }
+            for rollout in played
+        ]
         scored = [
             _with_scores(rollout, row, reward) for rollout, row in zip(played, rows, strict=True)
         ]
@@ -94,12 +104,12 @@ def _score_column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> lis
     term = reward.terms[name]
     count = len(rollouts)
     limit = reward.max_error_rate
-    allowed = int(limit * count)
+    allowed = int(round(limit * count, 6))  # 0.29 · 100 is 28.999…
     # after too many failures, the list of values is shorter than the list of rollouts
     known = zip(rollouts, call_term(term, rollouts, allowed), strict=False)
     cells = [check_value(value, rollout, term, f"reward/{name}") for rollout, value in known]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
-    if len(failed) > limit * count:
+    if len(failed) > allowed:
         first = failed[allowed]  # the first failure beyond the allowed number
         rate = f" ({len(failed)} of {count} rollouts failed, more than max_error_rate={limit:g})"
         raise reward_error(f"term {name!r}", rollouts[first], cells[first], rate if limit else "")
@@ -132,13 +142,12 @@ def _with_scores(rollout: Rollout, row: Mapping[str, Checked], reward: Reward) -
 
 def _aggregate_rewards(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     """Return the rollouts with `reward` filled in. The `reward` stays None if a term of non-zero
-    weight is None, or if the environment failed."""
+    weight is None."""
     counted = [name for name, term in reward.terms.items() if term.weight]
     places = [
         i
         for i, rollout in enumerate(rollouts)
-        if rollout.truncation != "error"
-        and all(rollout.rewards[name] is not None for name in counted)
+        if all(rollout.rewards[name] is not None for name in counted)
     ]
     chosen = [rollouts[i] for i in places]
     term = Term(1.0, reward.aggregator)

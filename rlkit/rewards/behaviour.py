@@ -15,17 +15,10 @@ Unit = Literal["words", "tokens"]
 
 
 @no_gold
-def environment(rollout: Rollout) -> float | None:
+def environment(rollout: Rollout) -> float:
     """Return the sum of the rewards that the environment paid at the steps. The sum is only logged,
     as the value of this component. The sum is not added to the reward, because the rewards of the
-    steps already contain it. The result is None (cannot be scored) if the environment failed.
-
-    >>> from rlkit.types import Task
-    >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None
-    True
-    """
-    if rollout.truncation == "error":
-        return None
+    steps already contain it."""
     return Paid(sum(step.reward or 0.0 for step in rollout.steps))
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # The filter lists the allowed calls; all others are refused with EPERM. Pairs: number on x86_64,
 # number on aarch64 (None if it does not exist there).
 #
-# Judged here is every way to reach a process or a file outside, unless all versions of Landlock
-# close it. Landlock covers signals since ABI 6, truncation since ABI 3, and never stat or readlink.
+# Below is every way to a process or a file outside that some version of Landlock leaves open.
+# Landlock covers signals since ABI 6, truncation since ABI 3, and never stat or readlink.
 #   fcntl     F_SETOWN, F_SETOWN_EX and F_SETSIG name another process and a signal. O_ASYNC,
 #             F_SETLEASE or F_NOTIFY then have the kernel send it. Only the commands of `FCNTL` are
 #             allowed, and F_SETFL without O_ASYNC.
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 #             creat and truncate are not allowed.
 #   ioctl     none at all, so neither FIOASYNC, FIOSETOWN nor SIOCSPGRP.
 #   signals   kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, pidfd_send_signal
-#             and mq_notify are not allowed, and neither is timer_create, though its signals stay in
-#             the process. Those of setitimer and alarm do too, and these two are allowed.
+#             and mq_notify are not allowed, and neither is timer_create. setitimer and alarm are
+#             allowed, because their signals stay in the process.
 #   memory    ptrace, process_vm_readv, process_vm_writev, process_madvise, kcmp, userfaultfd,
-#             perf_event_open and bpf are not allowed. futex and set_robust_list touch memory of
-#             one's own only.
+#             perf_event_open and bpf are not allowed. futex and set_robust_list touch this
+#             process's memory.
 #   sockets   none of any family, so no abstract unix socket (Landlock scopes these since ABI 6); no
 #             io_uring, because it would go past this filter; no memfd_create, keyctl or message
 #             queue.
 #   rights    prctl, seccomp, unshare, setns, mount, chroot, set*id, capset, chmod, chown, setxattr
 #             and utimensat are not allowed.
-#   limits    prlimit64 only asks, and only about oneself; setpriority, ioprio_set and sched_set*
+#   limits    prlimit64 only reads this process's limits; setpriority, ioprio_set and sched_set*
 #             are not allowed.
 # Still open: stat, access and readlink tell whether a file exists and how large it is. /proc/PID/fd
 # and the like need the right to trace the process, and Landlock refuses it.
@@ -258,7 +258,7 @@ def bpf(machine: str) -> list[Instruction]:
             program += only(number, open_rules(index))
     program += only(fcntl, fcntl_rules())
     program += only(clone, [argument(0), (BITS, 0, 1, 0x10000), (GIVE, 0, 0, ALLOW)])
-    # of process 0, oneself, without new limits: arguments 0 and 2, each 64 bits, all zero
+    # only pid 0 (this process), no new limits: all 64 bits of arguments 0 and 2 are 0
     asks = [
         x
         for index, half, jump in ((0, 0, 5), (2, 0, 3), (2, 1, 1))
@@ -335,8 +335,8 @@ def landlock(
 
 
 def namespaces(libc: Any, size: int) -> None:
-    """Give this process a user, network, mount, IPC and host name of its own, and a folder in
-    memory of `size` bytes over the current one."""
+    """Give this process new user, network, mount, IPC and UTS namespaces, and mount `size` bytes of
+    memory over the current folder."""
     import ctypes
     import os
 

@@ -61,8 +61,8 @@ def split(test: str, setup: str = "") -> Check:
     are refused; `allclose` compares lists of numbers.
 
     Args:
-      setup: code run in the program's process before the tests. A function defined in the setup
-        does not count as the program's, and cannot be the judge.
+      setup: code run in the program's process before the tests. If the verdict is the truth of a
+        call, this call must not be of a function of the setup.
     Raises: Unsplittable if the expectation would be computed in the program's process, if both
       sides of a comparison come from the program, or if the test only excludes a value (!=,
       `is not`, `not in`).

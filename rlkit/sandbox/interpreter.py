@@ -78,7 +78,7 @@ class Interpreter:
             return outcome
 
     def close(self) -> None:
-        """Kill the interpreter and remove its folder, without waiting for a running program."""
+        """Kill the interpreter, even if a program is running, and remove its folder."""
         if self.child is not None:
             self.kill()
         with self.lock:

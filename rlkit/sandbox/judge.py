@@ -120,7 +120,7 @@ KEYWORDS = {
     "sum": {"start"},
     "round": {"ndigits"},
 }
-# Functions of one iterable. Of a program's iterable, the child sends the items as a list.
+# Functions of one iterable. The child sends the items of a program's iterable as a list.
 ITERATE = {"all", "any", "len", "sorted", "set", "frozenset", "list", "tuple", "sum"}
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

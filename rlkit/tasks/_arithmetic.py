@@ -179,8 +179,8 @@ def _draw(rng: random.Random) -> _Drawn | None:
 
 
 def _draw_int(rng: random.Random, low: int, high: int) -> int:
-    """Draw a whole number from `low` to `high`, the one of `rng.randint`. Of some fifteen draws for
-    a held-out problem one is kept, and `randint` takes four times as long."""
+    """Draw the same whole number as `rng.randint(low, high)`, four times as fast. A held-out
+    problem takes some fifteen draws of a problem."""
     size = high - low + 1
     bits = size.bit_length()
     while (drawn := rng.getrandbits(bits)) >= size:
@@ -189,7 +189,7 @@ def _draw_int(rng: random.Random, low: int, high: int) -> int:
 
 
 def _draw_two(rng: random.Random, choices: Sequence[str]) -> tuple[str, str]:
-    """Draw two different choices, those of `rng.sample(choices, 2)`."""
+    """Draw the same two choices as `rng.sample(choices, 2)`."""
     last = len(choices) - 1
     one, other = _draw_int(rng, 0, last), _draw_int(rng, 0, last - 1)
     return choices[one], choices[last if other == one else other]

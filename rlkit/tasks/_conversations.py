@@ -126,8 +126,8 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
         )
     if any(a == b == "assistant" for a, b in itertools.pairwise(roles)):
         raise DataError(
-            f"{where}: two assistant messages of {field!r} follow one another; join them, or put"
-            " what was said between them"
+            f"{where}: two assistant messages of {field!r} follow one another; join them, or add"
+            " the message between them"
         )
     return out
 

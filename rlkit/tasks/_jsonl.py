@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,8 @@ def jsonl(
     for _, where, row in rows:
         for name in unread.keys() & row.keys():
             raise DataError(
-                f"{where}: nothing reads the field '{name}'; set task.fields.{name}={name} where it"
-                f" names the row's {unread[name]}, and task.fields.{name}=null to pass over it"
+                f"{where}: nothing reads the field '{name}'; if it names the row's {unread[name]}, set"
+                f" task.fields.{name}={name}; to ignore it, set task.fields.{name}=null"
             )
     tasks = [
         _task(where, row, named, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt)
@@ -135,8 +136,8 @@ def _task(
 
 
 def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Read the row's metadata. If its `files` name a folder, the folder must be beside the file of
-    rows. Otherwise a stranger's rows could name any folder of this machine."""
+    """Read the row's metadata. If its `files` name a folder, the rows must be of a local file, and
+    the folder beside it. Otherwise a stranger's rows could name any folder of this machine."""
     own = (_value(where, row, "metadata", fields) if "metadata" in fields else None) or {}
     if not isinstance(own, Mapping):
         raise DataError(f"{where}: task.fields.metadata names a field that is no mapping")
@@ -144,10 +145,13 @@ def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]
     files = own.get("files")
     if not isinstance(files, str):
         return dict(own)
-    base = Path(where).parent.resolve()
+    source = Path(re.split(r":\d+$| row \d+$", where)[0])
+    base = source.parent.resolve()
     folder = (base / files).resolve()
-    if not folder.is_dir() or not folder.is_relative_to(base):
-        raise DataError(f"{where}: its files: there is no folder {files!r:.100} in {base}")
+    if not source.is_file() or not folder.is_dir() or not folder.is_relative_to(base):
+        raise DataError(
+            f"{where}: its files: there is no folder {files!r:.100} beside the file of rows"
+        )
     return {**own, "files": str(folder)}
 
 

@@ -83,12 +83,17 @@ def _task(id: str, where: str, row: Row, environment: str) -> Task:
     text = _problem(where, row)
     code = row.get("code")
     tests = row.get("test_list")
-    if not isinstance(text, str) or not isinstance(code, str) or not isinstance(tests, list):
+    setup = row.get("test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
+    if not (
+        isinstance(text, str)
+        and isinstance(code, str)
+        and isinstance(setup, str)
+        and isinstance(tests, list)
+    ):
         raise DataError(
-            f"{where}: task=mbpp needs `text` (or `prompt`) and `code` as text, and `test_list` as"
-            " a list; correct the row"
+            f"{where}: task=mbpp needs `text` (or `prompt`), `code` and `test_setup_code` as text,"
+            " and `test_list` as a list; correct the row"
         )
-    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
     shown, *hidden = [test for test in tests if _is_checkable(test, setup)] or [""]
     return Task(
         id=id,

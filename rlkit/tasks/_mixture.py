@@ -98,8 +98,8 @@ def take_turns(weights: Mapping[str, float]) -> Iterator[str]:
     """Yield names in turn, without end. After any k turns, each name has had
     `k · weight / Σ weights` turns, with an error below one turn.
 
-    Among the names behind their share, the next name is the first to fall a whole turn behind if no
-    name were chosen.
+    Of the names behind their share, choose the one that would be first to fall a whole turn
+    behind.
 
     Args:
       weights: weight of each name, > 0.

@@ -105,8 +105,8 @@ def _read_split(found: Readers, split: str, path: str) -> Iterator[tuple[str, Ro
     if split not in found:
         there = f"only {', '.join(found)}" if found else "no split at all"
         raise DataError(
-            f"task.path={path} holds neither {split}.jsonl nor {split}.parquet, or is a data set"
-            f" without it ({there}); add one"
+            f"task.path={path} has no rows of split={split} ({there}); add {split}.jsonl or"
+            f" {split}.parquet"
         )
     return found[split]()
 

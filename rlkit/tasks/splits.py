@@ -128,7 +128,7 @@ def find_overlaps(splits: Splits) -> list[str]:
     if torn:
         out.append(
             f"{len(torn)} prompts have rows with different answers, so no reply is right in all of"
-            f" them; keep one row of each, such as {torn[0]:.120}"
+            f" them; keep one row of each; one is {torn[0]:.120}"
         )
     for (a, first), (b, second) in itertools.combinations(zip(SPLITS, keys, strict=True), 2):
         known = set(first)
@@ -137,7 +137,7 @@ def find_overlaps(splits: Splits) -> list[str]:
             share = "validation" if b == "validation" else "held_out"
             out.append(
                 f"{shared} of {len(second)} {b} problems have the prompt and the answer of a {a}"
-                f" problem, so {b} figures are not of unseen problems; take the rows out of one of"
+                f" problem, so {b} figures include seen problems; take the rows out of one of"
                 f" the two, or set task.{share} where the task has it"
             )
     return out

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import re
 
 import pytest
 
@@ -180,6 +181,20 @@ def test_a_flag_that_is_a_key_is_answered_with_the_key():
         parse(["--steps", "10"])
     with pytest.raises(ConfigError, match=r"write optimizer\.lr=3e-4"):
         parse(["--learning-rate=3e-4"])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--bf16", "true"], "trainer.precision=VALUE"),
+        (["--gradient-accumulation-steps", "8"], "trainer.micro_batch_tokens=VALUE"),
+        (["--use-vllm", "true"], "generation=OPTION"),
+        (["--thinking", "false"], "model.enable_thinking=false"),
+    ],
+)
+def test_a_value_that_means_something_else_here_is_not_copied(words, said):
+    with pytest.raises(ConfigError, match=re.escape(f"write {said}") + "$"):
+        parse(words)
 
 
 def test_a_config_name_is_a_file_of_ones_own_with_its_defaults_list(tmp_path):

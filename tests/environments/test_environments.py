@@ -58,6 +58,20 @@ def test_a_system_prompt_stands_in_front_and_a_rows_own_is_kept(environment):
     assert own.messages[0]["content"] == "own"
 
 
+def test_a_system_prompt_stands_in_front_of_a_prompt_that_is_a_text():
+    async def first_prompt(task):
+        return "Go."
+
+    own = single_turn()._replace(first_prompt=first_prompt)
+    found = by_task(environments={"mine": own}, system_prompt="S")(
+        TASK._replace(environment="mine")
+    )
+    assert run(found.first_prompt(TASK)) == (
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Go."},
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [

@@ -7,6 +7,7 @@ import pytest
 
 from rlkit.engines import Batched
 from rlkit.environments import continue_with_step, dialogue, guess_number, said_done
+from rlkit.environments._guess_number import read_last_guess
 from rlkit.episodes import assemble, collect
 from rlkit.episodes.evaluation import is_correct
 from rlkit.errors import ConfigError, DataError
@@ -75,6 +76,18 @@ def test_a_reply_without_a_number_is_asked_for_one(tiny):
         tiny, [game(7)], engine=engine(tiny, lambda _: "hm"), environment=guess_number(max_turns=2)
     )
     assert rollout.steps[1].prompt == ({"role": "user", "content": "Say a whole number."},)
+
+
+@pytest.mark.parametrize(
+    "reply, guess",
+    [
+        *(("5,000", 5000), ("It is 42.0", 42), ("-42", -42), ("1,2,3", 3), ("3-5", 5)),
+        *(("42.", 42), ("42.5", None), ("none", None), ("7, then 1,234,567", 1234567)),
+    ],
+)
+def test_the_game_reads_the_number_that_the_reply_says(reply, guess):
+    step = Step((), (), (), (), "stop", content=reply)
+    assert read_last_guess(Rollout(game(7), (step,))) == guess
 
 
 @pytest.mark.parametrize("turns, worth", [(1, 1.0), (2, 0.75), (4, 0.25), (9, 0.25)])

@@ -203,6 +203,27 @@ def test_above_the_error_rate_scoring_stops_with_the_rollout():
     assert caught.value.rollout is FOUR[2]
 
 
+def test_a_rate_of_failures_that_is_allowed_is_no_failure():
+    """29 of 100 are 0.29, and 0.29 · 100 is 28.999…"""
+    rollouts = [Rollout(Task(str(i), ()), ()) for i in range(100)]
+    patchy = Term(1.0, lambda r: boom(r) if int(r.task.id) < 29 else 1.0)
+    scored = score(rollouts, lenient(0.29, odd=patchy))
+    assert [r.reward for r in scored] == [None] * 29 + [1.0] * 71
+
+
+def test_a_failed_episode_is_shown_to_no_term_and_has_no_component():
+    """It counted as a wrong answer in the group's baseline of `gdpo`."""
+    failed = FOUR[1]._replace(truncation="error", status="truncated")
+    terms = {
+        "right": Term(1.0, lambda r: r.state["x"] if r.truncation else 1.0),
+        "all": Term(0.0, batched(lambda rollouts: [float(len(rollouts))] * len(rollouts))),
+    }
+    scored = score([FOUR[0], failed, FOUR[2]], reward(**terms))
+    assert [r.rewards["right"] for r in scored] == [1.0, None, 1.0]
+    assert [r.rewards["all"] for r in scored] == [2.0, None, 2.0]
+    assert scored[1].reward is None and scored[1].statuses == {"right": "error", "all": "error"}
+
+
 @pytest.mark.parametrize("rate", [-0.1, 1.1])
 def test_an_error_rate_is_a_share(rate):
     with pytest.raises(ConfigError, match="max_error_rate"):

@@ -98,7 +98,10 @@ def test_rows_without_two_checkable_tests_are_left_out_and_named(tmp_path, caplo
     assert next(t for t in tasks if t.id == "mbpp/train/2").metadata["shown"] == "assert f(0) == 2"
 
 
-@pytest.mark.parametrize("changes", [{"text": None}, {"code": 3}, {"test_list": "assert"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"text": None}, {"code": 3}, {"test_list": "assert"}, {"test_setup_code": ["import math"]}],
+)
 def test_a_row_that_lacks_a_part_is_named(tmp_path, changes):
     (tmp_path / "train.jsonl").write_text(json.dumps(row(0, **changes)) + "\n")
     with pytest.raises(DataError, match=r"train\.jsonl:1.*task=mbpp needs"):

@@ -58,7 +58,7 @@ def test_a_hub_id_is_loaded_with_its_name_and_split(hub):
     rows = list(read_rows("org/rows", split="test", name="main"))
     assert rows == [("org/rows[test] row 0", {"a": 1}), ("org/rows[test] row 1", {"a": 2})]
     assert hub == [("org/rows", "main")]
-    with pytest.raises(DataError, match=r"org/rows.*without it \(only train, test\)"):
+    with pytest.raises(DataError, match=r"org/rows has no rows of split=.* \(only train, test\)"):
         list(read_rows("org/rows", split="validation"))
 
 

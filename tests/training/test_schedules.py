@@ -569,7 +569,7 @@ def test_an_end_that_is_never_reached_is_a_warning(experiment):
     last = experiment._replace(
         schedule=Schedule(phases={"a": a._replace(until=1), "b": a._replace(until=3)})
     )
-    assert "schedule.phases.b.until=3: is without effect" in schedule_warnings(last)[0]
+    assert "schedule.phases.b.until=3: has no effect" in schedule_warnings(last)[0]
 
 
 def test_a_row_of_one_phase_does_not_count_in_the_next_and_the_last_phase_stays(experiment):

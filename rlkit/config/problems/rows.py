@@ -86,8 +86,8 @@ def load_split(x: Experiment, split: Split) -> Sequence[Task]:
         tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
         instead = {
-            "validation": "set task.validation above 0 or evaluation.every=0",
-            "test": "set task.held_out above 0 or evaluation.n=0",
+            "validation": "set task.validation above 0, or train with evaluation.every=0",
+            "test": "set task.held_out above 0, or train with evaluation.n=0",
         }
         raise ConfigError(f"the task has no {split} problems; {instead.get(split, 'give it some')}")
     check_truths(tasks, x.evaluation.reward, x.environment)

@@ -200,9 +200,7 @@ def schedule_warnings(experiment: Any) -> list[str]:
             out += (
                 []
                 if phase.until is None
-                else [
-                    f"{where}: is without effect: the last phase ends with the run (trainer.steps)"
-                ]
+                else [f"{where}: has no effect; the last phase ends with the run (trainer.steps)"]
             )
             continue
         steps += until or 1

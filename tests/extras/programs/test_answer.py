@@ -16,6 +16,7 @@ from rlkit.extras.programs import program
 from rlkit.extras.programs._program import check_task
 from rlkit.rewards import Reward, Term, code_exec, final_answer, numeric, reads_fields, score
 from rlkit.tasks import jsonl
+from rlkit.tasks._jsonl import _metadata
 from rlkit.training.callbacks import pathologies
 from rlkit.types import Task
 
@@ -249,6 +250,13 @@ def test_a_row_with_files_of_elsewhere_is_refused(metadata, said, tmp_path):
     with pytest.raises(DataError, match=said) as error:
         rows_of(tmp_path, metadata)
     assert "rows.jsonl" in str(error.value)
+
+
+def test_rows_of_the_hub_name_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fields = {"metadata": "m"}
+    with pytest.raises(DataError, match=r"'\.' beside the file of rows"):
+        _metadata("squad[train] row 3", {"m": {"files": "."}}, fields)
 
 
 # ------------------------------------------------------------------------------- requests and rows
