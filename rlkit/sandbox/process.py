@@ -308,8 +308,8 @@ def list_readable() -> tuple[str, ...]:
     and the shared libraries it loads.
 
     Landlock allows a whole folder tree and cannot exclude a part of it. So the entries of the
-    standard library's folders are listed one by one, without the folders of installed packages. Only
-    the system libraries that the standard library loads are listed.
+    standard library's folders are listed one by one, without the folders of installed packages.
+    Only the system libraries that the standard library loads are listed.
     """
     found = {sysconfig.get_config_var("DESTSHARED"), "/usr/share/zoneinfo", "/usr/lib/locale"}
     for name in ("stdlib", "platstdlib"):

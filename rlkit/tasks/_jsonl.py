@@ -87,8 +87,8 @@ def jsonl(
     for _, where, row in rows:
         for name in unread.keys() & row.keys():
             raise DataError(
-                f"{where}: nothing reads the field '{name}'; if it names the row's {unread[name]}, set"
-                f" task.fields.{name}={name}; to ignore it, set task.fields.{name}=null"
+                f"{where}: nothing reads the field '{name}'; if it names the row's {unread[name]},"
+                f" set task.fields.{name}={name}; to ignore it, set task.fields.{name}=null"
             )
     tasks = [
         _task(where, row, named, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt)

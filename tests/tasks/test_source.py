@@ -83,7 +83,7 @@ def test_an_id_the_hub_does_not_know_names_the_way_out():
 def test_a_local_folder_is_never_looked_up_on_the_hub(tmp_path, monkeypatch, hub):
     (tmp_path / "org" / "rows").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"neither test\.jsonl nor test\.parquet"):
+    with pytest.raises(DataError, match=r"add test\.jsonl or test\.parquet"):
         list(read_rows("org/rows", split="test"))
     assert hub == []
 
