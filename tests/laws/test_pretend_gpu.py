@@ -234,7 +234,7 @@ def test_pages_read_in_place_give_the_replies_of_pages_that_are_gathered(
     with pytest.raises(EngineError, match="cache=varlen: it reads half precision"):
         complete(Cached(cache="varlen"), whole, [(100, 101)], [1], max_new_tokens=2)
     monkeypatch.setattr(
-        "rlkit.engines.cached.engine.explain_no_reading_in_place", lambda size, dtype: ""
+        "rlkit.engines.cached.engine.explain_no_reading_in_place", lambda causal: ""
     )
     policy = load_policy(path="tiny", lora=LoRA(rank=rank))
     for name, weight in policy.model.named_parameters():

@@ -17,9 +17,6 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.types import Minibatch, Scored, TokenLogprobs
 
 
-BEFORE = ("logprobs_old", "entropy_old", "values")  # of the policy before the update
-
-
 def dry_run(x: Experiment) -> None:
     """Run one update on fake data through advantage, weights, loss and backward, in milliseconds
     and without a model.
@@ -34,8 +31,6 @@ def dry_run(x: Experiment) -> None:
     from rlkit.algorithm import asks_for
     from rlkit.training.metrics import UpdateTerms, update_metrics
     from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
-    from rlkit.training.update.sampled import filter_rollouts
-    from rlkit.training.update.scored import compute_old_share, needs_old
     from rlkit.training.update.weighted import weigh
 
     if any(
@@ -47,18 +42,7 @@ def dry_run(x: Experiment) -> None:
     scored, scores, logits = _fake_batch(x)
     mask = scored.response_mask
     try:
-        share = compute_old_share(scored, x.algorithm, step=1)
-        # each part gets only the quantities that a run has computed when it is called
-        known: dict[str, Any] = {name: getattr(scored, name) for name in (*BEFORE, "logprobs_ref")}
-        empty: dict[str, Any] = dict.fromkeys(known)
-        scored = filter_rollouts(replace(scored, **empty), x.algorithm)
-        if not needs_old(x, critic=x.algorithm.critic.active):
-            known |= dict.fromkeys(BEFORE)
-        if not x.algorithm.critic.active:
-            known["values"] = None
-        if not x.kl.active:
-            known["logprobs_ref"] = None
-        scored = replace(scored, **known, old_share=share)
+        scored = _filter_and_score(scored, x)
         batch = loss_weights(weigh(scored, x.algorithm, x.kl), x.algorithm)
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
         if x.algorithm.critic.active:
@@ -94,6 +78,27 @@ def dry_run(x: Experiment) -> None:
             " check its numbers"
         )
     _check_vanishing(x, batch, scores)
+
+
+def _filter_and_score(batch: Scored, x: Experiment) -> Scored:
+    """Filter the fake rollouts. Each part gets only the quantities that a run has computed when it
+    calls the part, and the result has those that a run computes before its updates."""
+    from rlkit.training.update.sampled import filter_rollouts
+    from rlkit.training.update.scored import compute_old_share, needs_old
+
+    critic = x.algorithm.critic.active
+    before = needs_old(x, critic=critic)
+    computed = {
+        "logprobs_old": before,
+        "entropy_old": before,
+        "values": critic,
+        "logprobs_ref": x.kl.active,
+    }
+    empty: dict[str, Any] = dict.fromkeys(computed)
+    known = {name: getattr(batch, name) for name, own in computed.items() if own}
+    share = compute_old_share(batch, x.algorithm, step=1)
+    filtered = filter_rollouts(replace(batch, **empty), x.algorithm)
+    return replace(filtered, **known, old_share=share)
 
 
 def _policy_gradient(

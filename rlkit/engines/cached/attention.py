@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as nn_functional
 
 from rlkit.models.packing import ATTENTION as PACKED
-from rlkit.models.shape import find_whole_context
+from rlkit.models.shape import find_whole_context, read_model_shape
 
 ATTENTION = "rlkit_cached"
 SIDE_BY_SIDE = 8  # neighbouring slots in a block; a block reads as far as its longest slot
@@ -140,9 +140,12 @@ def attend_in_place(
     return out[:, None]
 
 
-def explain_no_reading_in_place(head_dim: int, dtype: torch.dtype) -> str:
-    """Return the reason why pages with keys of this size and type cannot be read in place. Return
-    "" if they can."""
+def explain_no_reading_in_place(causal: Any) -> str:
+    """Return the reason why the pages of a model cannot be read in place. Return "" if they can."""
+    head_dim = read_model_shape(causal.config.get_text_config()).head_dim
+    dtype = causal.dtype
+    if torch.is_autocast_enabled(causal.device.type):
+        dtype = torch.get_autocast_dtype(causal.device.type)
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it reads half precision, and the keys are {str(dtype).removeprefix('torch.')}"
     if head_dim > 256 or head_dim % 8:

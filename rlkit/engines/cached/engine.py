@@ -13,7 +13,6 @@ from rlkit.engines.cached.attention import (
     use_grouped_attention,
 )
 from rlkit.engines.cached.cache import choose_cache_tokens
-from rlkit.engines.cached.forward import find_autocast_type
 from rlkit.engines.cached.kernel import compile_kernel
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.engines.cached.windows import Windowed
@@ -21,7 +20,6 @@ from rlkit.engines.service import Decoder, Service
 from rlkit.engines.transformers import Transformers, use_sampling_mode
 from rlkit.errors import EngineError
 from rlkit.models.compiled import NoKernel
-from rlkit.models.shape import read_model_shape
 from rlkit.system.adapters import base_model
 from rlkit.types import Policy
 
@@ -145,11 +143,8 @@ class Cached(Service):
             tokens = self.max_cached_tokens or choose_cache_tokens(causal, device)
             self.cached_tokens = min(tokens, self.max_rows * context)
         in_place = self.cache == "varlen" and device.type == "cuda"
-        if in_place:
-            size = read_model_shape(causal.config.get_text_config()).head_dim
-            why = explain_no_reading_in_place(size, find_autocast_type(device) or causal.dtype)
-            if why:
-                raise EngineError(f"generation.cache=varlen: {why}; use gather")
+        if in_place and (why := explain_no_reading_in_place(causal)):
+            raise EngineError(f"generation.cache=varlen: {why}; use gather")
         settings: Any = self.settings | {
             "tokens": self.cached_tokens,
             "kernel": kernel,
