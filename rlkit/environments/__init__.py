@@ -2,7 +2,7 @@
 and thinking from a reply.
 
 Each file imports only files before it in this list: _calculator, prompts, python, thinking, tools,
-weather, _by_task, calling, tool_parsers, toolbox, _single_turn, _tool_use, games, session,
+weather, _by_task, _single_turn, calling, tool_parsers, toolbox, _tool_use, games, session,
 _dialogue, _guess_number, _gymnasium.
 """
 

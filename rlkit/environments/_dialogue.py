@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from rlkit.environments._single_turn import single_turn
 from rlkit.environments._tool_use import tool_use
-from rlkit.environments.calling import check_seconds
-from rlkit.errors import ConfigError
+from rlkit.environments.calling import check_counts, check_seconds
 from rlkit.types import Environment, Rollout, Tool, reaches, safe
 
 
@@ -52,8 +51,7 @@ def dialogue(
     Raises: ConfigError for a limit out of range, or for a tool under another name than its
       function's.
     """
-    if max_turns < 1:
-        raise ConfigError(f"environment.max_turns is {max_turns}; it must be at least 1")
+    check_counts(max_turns=max_turns)
     if tools:
         base = tool_use(tools=tools, max_turns=max_turns, system_prompt=system_prompt)
     else:

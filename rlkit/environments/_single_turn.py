@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.environments.tool_parsers import none
 from rlkit.types import Environment, Messages, Task, safe
 
 
@@ -18,4 +17,4 @@ def single_turn(*, system_prompt: str | None = None) -> Environment:
     def first_prompt(task: Task) -> Messages:
         return with_system_prompt(task.messages, system_prompt)
 
-    return Environment(first_prompt=first_prompt, parse_calls=none)
+    return Environment(first_prompt=first_prompt)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from rlkit.environments.prompts import with_system_prompt
+from rlkit.environments._single_turn import single_turn
 from rlkit.environments.tools import execute
 from rlkit.errors import ConfigError
-from rlkit.types import Environment, Messages, Task, Tool, ToolParser
+from rlkit.types import Environment, Task, Tool, ToolParser
 
 
 def make_calling(
@@ -28,23 +28,12 @@ def make_calling(
 ) -> Environment:
     """Make an environment like that of `tool_use`. For each episode, `made(task)` makes the tools.
     `known` holds the signatures of the tools, for a parser with a keyword `tools`."""
-    for key, limit in (
-        ("max_turns", max_turns),
-        ("max_calls", max_calls),
-        ("max_chars", max_chars),
-    ):
-        if limit < 1:
-            raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
+    check_counts(max_turns=max_turns, max_calls=max_calls, max_chars=max_chars)
     check_seconds(timeout=timeout, deadline=deadline)
     parser: Callable[..., Any] = parse_calls
     if "tools" in inspect.signature(parser).parameters:
         parser = partial(parser, tools=known)
-
-    def first_prompt(task: Task) -> Messages:
-        return with_system_prompt(task.messages, system_prompt)
-
-    return Environment(
-        first_prompt=first_prompt,
+    return single_turn(system_prompt=system_prompt)._replace(
         tools=made,
         parse_calls=parser,
         max_steps=max_turns,
@@ -53,6 +42,13 @@ def make_calling(
         execute=partial(execute, max_chars=max_chars, timeout=timeout),
         deadline=deadline,
     )
+
+
+def check_counts(**limits: int | None) -> None:
+    """Raise ConfigError naming the first limit of the environment below 1. None means no limit."""
+    for key, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
 
 
 def check_seconds(**limits: float | None) -> None:

@@ -140,13 +140,10 @@ class FunctionSession:
 
     async def first_prompt(self) -> Messages:
         """Return the environment's first prompt, or else the task's messages."""
-        with blame_environment("first prompt", self.task):
-            make = self.environment.first_prompt
-            return (
-                self.task.messages
-                if make is None
-                else await call_user("the environment's first prompt", make, self.task)
-            )
+        make = self.environment.first_prompt
+        if make is None:
+            return self.task.messages
+        return await call_user("the environment's first prompt", make, self.task)
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
         """Answer the last reply. First `stop` may end the episode. If the reply has tool calls,

@@ -20,7 +20,7 @@ from rlkit.environments.tools import tool_name
 from rlkit.errors import ConfigError
 from rlkit.system.deadline import call_user
 from rlkit.system.waiting import waiting
-from rlkit.types import Closes, Task, TellsState, Tool, bound
+from rlkit.types import Closes, Task, TellsState, Tool, bound, plain
 
 NOT_TOOLS = ("close", "state")
 
@@ -116,7 +116,7 @@ def list_signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
 
 def tool_class(tool: Any) -> type | None:
     """Return the class of an entry that is a class or a partial of a class; None for a function."""
-    inner = tool.func if isinstance(tool, partial) else tool
+    inner = plain(tool)
     return inner if isinstance(inner, type) else None
 
 

@@ -22,7 +22,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
@@ -39,7 +39,7 @@ from rlkit.system.deadline import (
 )
 from rlkit.system.shared_state import get_current_watch
 from rlkit.system.waiting import waiting
-from rlkit.types import HasSchema, Tool, ToolCall, ToolResult, bound
+from rlkit.types import HasSchema, Tool, ToolCall, ToolResult, bound, plain
 
 MAX_CHARS = 2000  # longest result for the policy
 TIMEOUT = 30.0  # seconds for one call
@@ -62,8 +62,7 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
     if isinstance(tool, HasSchema):
         return dict(tool.schema)
-    function = _function(tool)
-    bound = tool.keywords if isinstance(tool, partial) else {}
+    function = plain(tool)
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
@@ -74,17 +73,18 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
             " docstring"
         ) from error
     parameters = schema["function"]["parameters"]
-    for name in bound:
+    fixed = bound(tool)
+    for name in fixed:
         parameters["properties"].pop(name, None)
     if "required" in parameters:
-        parameters["required"] = [name for name in parameters["required"] if name not in bound]
+        parameters["required"] = [name for name in parameters["required"] if name not in fixed]
     return schema
 
 
 def tool_name(tool: Callable[..., Any]) -> str:
     """Return the tool's name in its schema. This is the name of the function, even if the tool is a
     `functools.partial` of the function."""
-    return str(getattr(_function(tool), "__name__", repr(tool)))
+    return str(getattr(plain(tool), "__name__", repr(tool)))
 
 
 def name_tools(tools: Mapping[str, Tool]) -> str:
@@ -92,16 +92,10 @@ def name_tools(tools: Mapping[str, Tool]) -> str:
     rlkit have their module or class in parentheses."""
     names: dict[str, list[str]] = {}
     for name, tool in tools.items():
-        function = _function(tool)
+        function = plain(tool)
         place = f"{function.__module__}.{getattr(function, '__qualname__', '')}".rpartition(".")[0]
         names.setdefault("" if place.startswith("rlkit.") else f" ({place})", []).append(name)
     return "; ".join(f"{', '.join(own)}{place}" for place, own in names.items())
-
-
-def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside a `functools.partial` from a config. Only the function has the
-    name, the docstring and the attributes."""
-    return tool.func if isinstance(tool, partial) else tool
 
 
 def with_schema(
@@ -248,14 +242,14 @@ async def _run_for_text(tool: Tool, call: ToolCall, timeout: float | None) -> st
 def _format_value(result: Any) -> str:
     """Write a result for the policy. A text is returned as it is, and other JSON types are written
     as JSON."""
-    plain = isinstance(result, dict | list | bool | int | float | None)
-    return json.dumps(result, default=str) if plain else str(result)
+    as_json = isinstance(result, dict | list | bool | int | float | None)
+    return json.dumps(result, default=str) if as_json else str(result)
 
 
-def has_mark(tool: Tool | None, word: str) -> bool:
+def has_mark(tool: Tool, word: str) -> bool:
     """Return whether a tool has the mark `word`, as in `tool.bounded = True`. A method also has the
     marks of its class."""
-    function = _function(tool) if tool is not None else None
+    function = plain(tool)
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
 
 

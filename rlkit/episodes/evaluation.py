@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from rlkit.distributed import ranks
@@ -125,7 +126,7 @@ def summarise_accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0)
         for name in rollouts[0].rewards
     }
     terms = {
-        f"reward/{name}/mean": math.fsum(own) / len(own)
+        f"reward/{name}/mean": fmean(own)
         for name, own in columns.items()
         if own and len(columns) > 1
     }
@@ -150,7 +151,7 @@ def summarise_curves(
     out = {}
     for name, estimate in estimates.items():
         mean, low, high = mean_interval(
-            [_mean([estimate(c) for c in right]) for right in rows.values()], weights
+            [fmean(estimate(c) for c in right) for right in rows.values()], weights
         )
         out[name] = {"value": mean, "interval": [low, high]}
     mean, low, high = _mean_interval(_group_by_problem(rollouts))
@@ -181,7 +182,7 @@ def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float,
     if all(total in (0.0, 1.0) for own in known for total in own):
         right = sum(total for own in known for total in own)
         return right / sum(weights), *_share_interval(right, weights)
-    return mean_interval([_mean(own) for own in known], weights)
+    return mean_interval(list(map(fmean, known)), weights)
 
 
 def _share_interval(right: float, sizes: Sequence[int]) -> tuple[float, float]:
@@ -189,7 +190,3 @@ def _share_interval(right: float, sizes: Sequence[int]) -> tuple[float, float]:
     distinct problem."""
     trials = count_independent(sizes)
     return share_interval(min(trials, right * trials / sum(sizes)), trials)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

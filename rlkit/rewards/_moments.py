@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from rlkit.types import Rollout
@@ -32,7 +33,7 @@ def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
     if not totals:
         return moments
     n = len(totals)
-    mean = math.fsum(totals) / len(totals)
+    mean = fmean(totals)
     count = moments.n + n
     shift = mean - moments.mean
     squares = (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from rlkit.errors import ConfigError, DataError
+from rlkit.tasks.splits import check_max_samples
 from rlkit.types import Task, ranges, safe
 
 
@@ -53,10 +54,7 @@ def mixture(
             raise ConfigError(
                 f"task.weights.{name} is {weight!r}; it must be a number of at least 0"
             )
-    if max_samples is not None and max_samples < 1:
-        raise ConfigError(
-            f"task.max_samples is {max_samples}; it must be at least 1, or null for all rows"
-        )
+    check_max_samples(max_samples, "all rows")
     used = {name: weights.get(name, 1.0) for name in parts if weights.get(name, 1.0) > 0}
     if not used:
         raise ConfigError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from rlkit.errors import ConfigError, DataError
-from rlkit.tasks.splits import check_split, cut
+from rlkit.errors import DataError
+from rlkit.tasks.splits import check_max_samples, check_split, cut
 from rlkit.types import Split, Task, ranges, safe
 
 # split → (first seed, distance between two seeds)
@@ -37,10 +37,7 @@ def episodes(
     Raises: ConfigError for max_samples below 1; DataError for an unknown split.
     """
     check_split(split)
-    if max_samples is not None and max_samples < 1:
-        raise ConfigError(
-            f"task.max_samples is {max_samples}; it must be at least 1, or null for 1024"
-        )
+    check_max_samples(max_samples, "1024")
     first, distance = SEEDS[split]
     count = 1024 if max_samples is None else max_samples
     seeds = random.Random(f"episodes/{seed}/{split}").sample(range(first, 2**31, distance), count)

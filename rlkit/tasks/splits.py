@@ -90,6 +90,14 @@ def cut(
     return kept
 
 
+def check_max_samples(max_samples: int | None, every: str) -> None:
+    """Raise ConfigError for max_samples below 1. `every` says what None means."""
+    if max_samples is not None and max_samples < 1:
+        raise ConfigError(
+            f"task.max_samples is {max_samples}; it must be at least 1, or null for {every}"
+        )
+
+
 def order_tasks(
     tasks: Sequence[Task], *, seed: int, max_samples: int | None, source: str
 ) -> list[Task]:
@@ -99,10 +107,7 @@ def order_tasks(
       source: source of the tasks, for the message.
     Raises: DataError if there is no task; ConfigError for max_samples below 1.
     """
-    if max_samples is not None and max_samples < 1:
-        raise ConfigError(
-            f"task.max_samples is {max_samples}; it must be at least 1, or null for all rows"
-        )
+    check_max_samples(max_samples, "all rows")
     if not tasks:
         raise DataError(f"task.path={source} holds no rows; give a source with at least one")
     shuffled = list(tasks)

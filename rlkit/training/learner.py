@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rlkit.distributed import ranks
+from rlkit.errors import refuse_problems
 from rlkit.functional import mix
 from rlkit.models.head import split_model
 from rlkit.models.packing import find_packed_context
@@ -200,7 +201,7 @@ class Learner:
         before = self.progress
         if before.step == self.rl_step:
             return ""
-        schedules.require_measured(self.experiment, before, self.metrics)
+        refuse_problems(schedules.find_unmeasured(self.experiment, before, self.metrics))
         self.progress = schedules.advance(self.experiment, before, self.metrics)
         if self.progress.phase == before.phase:
             return ""

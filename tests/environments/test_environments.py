@@ -10,7 +10,6 @@ from rlkit.environments import (
     calculator,
     find_environment,
     hermes,
-    none,
     single_turn,
     tool_use,
     xml,
@@ -27,7 +26,7 @@ TOOLS = {"calculator": calculator}
 def test_single_turn_is_one_reply_without_tools():
     environment = single_turn()
     assert environment.first_prompt(TASK) == TASK.messages
-    assert (environment.max_steps, environment.tools, environment.parse_calls) == (1, None, none)
+    assert (environment.max_steps, environment.tools, environment.parse_calls) == (1, None, None)
     assert read_opening(TASK, environment)[:2] == (list(TASK.messages), {})
 
 

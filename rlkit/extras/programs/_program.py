@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from rlkit.environments import hermes
+from rlkit.environments.calling import check_counts
 from rlkit.episodes.episode import cut_off, mark_failed
 from rlkit.errors import ConfigError, DataError
 from rlkit.extras.programs._players import Launch, call_function, make_launch, run_program
@@ -144,7 +145,7 @@ def program(
     """
     _check_choice(command, function, score, answer, metadata, verify, confined)
     _check_settings(time_limit, readable, parse_calls)
-    require_positive(
+    check_counts(
         max_turns=max_turns, output_kb=output_kb, memory_mb=memory_mb, max_programs=max_programs
     )
     guarded = function is None and settle_confinement(confined)
@@ -239,13 +240,6 @@ def _check_settings(time_limit: float, readable: Sequence[str], parse_calls: Too
             "environment.parse_calls needs the tools' functions, which the program has; choose"
             " hermes"
         )
-
-
-def require_positive(**limits: int | None) -> None:
-    """Raise ConfigError naming the first limit below 1. None means no limit."""
-    for key, limit in limits.items():
-        if limit is not None and limit < 1:
-            raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
 
 
 # --------------------------------------------------------------------------------------- an episode

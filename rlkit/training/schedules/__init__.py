@@ -24,7 +24,6 @@ from rlkit.training.schedules.progress import (
     list_phases,
     list_values,
     measure_schedules,
-    require_measured,
     resolve_schedules,
     start,
 )

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rlkit.errors import refuse_problems, suggest_name
+from rlkit.errors import suggest_name
 from rlkit.training.schedules.controllers import count_streak, read_condition
 from rlkit.training.schedules.paths import flatten_numbers, list_fields, list_settable, replace
 from rlkit.types import Controller, bound, safe
@@ -350,12 +350,6 @@ def find_unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, f
         for path, metric in list_watched(experiment, progress).items()
         if metric not in metrics and not metric.startswith("eval/")
     ]
-
-
-def require_measured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> None:
-    """Raise ConfigError if a controller or end condition reads a metric not measured in this
-    step."""
-    refuse_problems(find_unmeasured(experiment, progress, metrics))
 
 
 def _check_end(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
