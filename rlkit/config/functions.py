@@ -10,8 +10,8 @@ FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def quote(text: str) -> str:
-    """Write a text in Hydra's override grammar. Hydra reads a backslash as an escape only before a
-    quote, or before other backslashes that stand there."""
+    """Write a text in Hydra's override grammar. Backslashes are escapes only before a quote, and at
+    the end."""
     escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", text)
     return "'" + escaped.replace("'", r"\'") + "'"
 

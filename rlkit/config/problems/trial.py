@@ -81,8 +81,8 @@ def dry_run(x: Experiment) -> None:
 
 
 def _filter_and_score(batch: Scored, x: Experiment) -> Scored:
-    """Filter the fake rollouts. Each part gets only the quantities that a run has computed when it
-    calls the part, and the result has those that a run computes before its updates."""
+    """Filter the fake rollouts. Each part gets only the quantities known at its call in a run. The
+    result has all quantities known before the updates."""
     from rlkit.training.update.sampled import filter_rollouts
     from rlkit.training.update.scored import compute_old_share, needs_old
 
