@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.commands.config_file import ENTRIES, read_overrides
+from rlkit.config.functions import read_key
 from rlkit.config.hints import MEANT
 from rlkit.errors import ConfigError
 
@@ -98,11 +99,6 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
 UNLIKE = ("trainer.precision", "trainer.micro_batch_tokens", "evaluation")
 
 
-def read_key(override: str) -> str:
-    """Return the key or group that an override sets."""
-    return override.lstrip("+~").partition("=")[0]
-
-
 def _find_named(name: str, folder: str | None) -> Path:
     """Find the file of --config-name: NAME.yaml in the folder of --config-dir, or in the current
     folder."""
@@ -135,7 +131,7 @@ def _suggest_flag(word: str, value: str) -> str:
 
 def find_option(overrides: Sequence[str], key: str) -> str | None:
     """Return a key's value on the command line, or None."""
-    values = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == key]
+    values = [o.partition("=")[2] for o in overrides if read_key(o) == key]
     return unquote(values[-1]) if values else None
 
 
@@ -147,7 +143,7 @@ def append_overrides(saved: list[str], overrides: list[str]) -> list[str]:
 
 def drop(overrides: Sequence[str], *keys: str) -> list[str]:
     """Return the overrides without those of the given keys."""
-    return [o for o in overrides if o.partition("=")[0].lstrip("+") not in keys]
+    return [o for o in overrides if read_key(o) not in keys]
 
 
 def take_settings(arguments: Arguments, names: Sequence[str], command: str) -> dict[str, str]:

@@ -16,9 +16,9 @@ from rlkit.commands.arguments import (
     append_overrides,
     drop,
     find_option,
-    read_key,
 )
 from rlkit.commands.trust import make_asker
+from rlkit.config.functions import read_key
 from rlkit.config.options import find_shelf
 from rlkit.config.origins import PHASE, Explained, Option, Value, explain
 from rlkit.runs import folder as runs

@@ -9,6 +9,11 @@ from typing import Any
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
+def read_key(override: str) -> str:
+    """Return the key or group that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def quote(text: str) -> str:
     """Write a text in Hydra's override grammar. Backslashes are escapes only before a quote, and at
     the end."""

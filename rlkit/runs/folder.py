@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from rlkit.config.changes import ONCE, find_departures, identify
+from rlkit.config.functions import read_key
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError, suggest_name
 from rlkit.system.contents import require_readable
@@ -439,16 +440,14 @@ def read_overrides(folder: Path) -> list[str]:
     Raises: DataError if they cannot be read.
     """
     return [
-        text
-        for text in _read_saved(folder)
-        if REDACTED not in text and text.partition("=")[0].lstrip("+") not in ONCE
+        text for text in _read_saved(folder) if REDACTED not in text and read_key(text) not in ONCE
     ]
 
 
 def list_withheld_keys(folder: Path) -> list[str]:
     """List the keys of overrides whose values are secrets. Secrets are not stored in the folder, so
     the user must give these overrides again."""
-    return [text.partition("=")[0].lstrip("+") for text in _read_saved(folder) if REDACTED in text]
+    return [read_key(text) for text in _read_saved(folder) if REDACTED in text]
 
 
 def _read_saved(folder: Path) -> list[str]:

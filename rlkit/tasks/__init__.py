@@ -4,7 +4,7 @@ returns a sequence of Task. `mixture` joins several tasks.
 The problems of train, validation and test are disjoint. A row stays in its split if rows are added,
 removed or reordered (tasks/splits.py).
 
-Each file imports only files before it in this list: _mixture, splits, _arithmetic, games, source,
+Each file imports only files before it in this list: splits, _mixture, _arithmetic, games, source,
 _conversations, _gsm8k, _jsonl, _mbpp.
 """
 

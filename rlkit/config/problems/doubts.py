@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlkit.config.functions import read_key
 from rlkit.config.problems.assumptions import assumption_warnings
 from rlkit.config.problems.combinations import list_corrections
 from rlkit.config.problems.schedules import schedule_warnings
@@ -69,7 +70,7 @@ def _list_idle(x: Experiment, overrides: Sequence[str], tasks: Splits | None) ->
             alone if counted else (True, "only generation.admission=rounds counts them")
         ),
     }
-    given = {text.lstrip("+~").partition("=")[0] for text in overrides}
+    given = set(map(read_key, overrides))
     return [
         f"{key} does nothing: {why}" for key, (off, why) in idle.items() if off and key in given
     ]

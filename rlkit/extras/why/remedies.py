@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from rlkit.config.functions import read_key
 from rlkit.extras.why.evidence import MIXED, NONE, Evidence, Finding
 
 STEPS = 8  # RL steps of a fork
@@ -32,7 +33,7 @@ def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
     named = [Remedy(", ".join(f.remedy), f.remedy) for f in findings if f.remedy]
     out: dict[tuple[str, ...], Remedy] = {}
     for remedy in (*named, *list_general_remedies(e)):
-        keys = [override.partition("=")[0].lstrip("+~") for override in remedy.overrides]
+        keys = list(map(read_key, remedy.overrides))
         unknown = any(override.endswith("=nan") for override in remedy.overrides)
         tried = not any(key.split(".")[0].split("/")[0] in UNTRIED for key in keys)
         if tried and not unknown:  # a scheduled number has no multiple
@@ -105,11 +106,11 @@ def apply_remedy(saved: Iterable[str], overrides: Sequence[str]) -> list[str]:
     >>> apply_remedy(["kl=k3", "kl.coef=10", "seed=1"], ["kl=none"])
     ['seed=1', 'kl=none']
     """
-    keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
+    keys = list(map(read_key, overrides))
     groups = tuple(f"{OWN.get(key, key).replace('/', '.')}." for key in keys)
     kept = []
     for text in saved:
-        key = text.partition("=")[0].lstrip("+~")
+        key = read_key(text)
         if key not in keys and not f"{key.replace('/', '.')}.".startswith(groups):
             kept.append(text)
     return [*kept, *overrides]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from rlkit.config.changes import ONCE, find_departures
+from rlkit.config.functions import read_key
 from rlkit.distributed.launch import explain_sweep_problem
 from rlkit.errors import ConfigError, DataError, Refusal, install
 from rlkit.runs import folder as runs
@@ -52,8 +53,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
         # raised before the jobs' folders are read, because these belong to the running sweep
         raise owner.Occupied(living)
     resume = (
-        [text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"]
-        or ["never"]
+        [text.partition("=")[2] for text in given if read_key(text) == "resume"] or ["never"]
     )[-1]
     if resume not in ("never", "auto"):
         raise ConfigError(
@@ -276,9 +276,7 @@ def read_override(text: str) -> tuple[Any, str]:
 
 def dirname(overrides: Sequence[str]) -> str:
     """Make Hydra's override_dirname: the overrides of one job, in alphabetical order."""
-    return ",".join(
-        sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in ONCE)
-    )
+    return ",".join(sorted(text for text in overrides if read_key(text) not in ONCE))
 
 
 def folder_name(text: str) -> str:

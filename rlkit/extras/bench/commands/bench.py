@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from rlkit.commands.arguments import Answer, Arguments, drop, find_option, read_flag
+from rlkit.config.functions import read_key
 from rlkit.config.problems.names import part_problem
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs.sweeps.runner import sum_up
@@ -181,7 +182,7 @@ def read_arms(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
 def check_words(common: Sequence[str], arms: Mapping[str, Sequence[str]]) -> None:
     """Raises: ConfigError for an override that another override of the same run would replace."""
     for arm, own in arms.items():
-        keys = [word.partition("=")[0].lstrip("+~") for word in (*own, *common)]
+        keys = list(map(read_key, (*own, *common)))
         fixed = FIXED.keys() & set(keys)
         if fixed:
             key = min(fixed)
