@@ -20,7 +20,7 @@ from rlkit.distributed import ranks
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.system import owner
-from rlkit.system.device import autocast, versions
+from rlkit.system.device import autocast, pick_device, versions
 from rlkit.system.files import refuse_unwritable, write_atomic
 from rlkit.system.rows import read_rows
 from rlkit.training.experiment import Experiment
@@ -105,6 +105,7 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
             again=again,
         )
         rows = list(read_rows(place / "metrics.jsonl"))
+    module.policy.model.to(pick_device(x))  # Lightning leaves the model on the CPU
     return Run(rows, module.rollouts, module.policy, None if folder is None else place, summary)
 
 
