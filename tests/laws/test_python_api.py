@@ -211,7 +211,7 @@ def test_a_number_below_a_part_that_is_replaced_belongs_to_the_new_one():
 def test_tools_of_ones_own_stand_in_place_of_those_of_the_option(words, tools):
     x = rlkit.experiment("environment=tool_use", *words, **tools)
     assert list(asyncio.run(x.environment.tools(TASK))) == ["put"]
-    assert list(x.config["environment"]["tools"]) == ["shelf"] and x.overrides == ()
+    assert list(x.config["environment"]["tools"]) == ["shelf"] and x.overrides is None
 
 
 def test_the_folder_of_options_is_a_keyword_in_python():
