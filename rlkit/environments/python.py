@@ -76,7 +76,7 @@ def _problem(outcome: Outcome) -> str:
     return {
         "ok": "",
         "error": outcome.error,
-        "timeout": f"the code took longer than {outcome.seconds:.1f} s",
+        "timeout": f"the code took longer than {round(outcome.seconds, 1):g} s",
         "flood": "the code gave too much output",
         "died": "the interpreter ended early (exit, or out of memory)",
     }[outcome.status]

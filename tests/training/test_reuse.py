@@ -130,7 +130,7 @@ def test_sampler_and_reuse_are_the_runs_whatever_gives_the_tasks():
         8,
         own,
     )
-    assert x.overrides == () and x.config["task"]["sampler"]["explore"] == 0.3
+    assert x.overrides is None and x.config["task"]["sampler"]["explore"] == 0.3
     mixed = experiment(compose(["task=mixture", "task/sampler=pools", "task.sampler.hard=0.5"]))
     assert (
         mixed.sampler.name == "pools"
