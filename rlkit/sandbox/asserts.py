@@ -24,6 +24,7 @@ from rlkit.sandbox.process import Result
 # applied by the child: only the program can read its own objects, as in str(Fraction(1, 2))
 READ = ("str", "repr", "int", "float", "bytes")
 PREDICATES = ("all", "any", "isinstance", "issubclass", "hasattr")
+COLLECTIONS = (list, tuple, set, frozenset, dict)
 # refused, because their text may contain an expectation
 EVALUATE = ("eval", "exec", "compile", "globals", "locals", "vars")
 BUILTINS = frozenset(dir(builtins)) - set(EVALUATE)
@@ -48,7 +49,8 @@ class _Split(NamedTuple):
     calls: list[str]  # calls of the program found so far
     functions: frozenset[str]  # functions evaluated outside the program
     given: frozenset[str]  # names from the setup
-    defined: frozenset[str]  # names of functions from the setup
+    defined: frozenset[str]  # names of functions and classes from the setup
+    judges: frozenset[str]  # those of them whose value could be the verdict
 
 
 def split(test: str, setup: str = "") -> Check:
@@ -61,8 +63,9 @@ def split(test: str, setup: str = "") -> Check:
     are refused; `allclose` compares lists of numbers.
 
     Args:
-      setup: code run in the program's process before the tests. If the verdict is the truth of a
-        call, this call must not be of a function of the setup.
+      setup: code run in the program's process before the tests. Its functions may make arguments,
+        and turn a value of the program into a collection, as in `to_list(f(1)) == [1, 2]`. They may
+        not return the verdict: `check(f(1))` and `check(f(1)) == 1` are refused.
     Raises: Unsplittable if the expectation would be computed in the program's process, if both
       sides of a comparison come from the program, or if the test only excludes a value (!=,
       `is not`, `not in`).
@@ -78,7 +81,8 @@ def split(test: str, setup: str = "") -> Check:
         if len(body) != 1 or not isinstance(body[0], ast.Assert):
             raise Unsplittable("not one assert")
         node = body[0].test
-        s = _Split([], frozenset(FUNCTIONS), *_names(setup))
+        given, defined = _names(setup)
+        s = _Split([], frozenset(FUNCTIONS), given, defined, judges=defined)
         if not _from_program(node, s):  # for example the program's own `sum`
             s = s._replace(
                 functions=s.functions
@@ -114,7 +118,8 @@ def _parse_verdict(verdict: str) -> ast.expr:
 
 @functools.lru_cache(4096)
 def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names bound at the top level of the setup code, and the names of its functions."""
+    """Return the names that the setup code binds to values and classes, and those that it binds to
+    functions and classes."""
     given = set()
     defined = set()
     for node in ast.parse(setup).body:
@@ -122,6 +127,7 @@ def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
             defined.add(node.name)
         elif isinstance(node, ast.ClassDef):
             given.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             given |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         else:
@@ -196,21 +202,22 @@ def _comparison(node: ast.Compare, s: _Split) -> ast.expr:
     programs = [_from_program(side, s) for side in sides]
     if any(a and b for a, b in itertools.pairwise(programs)):
         raise Unsplittable("both sides come from the program; write a literal on one of them")
-    asked = any(
-        [
-            _are_truths(_literal(side, s))
-            for side, program in zip(sides, programs, strict=True)
-            if not program
-        ]
-    )
+    literals = [
+        _literal(side, s) for side, program in zip(sides, programs, strict=True) if not program
+    ]
+    asked = any(map(_has_truth, literals))
+    if not asked and all(isinstance(value, COLLECTIONS) for value in literals):
+        s = s._replace(judges=frozenset())
     left, *others = (_replace_calls(side, s, asked) for side in sides)
     return ast.Compare(left, node.ops, others)
 
 
-def _are_truths(value: Any) -> bool:
-    """Return whether a value is a bool, or a nonempty collection of bools."""
-    if isinstance(value, list | tuple | set | frozenset):
-        return len(value) > 0 and all(map(_are_truths, value))
+def _has_truth(value: Any) -> bool:
+    """Return whether a value is a bool, or a collection with one."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, COLLECTIONS):
+        return any(map(_has_truth, value))
     return isinstance(value, bool)
 
 
@@ -299,7 +306,7 @@ def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and part.id in EVALUATE:
             raise Unsplittable(f"{part.id} may hold the expectation")
-        if _judges(part) and any(
+        if _judges(part, s) and any(
             isinstance(inner, ast.expr) and _is_program(inner, s)
             for inner in ast.walk(part)
             if inner is not part
@@ -309,9 +316,9 @@ def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
     return ast.Name(f"value_{len(s.calls) - 1}", ast.Load())
 
 
-def _judges(node: ast.AST) -> bool:
+def _judges(node: ast.AST, s: _Split) -> bool:
     """Return whether an expression may judge the values inside it: a comparison, a predicate, or a
-    library function of several values."""
+    function of several values from a library or the setup."""
     if isinstance(node, ast.Compare | ast.BoolOp) or (
         isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
     ):
@@ -319,14 +326,23 @@ def _judges(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     name = ast.unparse(node.func)
+    root = _find_root(node)
     several = len(_arguments(node)) > 1 or any(
         isinstance(argument, ast.BinOp) for argument in node.args
     )
     return (
         name in PREDICATES
         or "close" in name
-        or (several and (name in BUILTINS or _is_library(node.func)))
+        or root in s.judges
+        or (several and (root in s.defined or name in BUILTINS or _is_library(node.func)))
     )
+
+
+def _find_root(node: ast.AST) -> str:
+    """Return the name on which an expression's calls, items and attributes are made, or ""."""
+    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_library(function: ast.expr) -> bool:

@@ -240,8 +240,8 @@ def test_every_other_form_is_refused_with_a_reason(test):
 
 
 def test_the_setup_tells_values_from_judges():
-    """A name that the setup gives is an input; a function of the setup runs beside the program, and
-    its truth is no verdict."""
+    """A name that the setup gives is an input. A function of the setup runs beside the program: it
+    may convert a value, and must not judge it."""
     setup = (
         "from datetime import date\nroot = Node(1)\ndef check(f): assert f(1) == 2\ndef to_list(x):"
         " return [*x]"
@@ -251,11 +251,21 @@ def test_the_setup_tells_values_from_judges():
         "is_weekend(date(2020, 1, 4))",
     )
     assert split("assert to_list(f(1)) == [1]", setup).calls == ("to_list(f(1))",)
+    assert split("assert f(to_list(root)) == 1", setup).calls == ("f(to_list(root))",)
     for test, code in [
         ("is_balanced(root) == False", ""),
         ("check(f)", setup),
         ("check(Solution())", setup),
         ("check(root)", setup),
+        ("check(f(2))", setup),
+        ("check(f(2)) == 1", setup),
+        ("int(check(f(2))) == 1", setup),
+        ("str(check(f(2))) == 'True'", setup),
+        ("{1: check(f(2))} == {1: True}", setup),
+        ("[check(f(2)), f(1)] == [True, 2]", setup),
+        ("check(f(2), [4]) == ['ok']", setup),
+        ("Judge().check(f(2)) == 1", "class Judge: pass"),
+        ("max(check(f(2)), 0) == 1", setup),
     ]:
         with pytest.raises(Unsplittable):
             split(f"assert {test}", code)
