@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,17 +105,14 @@ def find_folders(places: Sequence[Path], wanted: Sequence[str]) -> list[Path]:
     }
     # leave out a debug bundle inside a run
     folders = {folder for folder in folders if folders.isdisjoint(folder.parents)}
-    return sorted((f for f in folders if _passes(f, wanted)), key=_read_begin, reverse=True)
-
-
-def _read_begin(folder: Path) -> float:
-    return (folder / "config.yaml").stat().st_mtime
+    found = (folder for folder in folders if _passes(folder, wanted))
+    return sorted(found, key=lambda folder: (runs.read_begin(folder), folder), reverse=True)
 
 
 def read_listed(folder: Path) -> Listed:
     summary = runs.read_summary(folder) or {}
     return Listed(
-        f"{datetime.fromtimestamp(_read_begin(folder)):%Y-%m-%d %H:%M}",
+        f"{runs.read_begin(folder):%Y-%m-%d %H:%M}",
         folder,
         str(summary.get("ended") or "not ended"),
         summary.get("steps"),

@@ -99,7 +99,7 @@ def command(arguments: Arguments) -> int:
                 )
             )
         )
-        if folder is not None and runs.is_finished(folder):
+        if folder is not None and has_finished(folder, x.trainer.steps):
             print(f"{runs.shorten_path(folder)}: finished already; nothing to do")
             ranks.leave()
             return 0
@@ -110,6 +110,13 @@ def command(arguments: Arguments) -> int:
     if status == 0:
         ranks.leave()
     return status
+
+
+def has_finished(folder: Path, steps: int) -> bool:
+    """Return whether the run in a folder has finished, and needs no more steps to reach `steps`."""
+    summary = runs.read_summary(folder) or {}
+    done = summary.get("steps") or 0
+    return runs.is_finished(folder) and (done >= steps or bool(summary.get("why")))
 
 
 def _find_given_folder(overrides: Sequence[str]) -> Path | None:
@@ -159,8 +166,9 @@ def _train_owned(
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
             own(target)
+        former = None
         if folder is None and ranks.rank() == 0:
-            runs.point_latest(outputs, target)
+            former = runs.point_latest(outputs, target)
         ranks.broadcast(lambda: note_start(target, composed, identity))
 
         def job() -> int:
@@ -170,7 +178,7 @@ def _train_owned(
         if status == 2 and not known and ranks.rank() == 0 and not owner.explain_loss(target):
             remove_start(target, whole=not occupied)
             if folder is None:
-                runs.point_latest(outputs, target)
+                runs.point_latest(outputs, former)
     return status
 
 
@@ -412,9 +420,10 @@ def format_closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     if before and after:
         lines += [*_compare_tests(before, after), ""]
     why = summary.get("why", "")
+    seconds = summary.get("wall_seconds")  # absent in a resumed run
+    took = "" if seconds is None else f" {seconds:.0f} s,"
     lines.append(
-        f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s,"
-        f" {summary['tokens']:,} tokens"
+        f"{summary['ended']} after {summary['steps']} steps,{took} {summary['tokens']:,} tokens"
     )
     lines += [why] if why else []
     lines += [f"warning: {text}" for text in list_doubts(folder)]

@@ -53,15 +53,18 @@ def make_fresh_folder(parent: Path, label: str = "") -> Path:
                 number += 1
 
 
-def point_latest(outputs: Path, folder: Path) -> None:
-    """Point the link `latest` in `outputs` to a run folder. Remove the link if this folder does not
-    exist. On a file system without links, do nothing."""
+def point_latest(outputs: Path, folder: Path | None) -> Path | None:
+    """Point the link `latest` in `outputs` to a run folder, and return its former target, or None.
+    Remove the link if there is no such folder. On a file system without links, do nothing."""
     link = outputs / LATEST
+    former = None
     with suppress(OSError):
         if link.is_symlink():  # a file or folder with this name belongs to the user
+            former = outputs / os.readlink(link)
             link.unlink()
-        if folder.is_dir():
+        if folder is not None and folder.is_dir():
             link.symlink_to(os.path.relpath(folder, outputs))
+    return former
 
 
 def describe_overrides(overrides: Sequence[str], name: str) -> str:
@@ -343,6 +346,14 @@ def read_start(folder: Path) -> dict[str, Any]:
     an empty mapping without an entry."""
     starts = _read_starts(folder)
     return starts[-1] if starts else {}
+
+
+def read_begin(folder: Path) -> datetime:
+    """Return the local time at which a run began: of its first process by run.json, or, without
+    one, of the last change of config.yaml."""
+    with suppress(IndexError, KeyError, TypeError, ValueError):
+        return datetime.fromisoformat((_read_starts(folder) or [])[0]["started"])
+    return datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime)
 
 
 def _read_starts(folder: Path) -> list[dict[str, Any]] | None:

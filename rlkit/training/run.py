@@ -107,11 +107,10 @@ def train_in(
                 summary["ended"], summary["why"] = describe_end(module, results)
         finally:
             gc.unfreeze()
-            # a resumed run does not know the processor time of its earlier processes
-            if resume is None:
+            if resume is None:  # the times of a resumed run's earlier processes are unknown
                 summary["processor_seconds"] = round(time.process_time() - processor, 2)
-            seconds = time.perf_counter() - started
-            conclude(summary, module, folder, results, seconds=seconds, device=device)
+                summary["wall_seconds"] = round(time.perf_counter() - started, 2)
+            conclude(summary, module, folder, results, device=device)
     return summary, module
 
 
@@ -229,7 +228,6 @@ def conclude(
     folder: Path,
     results: Mapping[Split, Mapping[int, Mapping[str, Any]]],
     *,
-    seconds: float,
     device: Any,
 ) -> None:
     """Complete the summary of a run: add the final metrics, and the names of files that could not
@@ -237,7 +235,6 @@ def conclude(
 
     Args:
       results: split → RL step → result of the evaluation.
-      seconds: wall-clock time of the run.
     """
     from rlkit.sandbox import get_known_level
     from rlkit.system.rows import export_csv
@@ -253,7 +250,6 @@ def conclude(
             {**validation[max(validation)], "step": max(validation)} if validation else None
         ),
         "steps": module.rl_step,
-        "wall_seconds": round(seconds, 2),
         "tokens": module.tokens,
         "identity": module.provenance.get("identity"),
         "peak_memory_gb": round(peak_memory(device), 3),

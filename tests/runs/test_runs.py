@@ -372,6 +372,21 @@ def test_two_runs_are_compared_setting_by_setting(names, three_runs, capsys):
     assert "seed" not in said.partition("whether")[0] and "12,345" in said
 
 
+def test_a_run_began_with_its_first_process(tmp_path):
+    """A resumed run writes config.yaml again at its end."""
+    runs.write_config(tmp_path, {"seed": 0}, new=True)
+    for _ in range(2):
+        runs.write_start(tmp_path, {"seed": 0}, {}, identity="x")
+    starts = json.loads((tmp_path / "run.json").read_text())
+    starts[0]["started"] = "2026-01-02T03:04:05"
+    (tmp_path / "run.json").write_text(json.dumps(starts))
+    assert runs.read_begin(tmp_path) == datetime(2026, 1, 2, 3, 4, 5)
+    os.utime(tmp_path / "config.yaml", (1000, 1000))
+    for damaged in ("{", "[]", json.dumps([starts[0] | {"started": "noon"}])):
+        (tmp_path / "run.json").write_text(damaged)
+        assert runs.read_begin(tmp_path) == datetime.fromtimestamp(1000)
+
+
 def test_latest_leads_to_the_newest_run(outputs, tmp_path, monkeypatch):
     """A run that is named by the link goes on in its own folder, wherever the link leads later."""
     first = outputs / "grpo" / "a"
@@ -384,7 +399,13 @@ def test_latest_leads_to_the_newest_run(outputs, tmp_path, monkeypatch):
         assert runs.find_run(str(outputs / "latest"), "run") == folder.resolve()
     assert os.readlink(outputs / "latest") == "grpo/b"
     shutil.rmtree(second)
-    runs.point_latest(outputs, second)
-    assert not os.path.lexists(outputs / "latest")
+    former = runs.point_latest(outputs, second)
+    assert not os.path.lexists(outputs / "latest") and former == second
+    assert runs.point_latest(outputs, first) is None
+    refused = outputs / "grpo" / "refused"
+    refused.mkdir()
+    runs.point_latest(outputs, runs.point_latest(outputs, refused))
+    assert os.readlink(outputs / "latest") == "grpo/a", "as before the refused run"
+    runs.point_latest(outputs, None)
     with pytest.raises(ConfigError, match=r"newest run is .*grpo/a$"):
         runs.find_run("nowhere", "run")

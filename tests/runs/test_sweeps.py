@@ -23,7 +23,7 @@ from parametrise import cases
 from rlkit.distributed.launch import assign_gpus
 from rlkit.errors import ConfigError, install
 from rlkit.runs.sweeps.compare import format_comparison, tabulate_results
-from rlkit.runs.sweeps.jobs import RunJob, read_jobs, read_objective, save
+from rlkit.runs.sweeps.jobs import RunJob, read_jobs, read_objective, record_path, save
 from rlkit.runs.sweeps.plan import expand, folder_name, folder_problems, list_corners, make_plan
 from rlkit.runs.sweeps.run import count_parallel_jobs, run_job
 from rlkit.runs.sweeps.runner import explain_end, make_sweep
@@ -426,6 +426,20 @@ def session_or_folder(process, session, folder):
         )
     except OSError:
         return False
+
+
+@pytest.mark.slow
+@needs("hydra_optuna_sweeper")
+def test_a_search_takes_no_trials_of_an_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=search", "evaluation.every=0", "hydra.sweep.dir=s"]
+    folder = tmp_path / "s" / "trial"
+    folder.mkdir(parents=True)
+    (tmp_path / "s" / "jobs").mkdir()
+    save(record_path(tmp_path / "s", folder), RunJob(0, [], folder))
+    with pytest.raises(ConfigError, match="holds trials of a search already"):
+        make_plan(words, None)
+    assert make_plan([*words, "resume=auto"], None).total
 
 
 @pytest.mark.slow

@@ -236,6 +236,12 @@ def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, 
     )
     first, second = (row["schedule/optimizer.lr"] for row in rows(folder))
     assert second == pytest.approx(0.55 * first)  # the new curve, from the next step on
+    assert "wall_seconds" not in json.loads((folder / "summary.json").read_text())
+    here = [*words, "resume=auto", f"hydra.run.dir={folder}"]
+    assert main([*here, "trainer.steps=3"]) == 0, "finished, but not as long as it shall be now"
+    assert main([*here, "trainer.steps=3"]) == 0
+    assert [r["step"] for r in rows(folder)] == [1, 2, 3]
+    assert "finished already" in capsys.readouterr().out
 
 
 OTHERS = [

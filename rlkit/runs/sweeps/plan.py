@@ -67,6 +67,11 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     ]
     varied = [key for key, texts in _values(every, intervals=search).items() if len(texts) > 1]
     jobs = list_corners(every) if search else expand(every)
+    if search and resume == "never" and read_jobs(root / "jobs"):
+        raise ConfigError(
+            f"{root} holds trials of a search already, which would be taken for this one's;"
+            f" resume=auto goes on with it, another search needs hydra.sweep.dir={root}_2"
+        )
     added = check_jobs(jobs, config_dir, None if search else root, resume == "auto")
     refuse_running(root)
     if not varied and not search:
