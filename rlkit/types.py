@@ -302,14 +302,14 @@ class Rollout(NamedTuple):
     def history(self, steps: int, *, thinking: bool, dropped: int = 0) -> list[Message]:
         """Return the messages of the first `steps` steps, with or without the policy's thinking.
 
-        Here the results of a step's tool calls belong to this step, although their tokens are in
-        the next step's prompt. `dropped` is the number of oldest exchanges to leave out. An
+        After a reply stand the messages of the next step's prompt; after the last reply, the
+        results of its tool calls. `dropped` is the number of oldest exchanges to leave out. An
         exchange is a reply and the messages after it. The first prompt always stays.
         """
         messages: list[Message] = [*self.steps[0].prompt] if self.steps[:steps] else []
-        for index, step in enumerate(self.steps[dropped:steps], dropped):
-            if index > dropped:
-                messages += [m for m in step.prompt if m["role"] != "tool"]
+        kept = self.steps[dropped:steps]
+        for index, step in enumerate(kept):
+            messages += step.prompt if index else ()
             reply: Message = {"role": "assistant", "content": step.content}
             if thinking and step.thinking:
                 reply["reasoning_content"] = step.thinking
@@ -323,8 +323,7 @@ class Rollout(NamedTuple):
                     for c in step.tool_calls
                 ]
             messages.append(reply)
-            messages += [result.message for result in step.tool_results]
-        return messages
+        return messages + [result.message for step in kept[-1:] for result in step.tool_results]
 
 
 def agreement(a: Sequence[int], b: Sequence[int]) -> int:

@@ -232,7 +232,7 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
             "composed, checked, dry-run on fake data"
             + (f", phase by phase ({', '.join(phases)})" if len(phases) > 1 else ""),
         ),
-        ("data", "gold answers score 1, empty ones do not"),
+        ("data", "where rows have a gold answer, it scores 1, and an empty answer does not"),
         ("model", f"loaded in {clock['load']:.1f} s; trainer and sampler agree"),
         (
             "rollout",

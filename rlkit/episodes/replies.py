@@ -208,9 +208,11 @@ def encode_next_prompt(
     def rendered(dropped: int) -> tuple[int, ...]:
         if environment.history == "keep_thinking":
             return _append_messages(policy, rollout, messages, dropped)
-        history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
-        # the rollout's history already contains the tool results
-        whole = [*history, *(message for message in messages if message["role"] != "tool")]
+        last = rollout.steps[-1]._replace(
+            tool_results=()
+        )  # the messages hold what is shown of them
+        before = rollout._replace(steps=(*rollout.steps[:-1], last))
+        whole = [*before.history(len(before.steps), thinking=False, dropped=dropped), *messages]
         return tuple(
             encode_prompt(policy.renderer, whole, [tool_schema(tool) for tool in tools.values()])
         )

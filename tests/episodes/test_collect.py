@@ -593,6 +593,30 @@ def test_a_message_behind_tool_results_is_in_the_next_context(policy, history):
     assert said.count("noted a") == said.count("One call left.") == 1
 
 
+@pytest.mark.parametrize("history", ["keep_thinking", "strip_thinking"])
+def test_what_a_session_says_in_place_of_results_is_what_the_policy_reads(policy, history):
+    """With strip_thinking the policy read the results, and no tool message of the session's own."""
+
+    class Short:
+        tools = TOOLS
+
+        def first_prompt(self):
+            return task().messages
+
+        async def answer(self, rollout):
+            if not rollout.steps[-1].tool_calls:
+                return rollout, None
+            rollout, said = await answer_calls(rollout, self.tools)
+            return rollout, [{**message, "content": "cut short"} for message in said]
+
+    env = environment(session=lambda task: Short(), history=history, max_steps=4)
+    rollout = one(policy, Scripted(call("note", text="a"), call("note", text="b"), "done"), env)
+    said = decode(policy.renderer, rollout.context(2))
+    assert said.count("cut short") == 2 and "noted" not in said
+    told = [m["content"] for m in rollout.conversation if m["role"] == "tool"]
+    assert told == ["cut short"] * 2
+
+
 def test_stripping_thinking_keeps_the_tools_in_the_context(policy):
     """Rendered afresh, the context must show the schemas again."""
     rollout = talk(policy, "strip_thinking")

@@ -55,7 +55,7 @@ def rollout(text: str = ODD, reward: float | None = 0.1 + 0.2) -> Rollout:
         reward=None,
     )
     last = Step(
-        (),
+        tuple(result.message for result in first.tool_results),
         (1,),
         (5, 6),
         (0.0, -1.0),
