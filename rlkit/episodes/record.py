@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkit.display import split_by_speaker
 from rlkit.errors import ConfigError, DataError, show_controls
 from rlkit.system import shards
 from rlkit.system.files import report_write_errors, write_atomic
@@ -407,19 +408,8 @@ def write_transcript(rollout: Rollout) -> str:
         ),
         "",
     ]
-    for message in rollout.conversation:
-        lines += [f"**{show_controls(message['role'])}**", ""]
-        thinking = message.get("reasoning_content")
-        if thinking:
-            lines += [_indent(f"(thinking) {thinking}"), ""]
-        content = message.get("content")
-        if content:
-            lines += [_indent(content), ""]
-        for call in message.get("tool_calls") or ():
-            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            lines += [_indent(f"→ {call['function']['name']}({arguments})"), ""]
-    if rollout.task.answer:
-        lines += [f"expected: `{show_controls(rollout.task.answer)}`", ""]
+    for who, text in split_by_speaker(rollout):
+        lines += [f"**{show_controls(who)}**", "", _indent(text), ""]
     return "\n".join(lines)
 
 

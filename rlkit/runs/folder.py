@@ -25,6 +25,7 @@ from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import FROM_ENVIRONMENT, REDACTED, is_secret_key, redact_config
 from rlkit.system.rows import read_rows
 from rlkit.system.shards import index_steps
+from rlkit.training.schedules.paths import flatten_numbers
 
 OUTPUTS = Path("outputs")
 LATEST = "latest"  # in OUTPUTS, a link to the newest run
@@ -505,18 +506,7 @@ def count_lost_steps(folder: Path) -> int:
         and not summary.get("unsaved")
     )
     left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
-    parts: Any = None
-    with suppress(DataError):  # with an unreadable config, the first save is unknown
-        parts = read_config(folder).get("callbacks")
-    named = (
-        [part for part in parts.values() if isinstance(part, Mapping)]
-        if isinstance(parts, Mapping)
-        else []
-    )
-    saving = [
-        part.get("every")
-        for part in named
-        if part.get("_target_") == "rlkit.training.callbacks.checkpoint"
-    ]
-    every = [count for count in saving if isinstance(count, int)]
-    return steps if ended or left or not every or steps > min(every) else 0
+    every = None  # unknown if the config cannot be read, or has no such callback
+    with suppress(DataError):
+        every = flatten_numbers(read_config(folder)).get("callbacks.checkpoint.every")
+    return steps if ended or left or every is None or steps > every else 0

@@ -19,7 +19,6 @@ from rlkit.sandbox.process import (
     check_settings,
     count_workers,
     make_folder,
-    remove_leftovers,
     run_with,
 )
 
@@ -76,10 +75,8 @@ def find_level() -> Level:
     """Find the strongest level whose self-test passes on this machine. It is found once in each
     process. The weakest level, `basic`, limits time and memory only.
 
-    Folders left behind by a killed process are removed first.
     Raises: SandboxError if not even `basic` runs.
     """
-    remove_leftovers()
     reasons = []
     for features in CHOICES if sys.platform.startswith("linux") else ((),):
         try:

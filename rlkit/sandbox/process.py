@@ -32,8 +32,6 @@ START_LIMIT = 30.0
 DISK_MB = 16  # size of the program's folder in memory, used with namespaces only
 # folders of installed packages; they are for the trainer and not readable for programs
 PACKAGES = ("site-packages", "dist-packages")
-# prefix of a program's folder; its owner holds a lock on it while the owner lives
-FOLDER = "rlkit-program-"
 
 # Run once, in an interpreter of its own: find the shared libraries loaded by the standard library's
 # extension modules. The C library loads libgcc_s when a thread ends.
@@ -334,54 +332,12 @@ def list_readable() -> tuple[str, ...]:
 @contextlib.contextmanager
 def make_folder() -> Iterator[str]:
     """Make an empty folder for this block, and remove it afterwards with everything a program left
-    in it.
-
-    The folder is locked while its owner lives. However the owner ends, the kernel releases the
-    lock. So `remove_leftovers` can tell an abandoned folder from a folder in use, even if several
-    process namespaces share the temporary folder.
-    """
-    made = tempfile.mkdtemp(prefix=".rlkit-")
-    lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
-    path = made
+    in it."""
+    path = tempfile.mkdtemp(prefix="rlkit-program-")
     try:
-        if _is_locked(lock):  # otherwise it keeps its name, and `remove_leftovers` ignores it
-            path = os.path.join(
-                os.path.dirname(made), FOLDER + os.path.basename(made)[len(".rlkit-") :]
-            )
-            os.rename(made, path)  # after locking: unlocked, it would count as abandoned
         yield path
     finally:
         _remove(path)
-        os.close(lock)
-
-
-def remove_leftovers() -> list[str]:
-    """Remove this user's program folders whose owner is gone, and return their paths."""
-    swept = []
-    for entry in Path(tempfile.gettempdir()).glob(FOLDER + "*"):
-        try:
-            lock = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            if os.fstat(lock).st_uid == os.geteuid() and _is_locked(lock):
-                _remove(str(entry))
-                swept.append(str(entry))
-        finally:
-            os.close(lock)
-    return swept
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Try to lock a folder, and return whether this process now holds the lock. The answer is False
-    if another process holds it, or if the file system has no locks."""
-    import fcntl  # not on Windows; nothing here runs there
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _remove(path: str) -> None:

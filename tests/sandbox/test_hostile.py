@@ -7,7 +7,6 @@ import os
 import resource
 import site
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -27,7 +26,7 @@ from rlkit.sandbox import (
     run_many,
     split,
 )
-from rlkit.sandbox.process import FOLDER, list_readable, remove_leftovers, run_with
+from rlkit.sandbox.process import list_readable, run_with
 from rlkit.sandbox.process import make_folder as own_folder
 
 # The table: name → code. The test asks for f() == 42, and no program computes 42. What an escape
@@ -576,70 +575,6 @@ def test_what_a_weak_level_started_is_killed_with_it(folder):
 def test_a_folder_goes_however_deep_it_is(folder):
     with own_folder() as path:
         subprocess.run(["mkdir", "-p", path + "/d" * 1100], check=True)
-    assert list(folder.iterdir()) == []
-
-
-LEFT = """
-import sys, tempfile
-tempfile.tempdir = sys.argv[1]
-from rlkit.sandbox.process import make_folder
-with make_folder() as path:
-    open(path + "/left.txt", "w").close()
-    print(path, flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_the_folders_of_a_killed_process_are_removed_at_the_next_start_and_no_others(
-    folder, monkeypatch
-):
-    """Not a living process's, nor another user's, nor what only looks like one."""
-    owners = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEFT, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    dead, alive = (Path(owner.stdout.readline().strip()) for owner in owners)
-    owners[0].kill()
-    owners[0].wait()
-    other = folder / "other"
-    other.mkdir()
-    (folder / f"{FOLDER}link").symlink_to(other)
-    (folder / f"{FOLDER}file").touch()
-    with own_folder() as mine, monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: 12345)
-        assert remove_leftovers() == [] and (dead / "left.txt").exists()
-        patch.undo()
-        find_level.cache_clear()
-        find_level()
-        assert (
-            not dead.exists()
-            and (alive / "left.txt").exists()
-            and Path(mine).exists()
-            and other.exists()
-        )
-        assert sorted(folder.glob(f"{FOLDER}*")) == sorted(
-            [alive, Path(mine), folder / f"{FOLDER}link", folder / f"{FOLDER}file"]
-        )
-    owners[1].communicate("")
-    owners[0].stdin.close()
-    owners[0].stdout.close()
-    assert not alive.exists() and remove_leftovers() == []
-    for path in (folder / f"{FOLDER}link", folder / f"{FOLDER}file"):
-        path.unlink()
-    other.rmdir()
-
-
-def test_a_folder_is_never_swept_where_the_file_system_has_no_locks(folder, monkeypatch):
-    monkeypatch.setattr(process, "_is_locked", lambda descriptor: False)
-    with own_folder() as path:
-        monkeypatch.undo()
-        assert remove_leftovers() == [] and Path(path).exists()
     assert list(folder.iterdir()) == []
 
 
