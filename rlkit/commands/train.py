@@ -115,8 +115,8 @@ def command(arguments: Arguments) -> int:
 def has_finished(folder: Path, steps: int) -> bool:
     """Return whether the run in a folder has finished, and needs no more steps to reach `steps`."""
     summary = runs.read_summary(folder) or {}
-    done = summary.get("steps") or 0
-    return runs.is_finished(folder) and (done >= steps or bool(summary.get("why")))
+    enough = summary.get("why") or (summary.get("steps") or 0) >= steps
+    return summary.get("ended") == "finished" and bool(enough)
 
 
 def _find_given_folder(overrides: Sequence[str]) -> Path | None:

@@ -45,16 +45,21 @@ PEERS = {
         "epsilon clip_ratio clip_ratio_low cliprange clip_eps clip_epsilon"
     ),
     "algorithm.policy_loss.clip_high": "epsilon_high clip_ratio_high",
-    "algorithm=": "adv_estimator loss_type algo",
+    "algorithm=": "adv_estimator loss_type loss_mode algo",
+    "algorithm/group_filter=": "filter_groups filter_groups_enable",
     "algorithm/normalization=": "scale_rewards norm_adv_by_std_in_grpo normalize_advantages",
     "algorithm/aggregation=": "loss_agg_mode",
     "algorithm/correction=": "vllm_importance_sampling_correction rollout_is",
+    "kl.placement": "use_kl_in_reward",
     "kl=": "kl_estimator kl_loss_type kl_penalty",
     "reference=": "ref_model sync_ref_model ref_policy",
-    "reward=": "reward_funcs reward_fn reward_function reward_weights",
+    "reward=": (
+        "reward_funcs reward_fn reward_function reward_weights custom_reward_function_path"
+    ),
+    "environment=": "environment_factory multi_turn multi_turn_enable",
     "task=": "dataset dataset_name data train_dataset train_files",
     "task.max_samples": "max_train_samples num_samples",
-    "generation=": "use_vllm engine rollout",
+    "generation=": "use_vllm engine rollout rollout_name",
     "evaluation": "eval",
     "evaluation.every": "eval_steps eval_every test_freq eval_interval",
     "callbacks.checkpoint.every": "save_steps save_freq save_every",
@@ -66,7 +71,7 @@ PEERS = {
 MEANT = {word: key for key, words in PEERS.items() for word in words.split()}
 
 
-def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
+def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str], value: Any = None) -> str:
     """Suggest a known key for an unknown key, as in " Did you mean 'optimizer.lr'?". Return '' if
     no known key is similar.
 
@@ -74,6 +79,8 @@ def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
       path: the unknown key as it was written, dotted.
       named: the valid names at its place.
       leaves: every dotted key of the config.
+      value: what was given for the key. The keys of a mapping belong to the name, as in
+        data.train_batch_size.
 
     The first match wins: a name at the same place that differs by one or two letters, a name from
     another library, a key with the same last name anywhere, a similar name.
@@ -89,8 +96,9 @@ def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(named), n=1, cutoff=0.85)
     if near:
         return _sentence(near)
-    if word in MEANT and MEANT[word] != path:
-        return _sentence([MEANT[word]])
+    meant = _find_meant(path, value)
+    if meant:
+        return _sentence(meant)
     same = [leaf for leaf in below if leaf.rpartition(".")[2] == word]
     if same:
         return _sentence(sorted(same, key=lambda leaf: (leaf.count("."), leaf))[:3])
@@ -104,6 +112,15 @@ def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
     return _sentence(
         [names[name] for name in difflib.get_close_matches(word, list(names), n=1, cutoff=0.8)]
     )
+
+
+def _find_meant(path: str, value: Any) -> list[str]:
+    """List rlkit's keys for a name of another library."""
+    if isinstance(value, Mapping) and value:
+        return [meant for key in value for meant in _find_meant(f"{path}.{key}", value[key])]
+    words = path.split(".")
+    names = ("_".join(words[-2:]), words[-1])  # rollout.n means more than n
+    return [MEANT[name] for name in names if MEANT.get(name, path) != path][:1]
 
 
 def list_leaves(config: Mapping[str, Any], prefix: str = "") -> list[str]:

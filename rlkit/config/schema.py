@@ -132,7 +132,7 @@ def _check_call(
                 if own
                 else ""
             )
-            hint = suggest_name(key, named) if own else suggest_key(where, named, leaves)
+            hint = suggest_name(key, named) if own else suggest_key(where, named, leaves, node[key])
             problems.append(
                 f"{where}: {label} takes no '{key}'.{hint} It takes:"
                 f" {', '.join(named) or 'nothing'}{away}"

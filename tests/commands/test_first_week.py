@@ -74,6 +74,14 @@ MEANINGS = {
     "optimizer.lrr": "lr",
     "clip_high": "algorithm.policy_loss.clip_high",
     "algoritm": "algorithm",
+    "algoritm.epochs": "algorithm",
+    "data.train_batch_size": "batch.prompts",
+    "actor_rollout_ref.rollout.n": "batch.group_size",
+    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
+    "actor_rollout_ref.actor.ppo_epochs": "algorithm.epochs",
+    "actor_rollout_ref.rollout.multi_turn.enable": "environment=OPTION",
+    "custom_reward_function.path": "reward=OPTION",
+    "algorithm.use_kl_in_reward": "kl.placement",
 }
 
 

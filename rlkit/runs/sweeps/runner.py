@@ -221,7 +221,7 @@ def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: in
         return save(record, job._replace(status="not started"))
     if (
         runs.is_run(job.folder)
-        and not _checkpoints(job.folder)
+        and not any((job.folder / "checkpoints").glob("*.ckpt"))
         and not owner.find_occupant(job.folder)
     ):
         put_aside(job.folder, runs.SET_ASIDE)
@@ -253,10 +253,6 @@ def run_process(job: RunJob, sweep: Sweep, start: Start, devices: int) -> tuple[
         save(record, job._replace(status="running", process=named))
         code = wait_for(process, sweep)
     return code, explain_end(code, log, begin)
-
-
-def _checkpoints(folder: Path) -> bool:
-    return any((folder / "checkpoints").glob("*.ckpt"))
 
 
 def _build_command(job: RunJob, sweep: Sweep) -> list[str]:
