@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlkit.config.problems.assumptions import assumption_problems
-from rlkit.config.problems.asynchrony import asynchrony_problems
+from rlkit.config.problems.asynchrony import asynchrony_problems, reuse_problems
 from rlkit.config.problems.combinations import (
     adapter_problems,
     combination_problems,
@@ -49,7 +49,7 @@ def run_problems(x: Experiment) -> list[str]:
             if problem not in found
         ]
         problems += [f"schedule.phases.{name}: {problem}" if name else problem for problem in found]
-    problems += asynchrony_problems(x, firsts) if firsts else []
+    problems += asynchrony_problems(x, firsts) + reuse_problems(x, firsts) if firsts else []
     problems += adapter_problems(x) if firsts else []
     if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
         problems.append(

@@ -1,4 +1,4 @@
-"""Find problems of sampling ahead of training, as sentences."""
+"""Find problems of groups that are sampled ahead, or kept for later steps, as sentences."""
 
 from __future__ import annotations
 
@@ -101,6 +101,25 @@ def _find_stateful(x: Experiment) -> list[str]:
         " second process would call it with a state of its own, so its numbers would differ from"
         " asynchrony=lag; choose asynchrony=lag"
         for place, path in found.items()
+    ]
+
+
+def reuse_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
+    """Report task.reuse in a run that later samples or scores differently: a kept group keeps the
+    rewards of the settings that scored it. `firsts` is as in `asynchrony_problems`."""
+    from rlkit.training.ahead.flight import digest_settings
+
+    if not x.reuse.active:
+        return []
+    given = [x.schedule.numbers, *(phase.numbers for phase in x.schedule.phases.values())]
+    scheduled = [path for numbers in given for path in flatten_numbers(numbers)]
+    moved = [path for path in scheduled if path.startswith(("reward.", "environment."))]
+    if len({digest_settings(first) for first in firsts.values()}) > 1:
+        moved.append("schedule.phases")
+    return [
+        f"task/reuse: {path} changes how groups are sampled or scored, and kept groups would be"
+        " learned from with their former rewards; choose task/reuse=none"
+        for path in moved
     ]
 
 

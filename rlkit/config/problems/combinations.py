@@ -21,6 +21,7 @@ def combination_problems(x: Experiment) -> list[str]:
         _check_groups,
         _check_choice,
         _check_kl,
+        _check_components,
         _check_critic,
         _check_corrections,
         _check_old,
@@ -200,6 +201,18 @@ def _check_choice(x: Experiment) -> list[str]:
             f"task/reuse: algorithm={a.name} samples nothing, so there is nothing to correct for;"
             " choose task/reuse=none"
         )
+    if x.reuse.active and a.max_refills:
+        problems.append(
+            f"task/reuse: with algorithm.max_refills={a.max_refills} every group that is trained on"
+            " has different rewards, so there is none to replace; set it to 0, or choose"
+            " task/reuse=none"
+        )
+    if x.reuse.active and x.reuse.staleness <= x.asynchrony.staleness:
+        problems.append(
+            f"task.reuse.staleness={x.reuse.staleness}: groups are {x.asynchrony.staleness} steps"
+            " old when they are first trained on (asynchrony.staleness), so none could be used"
+            " again; raise it"
+        )
     if x.reuse.active and a.streams.keys() - {"reward"}:
         problems.append(
             "task/reuse: groups that are replaced would be lost to the streams beside the reward;"
@@ -217,6 +230,11 @@ def _check_kl(x: Experiment) -> list[str]:
         problems.append(
             f"kl={kl.name} needs a reference to compare with, but reference=none; choose"
             " reference=frozen or kl=none"
+        )
+    if kl.in_reward and x.algorithm.streams and "reward" not in x.algorithm.streams:
+        problems.append(
+            f"kl.placement={kl.placement}: algorithm={x.algorithm.name} trains on no reward, so a"
+            " KL in the reward does nothing; choose kl.placement=loss or kl=none"
         )
     if kl.importance_weight and kl.placement != "loss":
         problems.append(
@@ -239,6 +257,29 @@ def _check_kl(x: Experiment) -> list[str]:
             " kl.placement=loss, or kl=k1"
         )
     return problems
+
+
+def _check_components(x: Experiment) -> list[str]:
+    """Report changes of the total reward beside an advantage that reads only the reward's terms, as
+    gdpo does."""
+    from rlkit.algorithm import asks_for
+    from rlkit.functional import soft_penalty
+
+    a = x.algorithm
+    read = [
+        name for name in ("components", "rewards", "token_rewards") if asks_for(a.advantage, name)
+    ]
+    idle = {
+        "kl.in_baseline": x.kl.in_reward and x.kl.in_baseline,
+        "reward.normalize": x.reward.normalize,
+        "algorithm/overlong": plain(a.overlong) is soft_penalty,
+    }
+    return [
+        f"{key}: changes the total reward, and the advantage of algorithm={a.name} reads only the"
+        " reward's terms; take it out, or choose another algorithm/advantage"
+        for key, changes in idle.items()
+        if changes and read == ["components"]
+    ]
 
 
 def _check_critic(x: Experiment) -> list[str]:
