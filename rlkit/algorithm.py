@@ -83,7 +83,7 @@ class Stream(NamedTuple):
 
     The stream "reward" uses the mask and the weights of the algorithm itself, so only its `coef`
     and `parts` are set. With `parts`, a stream uses only the prompts of these parts of a mixture,
-    and the stream's weights sum to 1 over these prompts.
+    and the stream's weights are those of a batch of these prompts alone.
     """
 
     coef: float | Controller = 1.0

@@ -426,7 +426,7 @@ class Weighted(Scored):
 class Minibatch(Weighted):
     """Hold the rows of one update."""
 
-    weights: Tensor  # [B, T] weight of each token in the loss; the weights sum to 1 over the update
+    weights: Tensor  # [B, T] weight of each token in the loss, by the aggregation
 
 
 class TokenLogprobs(NamedTuple):

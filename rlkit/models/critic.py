@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlkit.models.head import split_model
@@ -28,7 +29,8 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [..., hidden] to values [...]."""
-        return self.value(self.hidden(hidden.to(self.hidden.weight.dtype)).relu()).squeeze(-1)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.value(self.hidden(hidden.to(self.hidden.weight.dtype)).relu()).squeeze(-1)
 
 
 class HeadCritic(nn.Module):

@@ -129,6 +129,8 @@ def score_fresh(
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
     """Return all rollouts of the accepted groups. A group is accepted if the group filter keeps at
     least one of its rollouts."""
+    if not any(rollout.steps for rollout in rollouts):
+        return []
     given = assemble(rollouts, pad_token_id=policy.pad_token_id).quantities
     chosen, _ = call_part("group_filter", x.algorithm.group_filter, given)
     kept = {r.group for r, keep in zip(rollouts, chosen.tolist(), strict=True) if keep}

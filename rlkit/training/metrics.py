@@ -211,8 +211,8 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
     PART/NAME         mean of a metric returned by a function of PARTS (rlkit.algorithm). A metric
                       per token is averaged over the trained tokens of all updates. A metric per
                       rollout is averaged over the rollouts with a trained token. Entries of nan do
-                      not count. Metrics of the group filter and the overlong rule cover all sampled
-                      rollouts
+                      not count. Metrics of the group filter and the overlong rule cover all
+                      rollouts of the step, with refills the accepted ones
 
     Raises: PartError if a function of the algorithm returns a metric with a name that rlkit uses
     itself.

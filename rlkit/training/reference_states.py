@@ -88,7 +88,8 @@ class ReferenceStates:
         names = list(self.phases)
         self.phase = names[progress.phase]
         fresh = bool(self.owner) or "reference" in schedules.find_resets(self.experiment, progress)
-        if fresh and self.phases[self.phase].needs_reference:
+        # the run's own reference also starts again for a later phase that compares with it
+        if fresh and (self.phases[self.phase].needs_reference or self.owner in self.references):
             state = reference.init(self.model, step=progress.since)
             self.references[self.owner] = self._lay_out(state)
         needed = {self.find_owner(later) for later in names[progress.phase :]}

@@ -394,6 +394,22 @@ REFUSALS = {
         ["kl=full", "kl.placement=reward"],
         ["kl.placement=reward", "kl.placement=loss", "kl=k1"],
     ),
+    "a KL in a reward that is not trained on": (
+        ["algorithm=opd", "teacher=start", "kl=k1", "kl.placement=reward"],
+        ["kl.placement=reward", "algorithm=opd trains on no reward", "kl.placement=loss"],
+    ),
+    "a KL in a baseline that reads terms": (
+        ["algorithm/advantage=gdpo", "kl=k1", "kl.placement=reward", "kl.in_baseline=true"],
+        ["kl.in_baseline", "reads only the reward's terms"],
+    ),
+    "a normalised total beside terms": (
+        ["algorithm/advantage=gdpo", "reward.normalize=true"],
+        ["reward.normalize", "reads only the reward's terms"],
+    ),
+    "a penalty on a total beside terms": (
+        ["algorithm/advantage=gdpo", "algorithm/overlong=penalty"],
+        ["algorithm/overlong", "reads only the reward's terms"],
+    ),
     "an end at no divergence": (["algorithm.target_kl=0"], ["algorithm.target_kl=0", "null"]),
     "two critics in one run": (
         [

@@ -70,3 +70,10 @@ def test_equal_rewards_are_zero_and_finite():
     batch = batch_of(rollouts)
     assert normalise_rewards(batch, update_moments(Moments(), rollouts)).rewards.tolist() == [0, 0]
     assert normalise_rewards(batch, Moments()).rewards.isfinite().all()
+
+
+def test_equal_totals_of_unequal_steps_are_not_blown_up():
+    """Divided by rounding noise, the rewards of steps were 1e7."""
+    rollouts = [rollout(0.0, -0.1, -0.1, -0.1), rollout(-0.3, 0.0)]
+    found = normalise_rewards(batch_of(rollouts), update_moments(Moments(), rollouts))
+    assert found.token_rewards.abs().max() < 1

@@ -76,6 +76,20 @@ def test_refills_go_on_with_the_numbers_of_the_groups_and_ask_for_what_is_missin
         missing -= sum(int(task.id[2:]) % 2 for task in tasks)
 
 
+def test_a_refill_without_any_reply_accepts_no_group(tiny, played, monkeypatch):
+    """It ended the run, although the step had other rollouts."""
+    whole = groups.collect
+
+    def collect(*given, **own):
+        return [r if int(r.task.id[2:]) % 2 else r._replace(steps=()) for r in whole(*given, **own)]
+
+    monkeypatch.setattr(groups, "collect", collect)
+    _, trained, _ = stepped(tiny, "batch.prompts=1", "algorithm.max_refills=8", "seed=0")
+    first = [int(task.id[2:]) % 2 for task in played[0]["tasks"]]
+    assert first == [0] and len(played) > 1, "the first round has no reply"
+    assert {int(r.task.id[2:]) % 2 for r in trained} == {1}
+
+
 def test_the_sampler_learns_from_every_group_of_a_step_also_from_those_that_were_refused(
     tiny, played
 ):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parametrise import cases, product
+from rlkit.algorithm import KL
 from rlkit.config.compose import compose, experiment
 from rlkit.models import LoRA, forward_logprobs, pack
 from rlkit.models.load import add_lora
@@ -72,6 +73,26 @@ def test_a_phase_that_resets_the_reference_compares_with_the_policy_of_that_mome
     assert fresh == bool(reset)
     assert torch.equal(found, scores(model) if reset else start)
     assert states.is_policy(x.reference) == bool(reset)
+
+
+@pytest.mark.slow
+def test_a_reference_that_starts_again_in_a_phase_without_a_kl_is_the_one_of_later_phases(model):
+    x = experiment(
+        compose(["schedule=on_reward", "kl=k3", "reference=frozen", "trainer.accelerator=cpu"])
+    )
+    last = x.schedule.phases["refine"]
+    quiet = last._replace(reset=["reference"], kl=KL("none"))
+    x = x._replace(
+        schedule=x.schedule._replace(phases=x.schedule.phases | {"refine": quiet, "last": last})
+    )
+    states = ReferenceStates(x, model)
+    train_one_step(model)
+    then = scores(model)
+    states.enter(Progress(step=1, phase=1, since=1), x.reference)
+    train_one_step(model)
+    states.enter(Progress(step=2, phase=2, since=2), x.reference)
+    with states.reference(x.reference) as scored:
+        assert torch.equal(forward_logprobs(scored, pack(IDS, MASK))[0], then)
 
 
 def test_frozen_shares_no_memory_with_the_policy_and_takes_no_gradient(model):

@@ -16,6 +16,7 @@ from rlkit.training.experiment import Reuse
 from rlkit.training.reuse import compute_age, score_group, unpack_kept, with_reused
 from rlkit.types import Rollout, Step, Task
 
+FALLING = "{_target_: rlkit.training.schedules.linear, _partial_: true, start: 1.0, end: 0.5}"
 TASKS = [Task(f"t/{i}", ({"role": "user", "content": "?"},)) for i in range(9)]
 
 
@@ -110,6 +111,23 @@ def test_what_has_nothing_to_use_again_is_refused():
             "task/sampler=pools: algorithm=sft scores nothing",
         ),
         (["task/sampler=pools", "task.sampler.hard=0"], "task.sampler.hard=0: must be"),
+        (["task/reuse=replay", "algorithm=dapo"], "max_refills=4 every group .* has different"),
+        (
+            ["task/reuse=replay", "asynchrony=lag", "asynchrony.staleness=8"],
+            "task.reuse.staleness=8: groups are 8 steps old",
+        ),
+        (
+            [
+                "task/reuse=replay",
+                "schedule=on_reward",
+                "+reward@schedule.phases.refine.reward=format",
+            ],
+            "task/reuse: schedule.phases changes how groups are sampled or scored",
+        ),
+        (
+            ["task/reuse=replay", f"+schedule.numbers.reward.terms.task.weight={FALLING}"],
+            "task/reuse: reward.terms.task.weight changes",
+        ),
         (["task/sampler=pools", "task.sampler.hrd=1"], "task.sampler.hrd"),
     ):
         with pytest.raises(ConfigError, match=said):

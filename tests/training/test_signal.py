@@ -3,6 +3,7 @@ no gradient."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from dataclasses import replace
@@ -200,6 +201,15 @@ def test_a_wrapper_declares_for_itself():
         ValueError, match="there is no such word; there are: without_advantages, at_reference"
     ):
         vanishes("without_advantage")
+
+
+@pytest.mark.slow
+def test_kl_cov_keeps_the_micro_batches_of_its_old_log_probs(tiny, monkeypatch):
+    """Its penalty |log π - log π_old| has no gradient at 0, and a full one beside it."""
+    monkeypatch.setattr(minibatch, "order_by_signal", None)
+    x = experiment(compose(["algorithm/policy_loss=kl_cov", "kl=none", *SMALL]))
+    policy = tiny._replace(model=copy.deepcopy(tiny.model))
+    Learner(x, policy, exact=True).step(rollouts_of([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]))
 
 
 # --------------------------------------------------------------------- skipping changes no gradient

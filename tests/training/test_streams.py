@@ -123,6 +123,22 @@ def test_streams_add_up_however_they_are_split(played, tiny):
 
 
 @pytest.mark.slow
+def test_target_kl_bounds_what_a_teacher_moves(played, tiny):
+    """It was measured in the passes of the reward alone."""
+    x, rollouts = played
+    counts = []
+    for limit in (None, 1e-9):
+        own = x.algorithm._replace(streams={"teacher": KL}, epochs=3, target_kl=limit)
+        policy = tiny._replace(model=copy.deepcopy(tiny.model))
+        learner = Learner(
+            x._replace(algorithm=own, teacher=context_teacher(show="answer")), policy, exact=True
+        )
+        row = learner.step(rollouts)
+        counts.append((row["optim/updates"], row["optim/ended_by_target_kl"]))
+    assert counts == [(3, 0), (1, 1)]
+
+
+@pytest.mark.slow
 def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, forked):
     """Three rollouts on one rank and two on the other, each in micro-batches; a teacher of one part
     leaves a rank without tokens."""

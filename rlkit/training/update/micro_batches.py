@@ -105,7 +105,9 @@ class MicroBatches:
     def halve(self, batch: Batch, message: str) -> None:
         """Halve the number of tokens in a micro-batch. Raise OutOfMemory if smaller micro-batches
         would not split the batch further."""
-        splits = any(len(set(batch.rollout_ids[rows].tolist())) > 1 for rows in self.split(batch))
+        # of all sampled tokens: a teacher also reads the rollouts that the reward leaves out
+        packs = self.split(batch.whole())
+        splits = any(len(set(batch.rollout_ids[rows].tolist())) > 1 for rows in packs)
         if ranks.size() > 1 or not splits:
             one = (
                 "each is one rollout already: lower generation.max_new_tokens, or set"

@@ -86,6 +86,7 @@ def sum_gradients(
     """Add up the gradients of all passes of an update.
 
     A micro-batch known to have no gradient is read for its metrics alone, without a backward pass.
+    If only other streams move the policy, the reward's rows are read for algorithm.target_kl.
 
     Returns: three sums over all ranks. The first is KL(old‖now) in nats, summed over the tokens
       counted by algorithm.target_kl. The second is the number of these tokens. The third is the
@@ -95,8 +96,11 @@ def sum_gradients(
     moved = tokens = loss = 0.0
     # with a critic, or on several ranks, all passes have a gradient
     alone = u.critic is None and ranks.size() == 1
-    ordered = order_by_signal(minibatch) if alone else minibatch
-    for rows, counts in u.micro.of(ordered) if learns or u.critic is not None else ():
+    # KL-Cov needs the old log-probs to the last bit, so it keeps the scoring pass's micro-batches
+    keeps = asks_for(a.policy_loss, "covariance_rank")
+    ordered = order_by_signal(minibatch) if alone and not keeps else minibatch
+    read = learns or u.critic is not None or (others and a.target_kl is not None)
+    for rows, counts in u.micro.of(ordered) if read else ():
         part = select(minibatch, rows)
         packed = pack(part.ids, part.response_mask)
         if not counts:

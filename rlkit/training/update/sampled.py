@@ -63,9 +63,10 @@ def normalise_rewards(batch: Batch, moments: Moments) -> Batch:
     """Return the batch with total rewards (R − mean) / (std + 1e-8). R is an episode's total
     reward, and mean and std are over all episodes of the run so far. The rewards of steps are only
     divided by (std + 1e-8). The mean is subtracted once per episode, at its last sampled token.
-    Unscored rollouts are not changed.
+    Where all rewards so far are equal (std below 1e-6) nothing is divided. Unscored rollouts are
+    not changed.
     """
-    scale = 1.0 / (moments.std + 1e-8)
+    scale = 1.0 / (moments.std + 1e-8) if moments.std > 1e-6 else 1.0
     scored = ~batch.rewards.isnan()[batch.rollout_ids][:, None]
     shifted = batch.token_rewards - moments.mean * mark_last_tokens(batch)
     return replace(

@@ -26,10 +26,9 @@ def score(u: Update, batch: Batch) -> Scored:
     entropies and values, and the reference's log-probs. Each quantity is computed only if a later
     computation needs it.
 
-    The passes use the minibatches and micro-batches of the first epoch. Therefore policy and
-    reference give the same bits if their weights are equal, and the gradient of the KL is then
-    exactly 0. In other minibatches the gradient would be rounding noise, and an optimizer enlarges
-    noise to full steps.
+    All passes use the minibatches of the first epoch, in the same micro-batches. Therefore policy
+    and reference give the same bits if their weights are equal. With other minibatches their KL
+    would be rounding noise, and an optimizer enlarges noise to full steps.
 
     With one epoch of one minibatch the old policy is the current policy. Its log-probs are then the
     detached log-probs of the update and cost nothing. If algorithm.old does not take the old policy

@@ -4,9 +4,10 @@ over its own tokens.
 
     loss = reward loss + Σ_c coef_c Σ_t w_ct l_ct
 
-l_ct is the loss of stream c at token t. The weights w_ct sum to 1 over the tokens of stream c, and
-are fixed before the batch is split. Therefore a stream does not change the gradients of other
-streams. A stream computes nothing if it has no tokens, or if its coefficient is 0.
+l_ct is the loss of stream c at token t. The weights w_ct are those of the stream's aggregation over
+the tokens of stream c, and are fixed before the batch is split. Therefore a stream does not change
+the gradients of other streams. A stream computes nothing if it has no tokens, or if its coefficient
+is 0.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Imitation(NamedTuple):
     name: str
     stream: Stream
     batch: Batch
-    weights: Tensor  # [B, T] share of each token in the stream's loss; they sum to 1
+    weights: Tensor  # [B, T] weight of each token in the stream's loss
 
 
 class Taught(NamedTuple):
@@ -54,7 +55,7 @@ class Taught(NamedTuple):
     name: str
     stream: Stream
     batch: Minibatch  # its field `weights` belongs to the reward's loss, not to this pass
-    weights: Tensor  # [B, T] share of each token; over all teachers they sum to 1
+    weights: Tensor  # [B, T] weight of each token, over the tokens of all teachers
     factor: Tensor | None  # [B, T] off-policy correction of the sampled tokens; None means 1
     teacher: str  # key of the teacher's model
     shown: Prompts | None  # prompts with the teacher's hint; None: the teacher reads the policy's
@@ -97,7 +98,7 @@ def _select_imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch |
 
 def _list_taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]:
     """Yield one pass for each teacher, over the rows from the teacher's part of the mixture. The
-    weights of all teachers' passes together sum to 1."""
+    weights are computed over the rows of all teachers together."""
     teacher = u.x.teacher
     batch = select_parts(minibatch.whole(), u.trained, stream)
     shown = None

@@ -87,7 +87,7 @@ def _estimate(
         )
     if advantages.dim() == 1:
         advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
-    # an unscored rollout teaches neither policy nor critic
+    # an unscored rollout gives the policy nothing, and the critic its own value before the updates
     scored = _mark_scored(batch)
     of_advantages = {"advantages": F.fill_masked(advantages, scored, 0.0)}
     advantages, normalized = call_part(
