@@ -119,15 +119,22 @@ def group_page(group: Path) -> str:
     )
     lines = [MARK, "", f"# `{group.name}`", "", "| option | shelf | what it is |", "|---|---|---|"]
     lines += [
-        f"| `{chosen(group, f)}` | {read_shelf(f)} | {cell(read_option(f)[0])} |" for f in files
+        f"| `{chosen(group, f)}` | {read_shelf(f)} | {cell(first_sentence(read_option(f)[0]))} |"
+        for f in files
     ]
     for file in files:
         title, choices, keys = read_option(file)
         above = inherited(file, choices)
         lines += ["", f"## `{chosen(group, file)}`", "", title]
-        if choices:
-            lines += ["", "Chosen with it: " + ", ".join(f"`{c}`" for c in choices) + "."]
-        if calls := list(dict.fromkeys(k.value for k in keys if k.path.endswith("_target_"))):
+        parents = [choice for choice in choices if ":" not in choice]
+        others = [choice for choice in choices if ":" in choice]
+        if parents:
+            lines += ["", "Has the keys of " + ", ".join(f"`{p}`" for p in parents) + " too."]
+        if others:
+            named = [choice.removeprefix("override ").replace(": ", "=") for choice in others]
+            lines += ["", "Chosen with it: " + ", ".join(f"`{n}`" for n in named) + "."]
+        called = [k.value for k in keys if k.path.endswith("_target_") and k.value[:1] not in "?$"]
+        if calls := list(dict.fromkeys(called)):
             lines += ["", "Calls " + ", ".join(f"`{c}`" for c in calls) + "."]
         rows = [k for k in keys if not k.path.endswith("_target_")]
         if rows:
@@ -138,6 +145,11 @@ def group_page(group: Path) -> str:
                 for k in rows
             ]
     return "\n".join(lines) + "\n"
+
+
+def first_sentence(text: str) -> str:
+    """Return a text up to the first full stop before a capital letter."""
+    return re.split(r"(?<=\w[.)]) (?=[A-Z])", text)[0]
 
 
 def inherited(file: Path, choices: list[str]) -> list[Key]:
@@ -290,6 +302,7 @@ def points() -> tuple[Point, ...]:
         for name, hint in written_hints(function).items():
             if takes_function(hint) and target not in PLACES and not positional(function, name):
                 out.setdefault(f"{path}.{name}", Point(f"{path}.{name}", hint, f"of `{target}`"))
+    del out["algorithm.streams.reward.aggregation"]  # refused: it is algorithm/aggregation
     return tuple(out.values())
 
 
