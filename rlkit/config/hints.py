@@ -79,7 +79,7 @@ def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str], value: A
       path: the unknown key as it was written, dotted.
       named: the valid names at its place.
       leaves: every dotted key of the config.
-      value: what was given for the key. The keys of a mapping belong to the name, as in
+      value: the value given for the key. The keys of a mapping belong to the name, as in
         data.train_batch_size.
 
     The first match wins: a name at the same place that differs by one or two letters, a name from

@@ -1,4 +1,4 @@
-"""Find problems of groups that are sampled ahead, or kept for later steps, as sentences."""
+"""Find problems of groups sampled ahead, or kept for later steps, as sentences."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def _find_stateful(x: Experiment) -> list[str]:
 
 
 def reuse_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
-    """Report task.reuse in a run that later samples or scores differently: a kept group keeps the
-    rewards of the settings that scored it. `firsts` is as in `asynchrony_problems`."""
+    """Report task.reuse in a run with later changes of sampling or scoring: a kept group keeps its
+    rewards. `firsts` is as in `asynchrony_problems`."""
     from rlkit.training.ahead.flight import digest_settings
 
     if not x.reuse.active:

@@ -260,8 +260,8 @@ def _check_kl(x: Experiment) -> list[str]:
 
 
 def _check_components(x: Experiment) -> list[str]:
-    """Report changes of the total reward beside an advantage that reads only the reward's terms, as
-    gdpo does."""
+    """Report changes of the total reward beside an advantage of the reward's terms, such as
+    gdpo."""
     from rlkit.algorithm import asks_for
     from rlkit.functional import soft_penalty
 
