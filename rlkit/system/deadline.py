@@ -200,6 +200,16 @@ class Countdown:
         self.left = math.inf if seconds is None else seconds
         self.spent = 0.0
         self.tick = min(0.25, self.left / 8)
+        self.paused = 0  # number of blocks in which no seconds count
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Mark a block, perhaps of another task, during which no seconds count."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -232,16 +242,21 @@ class Countdown:
         def wait() -> asyncio.TimerHandle:
             return loop.call_later(max(0.0, min(self.left, self.tick)), count)
 
-        def count() -> None:
-            nonlocal begun, handle
+        def charge() -> None:
+            nonlocal begun
             now = loop.time()
-            self.left -= min(now - begun, self.tick)
+            if not self.paused:
+                self.left -= min(now - begun, self.tick)
             begun = now
+
+        def count() -> None:
+            nonlocal handle
+            charge()
             if self.left > 0:
                 handle = wait()
             else:
                 waiting.look_safely(monotonic())
-                limit.reschedule(now)
+                limit.reschedule(begun)
                 handle = loop.call_later(waiting.GRACE, leave)
 
         try:
@@ -256,7 +271,7 @@ class Countdown:
             raise
         finally:
             self.spent += loop.time() - entered
-            self.left -= min(loop.time() - begun, self.tick)
+            charge()
             if handle is not None:
                 handle.cancel()
 

@@ -421,15 +421,16 @@ async def _play_program(
     from rlkit.extras.programs.server import open_door
 
     wait = Wait("the program", named)
+    limit = Countdown(time_limit)
 
     async def reply(*asked: Any, **settings: Any) -> Step:
-        with wait.pause():  # not counted, because the program waits for the policy
+        with wait.pause(), limit.pause():  # not counted, because the program waits for the policy
             return await ask(*asked, **settings)
 
     said: dict[str, Any] = {}
     door = open_door(ask._replace(reply=reply), counts=said, ignore=ignore)
     try:
-        async with Countdown(time_limit).running(), door as opened:
+        async with limit.running(), door as opened:
             with waiting(wait):
                 ended = await play(task, *opened)
     except DeadlinePassed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 import socket
@@ -14,7 +15,7 @@ import pytest
 from extras.programs.test_gateway import ASKED, played, post, said_by, status_of
 from rlkit.episodes import collect
 from rlkit.episodes._assemble import split_into_rows
-from rlkit.extras.programs import Ended, asking, conversations, server
+from rlkit.extras.programs import Ended, asking, conversations, program, server
 from rlkit.models.chat import LONG, encode_text
 from rlkit.types import Environment, Task
 
@@ -164,3 +165,26 @@ def test_a_large_body_of_a_request_over_the_context_is_a_refusal_that_says_so(ti
     played(tiny, play)
     ((status, sentence),) = found
     assert status == 400 and sentence.startswith("context_length_exceeded")
+
+
+def test_a_program_that_hangs_uses_up_no_time_of_the_others(tiny):
+    """The decoder waits for it, and its wait was counted as time of the programs that waited for
+    their replies."""
+
+    async def play(task, client):
+        await asyncio.to_thread(client.chat, task.messages)
+        if task.id == "hangs":
+            await asyncio.sleep(60)
+        await asyncio.to_thread(client.chat, task.messages)
+
+    rollouts = collect(
+        tiny,
+        [Task(name, ASKED) for name in ("hangs", "a", "b")],
+        environment=program(function=play, time_limit=0.4),
+        max_new_tokens=2,
+    )
+    assert [(len(r.steps), r.truncation == "deadline") for r in rollouts] == [
+        (1, True),
+        (2, False),
+        (2, False),
+    ]
