@@ -266,16 +266,11 @@ class Conversations:
         """Add to each tool result the name of its call, as rlkit's environments do."""
         names = {call.id: call.name for call in parent.step.tool_calls}
         return [
-            (
-                {
-                    "role": "tool",
-                    "tool_call_id": m["tool_call_id"],
-                    "name": names.get(m["tool_call_id"], ""),
-                    "content": m["content"],
-                }
-                if m["role"] == "tool"
-                else m
-            )
+            ToolResult(
+                m["tool_call_id"], names.get(m["tool_call_id"], ""), m["content"], True
+            ).message
+            if m["role"] == "tool"
+            else m
             for m in messages
         ]
 
