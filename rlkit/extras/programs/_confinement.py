@@ -3,9 +3,10 @@ guard process (_guard_child.py) sets these limits before the program begins.
 
 Landlock's version 6 limits the program to its files, to one TCP port, and to signals among its own
 processes. A filter of system calls closes the ways around Landlock. It forbids sockets other than
-TCP (MPTCP, UDP, unix sockets by path), data in a TCP handshake, a port opened by `listen` alone,
-io_uring, and access to other processes' memory, limits and priorities. All other system calls are
-allowed.
+TCP (MPTCP, UDP, unix sockets by path), pairs of datagram sockets, data in a TCP handshake, a port
+opened by `listen` alone, io_uring, and access to other processes' memory, limits and priorities.
+All other system calls are allowed. Some of them change the mode, owner, times and attributes of
+files by path. Landlock does not limit these calls, and ordinary programs need them.
 """
 
 from __future__ import annotations
@@ -90,6 +91,9 @@ def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
         allow,  # TCP
     ]
     program += s.only((41, 198)[column], tcp)
+    # an end of a pair of datagram sockets could send to any unix socket by its path
+    paired = [s.argument(1), (s.AND, 0, 0, 0xF), (s.EQUAL, 1, 0, 1), (s.EQUAL, 0, 1, 5), allow]
+    program += s.only((53, 199)[column], paired)
     # only for the process itself
     program += s.only(prlimit, [s.argument(0), (s.EQUAL, 0, 1, 0), allow])
     flags = (

@@ -73,7 +73,7 @@ def make_verifier(
     if confined:
         more = [*readable, *filter(os.path.isdir, words)]
         limits = confine_limits(limits, words or ["bash"], more)
-    # a confined program cannot write these files
+    # a confined program cannot change the content of these files, only their mode and times
     state = {} if confined else read_file_states(words)
     return Verifier(words, limits, time_limit, ends[0], ends[1], state)
 

@@ -844,10 +844,17 @@ attempt("mptcp", lambda: connect(socket.SOCK_STREAM, ("127.0.0.1", port), protoc
 attempt("fast open", early)
 attempt("udp", lambda: connect(socket.SOCK_DGRAM, ("127.0.0.1", by_datagram)))
 attempt("unix", lambda: connect(socket.SOCK_STREAM, folder + "/line", socket.AF_UNIX))
+def pair():
+    left, right = socket.socketpair(type=socket.SOCK_DGRAM)
+    left.sendto(b"a", folder + "/letters")
+attempt("datagram", pair)
 attempt("listen", lambda: socket.socket().listen())
 attempt("kill", lambda: os.kill(pid, 0))
 attempt("environment", lambda: open(f"/proc/{pid}/environ").read())
 attempt("limits", lambda: __import__("resource").prlimit(pid, 7))
+for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+    left, right = socket.socketpair(type=kind)
+    left.send(b"a")
 os.makedirs("a/b")
 open("a/b/c", "w").write("mine")
 said = subprocess.check_output(["/bin/sh", "-c", "cat a/b/c"], text=True)
@@ -868,11 +875,14 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(type=socket.SOCK_DGRAM) as udp,
         socket.socket(socket.AF_UNIX) as unix,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as letters,
     ):
         udp.bind(("127.0.0.1", 0))
         (tmp_path / "line").unlink(missing_ok=True)
         unix.bind(str(tmp_path / "line"))
         unix.listen()
+        (tmp_path / "letters").unlink(missing_ok=True)
+        letters.bind(str(tmp_path / "letters"))
         ports = [str(line.getsockname()[1]) for line in (tcp, udp)]
         command = [
             "python",
@@ -893,6 +903,7 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
         "fast",
         "udp",
         "unix",
+        "datagram",
         "listen",
         "kill",
         "environment",
