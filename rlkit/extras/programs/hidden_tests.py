@@ -72,7 +72,7 @@ def check_hidden(task: Task, readable: Sequence[str] | None, judged: bool) -> st
         )
     place = os.path.realpath(tests.folder)
     for path in map(os.path.realpath, readable):
-        if os.path.commonpath((path, place)) == path:
+        if os.path.commonpath((path, place)) in (path, place):
             return (
                 f"the program could read its hidden tests in {path}; keep them apart from the"
                 " folders that it reads"

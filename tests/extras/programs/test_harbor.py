@@ -370,12 +370,14 @@ def problem_of(environment: Environment, task: Path) -> str:
 )
 def test_tests_that_would_not_stay_hidden_are_refused(settings, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+        ({"command": ["python", "tasks/word/agent.py"]}, "could read its hidden tests in"),
     task = write_task(tmp_path / "tasks" / "word")
     environment = program(**{"command": ["true"], "confined": True, **settings})
     problem = problem_of(environment, task)
     assert said in problem and bool(problem) == bool(said)
 
 
+    (task / "agent.py").write_text("")
 @confining
 def test_a_machine_without_namespaces_refuses_the_task(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(hidden, "explain_no_tree", lambda: "unshare failed")
