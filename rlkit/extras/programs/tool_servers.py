@@ -231,7 +231,8 @@ class Connection:
         """Return the client's answer to a request.
 
         Raises: ServerFailed if the server dies meanwhile. TimeoutError if it does not answer in
-        time. ValueError with the server's message if it refuses the request.
+        time. ValueError with a message if the server refuses the request, or if the client refuses
+        the server's answer.
         """
         from mcp import MCPError
 
@@ -254,6 +255,9 @@ class Connection:
                     raise ValueError(str(error)) from None
                 why = error
             except Exception as error:
+                # the client refuses a result that does not fit, and its server lives
+                if isinstance(error, RuntimeError | ValueError) and not self.owner.done():
+                    raise ValueError(_describe_innermost(error)) from None
                 why = error
             self._fail(_describe_innermost(why))
             self.over.set()

@@ -88,6 +88,15 @@ def test_each_episode_has_a_server_of_its_own_and_results_are_bounded(private):
     assert children() == []
 
 
+@needs_mcp
+def test_a_result_that_the_client_refuses_is_a_failed_call(private):
+    """It ended the episode, and the episodes that share the server."""
+    [rollout] = played(private, reply("misfit", "count"), reply())
+    refused, counted = results(rollout)
+    assert refused.startswith("Error: RuntimeError: Invalid structured content")
+    assert counted == "2" and rollout.status == "terminated"
+
+
 def children() -> list[str]:
     """Servers that this process has started and that are alive."""
     listed = subprocess.run(
@@ -257,7 +266,7 @@ def test_no_server_outlives_a_trainer_that_is_killed(tmp_path):
     ("servers", "said"),
     [
         ({"mine": [sys.executable, "-S", "-c", "raise SystemExit('bad luck')"]}, "bad luck"),
-        ({"mine": COMMAND, "yours": COMMAND}, "both have a tool 'count'"),
+        ({"mine": COMMAND, "yours": COMMAND}, "both have a tool 'misfit'"),
         ({"mine": {"command": COMMAND, "tools": ["cuont"]}}, "no tool 'cuont'"),
     ],
 )

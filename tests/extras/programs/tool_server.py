@@ -21,6 +21,7 @@ TEXT = {
 SECONDS = {"type": "object", "properties": {"seconds": {"type": "number", "default": 0}}}
 NOTHING = {"type": "object", "properties": {}}
 TOOLS = {
+    "misfit": ("Gives a result that does not fit its schema.", NOTHING),
     "count": ("Counts its calls.", NOTHING),
     "echo": ("Says a text.", TEXT),
     "fail": ("Fails.", NOTHING),
@@ -76,11 +77,15 @@ def answered(method, params):
     if method == "tools/list":  # one tool a page
         place = int(params.get("cursor") or 0)
         name, (description, schema) = list(TOOLS.items())[place]
-        page = {"tools": [{"name": name, "description": description, "inputSchema": schema}]}
+        tool = {"name": name, "description": description, "inputSchema": schema}
+        if name == "misfit":
+            tool["outputSchema"] = {**SECONDS, "required": ["seconds"]}
+        page = {"tools": [tool]}
         return page | ({"nextCursor": str(place + 1)} if place + 1 < len(TOOLS) else {})
     if method == "tools/call":
         text, failed = called(params["name"], params.get("arguments") or {})
-        return {"content": [{"type": "text", "text": text}], "isError": failed}
+        misfit = {"structuredContent": {"seconds": None}} if params["name"] == "misfit" else {}
+        return {"content": [{"type": "text", "text": text}], "isError": failed, **misfit}
     return {} if method == "ping" else None
 
 
