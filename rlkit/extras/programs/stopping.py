@@ -28,7 +28,10 @@ def end_at(
 
     def is_stopped(length: int) -> bool:
         _, content, _ = split_reply(tags, reply.token_ids[:length], opened=opened)
-        return any(stop in content for stop in stops)
+        text = tags.decode(reply.token_ids[:length])
+        # the content has lost the white space at its end if there was thinking
+        said = content and content.rstrip() + text[len(text.rstrip()) :]
+        return any(stop in said for stop in stops)
 
     if not stops or not is_stopped(whole):
         return reply
