@@ -36,10 +36,10 @@ def _chooses(choice: Any) -> bool:
     return choice != "auto"
 
 
-def _has_other_tools(tools: Any) -> bool:
+def _has_other_tools(tools: Any, *known: str) -> bool:
     given = tools if isinstance(tools, list) else []
     kinds = [tool.get("type") for tool in given if isinstance(tool, Mapping)]
-    return any(kind not in (None, "function", "custom") for kind in kinds)
+    return any(kind not in (None, "function", *known) for kind in kinds)
 
 
 def _ends_in_a_reply(messages: Any) -> bool:
@@ -155,7 +155,7 @@ SETTINGS = (
     Setting("web_search_options", (CHAT,), "refused", {"user_location": None}, NO_TOOL),
     Setting(
         "tools",
-        (CHAT,),
+        (CHAT, RESPONSES),
         "refused",
         [{"type": "web_search"}],
         NO_TOOL,
@@ -164,11 +164,11 @@ SETTINGS = (
     ),
     Setting(
         "tools",
-        (RESPONSES, MESSAGES),
+        (MESSAGES,),
         "refused",
         [{"type": "web_search_20250305", "name": "web_search"}],
         NO_TOOL,
-        _has_other_tools,
+        lambda tools: _has_other_tools(tools, "custom"),
         "a tool of another type than function",
     ),
     Setting("previous_response_id", ALL, "refused", "resp_0", WHOLE),

@@ -53,6 +53,16 @@ def test_a_setting_is_treated_as_the_table_says(path, row):
         assert same == (row.treatment != "honoured")
 
 
+@each("path, refused", [(CHAT, True), (RESPONSES, True), (MESSAGES, False)])
+def test_only_messages_have_ordinary_tools_of_the_type_custom(path, refused):
+    body = {**BASE[path], "tools": [{"type": "custom", "name": "f", "input_schema": {}}]}
+    if refused:
+        with pytest.raises(ValueError, match="a tool of another type than function"):
+            read(path, body, ignore=True)
+    else:
+        assert read(path, body).tools
+
+
 @each("path", BASE)
 def test_what_clients_send_by_default_is_not_refused(path):
     body = {
