@@ -56,7 +56,8 @@ class Tree:
     """Hold recorded conversations as a tree. There is a place after each message, and a place lists
     the replies that end at it.
 
-    White space in a call's arguments and the order of their keys make no difference. Looking up a
+    White space in a call's arguments, the order of their keys, and 1.0 instead of 1 make no
+    difference. Looking up a
     conversation takes one step per message.
 
     Args:
@@ -103,4 +104,11 @@ class Tree:
 
 
 def _written(value: Iterable[Any]) -> str:
-    return json.dumps(list(value), sort_keys=True)
+    read = json.loads(json.dumps(list(value)), parse_float=_read_number)
+    return json.dumps(read, sort_keys=True)
+
+
+def _read_number(text: str) -> float:
+    """Read 1.0 as 1, because JavaScript writes it so."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -221,6 +221,27 @@ def test_a_stop_text_inside_a_token_begins_a_new_row(tiny):
 def test_call_ids_are_unique_in_an_episode(tiny):
     """Those of sub-agents began at call_0 again, and a program that keeps results by id mixed
     them."""
+def test_equal_replies_with_a_call_get_their_own_results(tiny):
+    def play(task, client):
+        first, _ = (client.chat(task.messages) for _ in range(2))
+        client.chat([*task.messages, first, answered(first)])
+
+    rollout = played(tiny, play, CALL, CALL)
+    found = {c.id: len(s.tool_results) for s in rollout.steps for c in s.tool_calls}
+    assert found == {"call_0": 1, "call_1": 0}
+
+
+def test_a_whole_number_of_javascript_is_the_same_argument(tiny):
+    def play(task, client):
+        reply = client.chat(task.messages)
+        function = reply["tool_calls"][0]["function"]
+        function["arguments"] = function["arguments"].replace("1.0", "1")
+        client.chat([*task.messages, reply, answered(reply)])
+
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1.0}}\n</tool_call>'
+    assert row_steps(played(tiny, play, call)) == [[0, 1]]
+
+
     ids = []
 
     def play(task, client):
