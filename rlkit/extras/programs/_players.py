@@ -22,6 +22,7 @@ from rlkit.extras.programs._processes import (
     run_guarded,
 )
 from rlkit.extras.programs.contract import Ended
+from rlkit.system.deadline import contain_block, contain_call
 from rlkit.types import Task
 
 
@@ -116,17 +117,16 @@ async def call_function(function: Callable[..., Any], task: Task, door: Any, add
         value: Any = None
         failed: Exception | None = None
         try:
-            value = function(task, client)
+            value = contain_call(lambda: function(task, client))
         except Exception as error:
             failed = error
-        except SystemExit as error:
-            failed = RuntimeError(f"it asked to exit with {error}")
         with suppress(RuntimeError):  # the loop is closed, because the episode ended long ago
             loop.call_soon_threadsafe(tell, value, failed)
 
     if inspect.iscoroutinefunction(inner):
         try:
-            value = await function(task, client)
+            with contain_block(asyncio.CancelledError, GeneratorExit):
+                value = await function(task, client)
             failed = None
         except Exception as error:
             value = None
