@@ -40,7 +40,7 @@ def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environmen
     def table(task: Task, count: int) -> Vector:
         return Vector(task, count, make, settings)
 
-    base = gymnasium(make=make, **settings)
+    base = gymnasium(make=lambda: None, **settings)  # its own check of `make` knows no num_envs
     return base._replace(
         session=lambda task: table(task, 1).player(0), table=Table(table, players=0)
     )

@@ -18,7 +18,7 @@ class Vector:
 
     made: list[Vector] = []  # noqa: RUF012
 
-    def __init__(self, *, num_envs):
+    def __init__(self, num_envs):
         self.left, self.steps, self.closed = [3] * num_envs, [], 0
         Vector.made.append(self)
 
