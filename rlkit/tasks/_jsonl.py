@@ -142,6 +142,11 @@ def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]
     if not isinstance(own, Mapping):
         raise DataError(f"{where}: task.fields.metadata names a field that is no mapping")
     _check_json(where, own)
+    if own.get("harbor") is not None:
+        raise DataError(
+            f"{where}: its metadata has the key 'harbor', which names folders of this machine; use"
+            " task=harbor, or rename the key"
+        )
     files = own.get("files")
     if not isinstance(files, str):
         return dict(own)

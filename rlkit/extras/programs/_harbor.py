@@ -151,7 +151,10 @@ def _name_image(folder: Path, config: Config) -> str:
 def _instruction(folder: Path) -> str:
     """Return the instruction for the policy, without canary lines at its top. They are marks for
     crawlers."""
-    lines = (folder / "instruction.md").read_text().splitlines()
+    try:
+        lines = (folder / "instruction.md").read_text().splitlines()
+    except ValueError as error:
+        raise DataError(f"{folder}/instruction.md cannot be read: {error}") from error
     while lines and (not lines[0].strip() or _is_canary(lines[0])):
         lines.pop(0)
     return "\n".join(lines).rstrip()
@@ -198,7 +201,7 @@ def _memory(folder: Path, config: Config) -> int | None:
         return math.ceil(found) if found else None
     try:
         return math.ceil(float(text[:-1]) * UNITS_MB[text[-1].upper()])
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         raise DataError(
             f"{folder}/task.toml: environment.memory is {text!r:.80}; write it as 512M or 2G"
         ) from None

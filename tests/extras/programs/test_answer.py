@@ -272,6 +272,7 @@ def test_a_refusal_keeps_its_sentence(tiny):
     rollout = played(tiny, play)
     assert rollout.metadata["refused"] == 3 and rollout.metrics["program/refused"] == 3.0
     assert rollout.metadata["refusal"] == "n=2 is not supported: ask once for each reply"
+        ({"harbor": True}, "the key 'harbor', which names folders of this machine"),
     assert count_refusals([rollout]) == (
         "requests were refused in 1 of 1 episodes; the first refusal: n=2 is not supported: ask"
         " once for each reply"

@@ -151,6 +151,7 @@ def test_keys_that_ask_for_nothing_are_accepted(tmp_path):
         ("[agent]\ntimeout_sec = 0", "agent.timeout_sec is 0"),
         ('[verifier]\ntimeout_sec = "1 h"', "verifier.timeout_sec is '1 h'"),
         ('[environment]\nmemory = "much"', "environment.memory is 'much'"),
+        ('[environment]\nmemory = "infG"', "environment.memory is 'infG'"),
         ("[agent", "cannot be read"),
     ],
 )
@@ -181,6 +182,9 @@ def test_a_task_without_instruction_or_tests_is_refused(name, tmp_path):
         read(tmp_path / "odd")
     with pytest.raises(DataError, match="holds no task"):
         read(tmp_path / "odd" / "tests")
+    (write_task(tmp_path / "odd") / "instruction.md").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"instruction\.md cannot be read"):
+        read(tmp_path / "odd")
 
 
 # --------------------------------------------------------------------------------- the hidden tests
@@ -345,6 +349,7 @@ time.sleep(600)
     tests = '[ "$(ulimit -v)" = 921600 ] || exit 0\n' + TESTS
     rollout = played(tiny, tmp_path, code, toml, tests, memory_mb=1000)
     assert rollout.truncation == "deadline" and reward_of(rollout) == 1.0, rollout.error
+    assert "task.toml: agent.timeout_sec=4.0 s" in rollout.error
 
 
 # ------------------------------------------------------------------------------- the environment
@@ -365,19 +370,19 @@ def problem_of(environment: Environment, task: Path) -> str:
         ({"verify": ["true"]}, "leave out environment.verify"),
         ({"score": "exit"}, "environment.score"),
         ({"readable": ["tasks"]}, "could read its hidden tests in"),
+        ({"command": ["python", "tasks/word/agent.py"]}, "could read its hidden tests in"),
         ({}, ""),
     ],
 )
 def test_tests_that_would_not_stay_hidden_are_refused(settings, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-        ({"command": ["python", "tasks/word/agent.py"]}, "could read its hidden tests in"),
     task = write_task(tmp_path / "tasks" / "word")
+    (task / "agent.py").write_text("")
     environment = program(**{"command": ["true"], "confined": True, **settings})
     problem = problem_of(environment, task)
     assert said in problem and bool(problem) == bool(said)
 
 
-    (task / "agent.py").write_text("")
 @confining
 def test_a_machine_without_namespaces_refuses_the_task(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(hidden, "explain_no_tree", lambda: "unshare failed")
