@@ -81,7 +81,7 @@ def make_verifier(
 def read_file_states(command: Sequence[str]) -> dict[str, State]:
     """Return marks of the command's files and of all files in its folders. The mark of a file
     changes if anybody writes or replaces the file."""
-    named = [word for word in command if os.path.isabs(word)]
+    named = [word for word in command if os.path.isabs(word) and os.path.exists(word)]
     found = {word: _state(os.stat(word)) for word in named}
     for word in named:
         for place, _, files in os.walk(word):
@@ -140,10 +140,10 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
     sentence that says why.
 
     Every process of the episode must be dead. The verifier has its own working folder and new
-    environment variables. It finds the whole task in RLKIT_TASK (up to 65,536 characters) and on
-    standard input, and the program's folder in RLKIT_FOLDER. It writes one number to the descriptor
-    with the number in RLKIT_REWARD_FD. The descriptor is a socket, so another process cannot open
-    it by its name in /proc.
+    environment variables. It finds the whole task in RLKIT_TASK (if it has fewer than 65,536
+    characters) and on standard input, and the program's folder in RLKIT_FOLDER. It writes one
+    number to the descriptor with the number in RLKIT_REWARD_FD. The descriptor is a socket, so
+    another process cannot open it by its name in /proc.
     """
     try:
         if verifier.state and read_file_states(verifier.command) != verifier.state:
@@ -166,7 +166,6 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
             # otherwise new files would change a folder of `verifier.state`
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        left: list[bool] = []
         try:
             async with Countdown(verifier.time_limit).running():
                 done = await run_guarded(
@@ -175,7 +174,7 @@ async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
                     variables,
                     text,
                     limits,
-                    left=left,
+                    left=[],
                     reward_fd=theirs.fileno(),
                 )
         except DeadlinePassed:

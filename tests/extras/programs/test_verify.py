@@ -306,6 +306,7 @@ def test_a_file_in_a_folder_that_the_command_names_counts(tmp_path):
     hidden.write_text("2")
     os.utime(hidden, ns=times)  # a time of change cannot be set
     assert read_file_states(command) != before
+    assert read_file_states(["sh", "-c", "/bin/true $RLKIT_FOLDER"]) == {}
 
 
 def test_the_range_holds_its_ends():
