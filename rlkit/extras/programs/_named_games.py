@@ -258,7 +258,8 @@ def name_thing(cell: Any) -> str:
     kind = name_cell(cell)
     states = {number: state for state, number in STATE_TO_IDX.items()}
     words = [IDX_TO_COLOR[int(cell[1])], kind]
-    return " ".join(["a", *([states[int(cell[2])]] if kind == "door" else []), *words])
+    words = [states[int(cell[2])], *words] if kind == "door" else words
+    return " ".join(["an" if words[0] == "open" else "a", *words])
 
 
 def describe_place(right: int, ahead: int) -> str:
