@@ -104,10 +104,10 @@ def program(
         reward term `environment` is then 0. With None, nothing is added, and a status other than 0
         is a failure.
       answer: where rewards find the final content. `last_reply` is the last reply. `stdout` is the
-        program's standard output, without white space around it. `file` is answer.txt in the
-        program's folder, of at most 64 KiB, read when all its processes are dead; without the file
-        it is "". `tool:NAME` is the last call of this tool: the text of its only argument, or all
-        arguments as JSON; without a call it is "".
+        program's standard output, without white space around it; if the time was up it is "".
+        `file` is answer.txt in the program's folder, of at most 64 KiB, read when all its processes
+        are dead; without the file it is "". `tool:NAME` is the last call of this tool: the text of
+        its only argument, or all arguments as JSON; without a call it is "".
       metadata: fields of the task's metadata that the program sees. A field that holds the task's
         answer is refused.
       verify: a command that judges the program's folder when all processes of the episode are dead.
@@ -262,9 +262,11 @@ async def _play(
     problem = check(at.task, frozenset())
     if problem:
         raise DataError(f"row {at.task.id}: {problem}")
+    limit = time_limit, "environment.time_limit"
     tests = find_hidden_tests(at.task)
     if tests is not None:
-        time_limit = take_least(time_limit, tests.time_limit)
+        if tests.time_limit is not None:
+            limit = min(limit, (tests.time_limit, "task.toml: agent.timeout_sec"))
         if isinstance(player, Launch):
             memory_mb = take_least(player.limits.memory_mb, tests.memory_mb)
             player = player._replace(limits=player.limits._replace(memory_mb=memory_mb))
@@ -280,7 +282,7 @@ async def _play(
                 where = ""
                 play = partial(call_function, player)
                 named = player
-            episode = partial(_play_program, play, time_limit, ignore, named)
+            episode = partial(_play_program, play, *limit, ignore, named)
             rollout = await asking(episode, strict_thinking=strict_thinking)(at)
             rollout = _with_answer(_with_requests(rollout), answer, where)
             judged = verifier.command or tests is not None
@@ -382,13 +384,15 @@ def _with_requests(rollout: Rollout) -> Rollout:
 
 
 def _with_answer(rollout: Rollout, answer: str, where: str) -> Rollout:
-    """Set the final content for rewards, if `answer` names the file or a tool."""
+    """Set the final content for rewards, unless `answer` is the last reply."""
     if answer == "file":
         try:
             path = os.path.join(where, ANSWER)
             text = read_plain_file(path, most=LONGEST_ANSWER).decode(errors="replace").strip()
         except OSError:  # without a plain file there is no answer
             text = ""
+    elif answer == "stdout":  # unknown if the time was up
+        text = rollout.metadata.get("final_content", "")
     elif answer.startswith("tool:"):
         text = answer_by_tool(rollout, answer.removeprefix("tool:"))
     else:
@@ -403,7 +407,9 @@ def answer_by_tool(rollout: Rollout, name: str) -> str:
     calls = [call for call in made if call.name == name and not call.error]
     if not calls:
         return ""
-    arguments = dict(calls[-1].arguments)
+    # the steps are in the order of rows, and the numbers of the calls in the order of time
+    last = max(calls, key=lambda call: int(call.id.removeprefix("call_")))
+    arguments = dict(last.arguments)
     value = next(iter(arguments.values())) if len(arguments) == 1 else arguments
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -411,13 +417,15 @@ def answer_by_tool(rollout: Rollout, name: str) -> str:
 async def _play_program(
     play: Callable[..., Awaitable[Ended]],
     time_limit: float,
+    key: str,
     ignore: bool,
     named: Any,
     task: Task,
     ask: Ask,
 ) -> Ended:
     """Play an episode with its own endpoint, within its time limit. With `ignore`, unsupported
-    settings of requests have no effect. `named` is the program, for messages."""
+    settings of requests have no effect. `key` is the name of the time limit, and `named` is the
+    program, for messages."""
     from rlkit.extras.programs.server import open_door
 
     wait = Wait("the program", named)
@@ -434,6 +442,6 @@ async def _play_program(
             with waiting(wait):
                 ended = await play(task, *opened)
     except DeadlinePassed:
-        why = f"the program ran for more than environment.time_limit={time_limit} s"
+        why = f"the program ran for more than {key}={time_limit} s"
         ended = Ended("deadline", error=why)
     return ended._replace(metadata={**ended.metadata, **said})

@@ -8,12 +8,22 @@ from functools import partial
 
 import pytest
 
-from extras.programs.test_gateway import ASK, ASKED, CALL, played, post, said_by, status_of
+from extras.programs.test_gateway import (
+    ASK,
+    ASKED,
+    CALL,
+    answered,
+    played,
+    post,
+    row_steps,
+    said_by,
+    status_of,
+)
 from rlkit.config.problems.rows import check_truths
 from rlkit.episodes import collect, count_refusals, summarize
 from rlkit.errors import ConfigError, DataError, EnvironmentFailed
 from rlkit.extras.programs import program
-from rlkit.extras.programs._program import check_task
+from rlkit.extras.programs._program import _with_answer, check_task
 from rlkit.rewards import Reward, Term, code_exec, final_answer, numeric, reads_fields, score
 from rlkit.tasks import jsonl
 from rlkit.tasks._jsonl import _metadata
@@ -103,6 +113,25 @@ def test_an_answer_by_tool_is_rewarded(tiny):
         (scored,) = score([rollout], Reward("own", {"numeric": Term(1.0, numeric)}))
         assert scored.reward == reward
         assert summarize([scored])["answer_found_frac"] == reward
+
+
+def test_the_last_call_of_a_tool_is_the_last_in_time(tiny):
+    said = [
+        f'<tool_call>\n{{"name": "final", "arguments": {{"answer": "{x}"}}}}\n</tool_call>'
+        for x in ("first", "second")
+    ]
+
+    def play(task, client):
+        reply = client.chat(task.messages)
+        client.chat([{"role": "user", "content": "You?"}])
+        client.chat([*task.messages, reply, answered(reply)])
+
+    assert played(tiny, play, *said, answer="tool:final").final_content == "second"
+
+
+def test_no_reply_is_the_answer_of_a_program_that_was_cut_off(tiny):
+    rollout = played(tiny, ask_once, "a")
+    assert _with_answer(rollout, "stdout", "").final_content == ""
 
 
 def test_only_empty_answers_that_a_reward_reads_are_warned_of():
