@@ -41,8 +41,8 @@ class Ask(NamedTuple):
             returned step still contains it. The content of the recorded step ends before it, and
             the client's form of the reply must end there too.
           size: bytes of the request. A large request is rendered in a thread.
-        Raises: RequestRefused if the episode has reached its limit of replies, or if the context
-          has no room for a reply.
+        Raises: RequestRefused if the episode has reached its limit of replies, if the context has
+          no room for a reply, or if the chat template cannot write the conversation.
         """
         return await self.reply(messages, tools, limit, stop=stop, size=size)
 

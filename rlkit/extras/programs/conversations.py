@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from rlkit.episodes.replies import check_generation, read_reply
 from rlkit.errors import Hung, TemplateError
 from rlkit.extras.programs.contract import Ask, Ended, RequestRefused
 from rlkit.extras.programs.record import Call, Schemas, Tree
-from rlkit.extras.programs.slots import AtMost
 from rlkit.extras.programs.stopping import cut_at, end_at
 from rlkit.extras.programs.wire import reply_message
 from rlkit.functional import mix
@@ -49,6 +48,7 @@ from rlkit.types import (
 # A request of at least this many bytes is rendered in a thread. A smaller request takes a few
 # milliseconds.
 LARGE = 1 << 16
+REMEMBERED = 256  # number of replies that an endpoint without an end remembers
 
 
 class Read(NamedTuple):
@@ -132,14 +132,17 @@ class Conversations:
             )
         self.asked += 1
         after = len(self.calls) - 1 if self.calls else None
-        read = await self._read_aside(messages, tools, size)
-        if read.length >= self.policy.context_length:
+        try:
+            read = await self._read_aside(messages, tools, size)
+            if read.length >= self.policy.context_length:
+                self.refused = "context"
+                raise RequestRefused(
+                    f"context_length_exceeded: the conversation has {read.length} tokens, and the"
+                    f" context is {self.policy.context_length}"
+                )
+        except RequestRefused:  # a request without a reply uses up none
             self.asked -= 1
-            self.refused = "context"
-            raise RequestRefused(
-                f"context_length_exceeded: the conversation has {read.length} tokens, and the"
-                f" context is {self.policy.context_length}"
-            )
+            raise
         context = hash(read.ids)
         if read.parent is not None:
             context = hash((read.parent.context, read.parent.step.response_ids, read.ids))
@@ -169,9 +172,16 @@ class Conversations:
         before = messages[: len(messages) - new] if new else []
         strict, bare = self.trees
         found = strict.replies(tools, before) if before else ()
-        fresh = (call for call in reversed(found) if call.number not in self.continued)
-        parent = next(fresh, found[-1] if found else None)
-        behind = messages[len(before) :] if parent else messages
+        behind = messages[len(before) :]
+        answered = {m["tool_call_id"] for m in behind if m["role"] == "tool"}
+
+        def rank(call: Call) -> tuple[bool, bool, int]:
+            """Prefer a reply whose calls are answered, then one that nothing continues yet."""
+            own = not answered.isdisjoint(c.id for c in call.step.tool_calls)
+            return own, call.number not in self.continued, call.number
+
+        parent = max(found, key=rank, default=None)
+        behind = behind if parent else messages
         own = copy_value(list(behind))  # because the program may change its own messages later
         renderer = self.policy.renderer
         dropped = parent is None and bool(before) and bool(bare.replies(tools, before))
@@ -206,6 +216,9 @@ class Conversations:
             await self.ready()
             reply = await await_value(self.engine.generate(key, ids, seed, params))
             check_generation(self.engine, reply)
+            reply = end_at(self.policy, ids, reply, stop)
+            start = Rollout(self.task, ())
+            step = read_reply(self.policy, self.environment, start, read.messages, ids, reply)
         except Exception as error:
             if not self.failure.done():
                 self.failure.set_result(error)
@@ -214,14 +227,12 @@ class Conversations:
             self.sampling.discard(key)
             # An engine that decodes by rounds waits for the next request with the key that it has
             # answered last. So the episode keeps one key for its next request. While other replies
-            # are in progress, it keeps none.
-            if self.sampling or self.resting is not None:
+            # are in progress, and after its last allowed reply, it keeps none.
+            over = self.asked >= self.environment.max_steps
+            if over or self.sampling or self.resting is not None:
                 self.engine.release(key)
             else:
                 self.resting = key
-        reply = end_at(self.policy, ids, reply, stop)
-        start = Rollout(self.task, ())
-        step = read_reply(self.policy, self.environment, start, read.messages, ids, reply)
         given = sum(len(m.get("tool_calls") or ()) for m in read.messages)
         first = max(self.numbered, given)
         self.numbered = first + len(step.tool_calls)
@@ -314,13 +325,13 @@ class Conversations:
                 step = step._replace(prompt_ids=call.prompt_ids[kept:], kept=kept)
                 origin = call.after if call.parent is None else call.parent.number
                 why = "thinking" if call.dropped else "new"
-                begun.append(
-                    {
-                        "step": i,
-                        "from": None if origin is None else place[origin],
-                        "why": "fork" if call.parent else why,
-                    }
-                )
+                row = {
+                    "step": i,
+                    "from": None if origin is None else place[origin],
+                    "why": "fork" if call.parent else why,
+                }
+                # a context that begins with all tokens before it continues the row in training
+                begun += [row] if kept < ordered[i - 1].length else []
             steps.append(step)
         metrics = self._metrics(len(begun) + bool(ordered))
         metadata = {"rows": begun} if begun else {}
@@ -372,7 +383,7 @@ Program = Callable[[Task, Ask], Awaitable[Ended]]
 
 
 def asking(
-    program: Program, *, strict_thinking: bool = True, slots: AtMost | None = None
+    program: Program, *, strict_thinking: bool = True
 ) -> Callable[[Playing], Awaitable[Rollout]]:
     """Make the function `Environment.play` from an async function (task, ask) → Ended, which asks
     for the policy's replies itself.
@@ -382,27 +393,23 @@ def asking(
         time.
       strict_thinking: whether a conversation is a different one if a reply comes back without its
         thinking.
-      slots: slots that limit the number of episodes played at the same time; None: no limit.
     """
-    return partial(_play, program, strict_thinking, slots)
+    return partial(_play, program, strict_thinking)
 
 
-async def _play(
-    program: Program, strict_thinking: bool, slots: AtMost | None, at: Playing
-) -> Rollout:
-    async with nullcontext() if slots is None else slots.held(at.give_way):
-        conversations = Conversations(
-            at.policy,
-            at.environment,
-            at.engine,
-            at.params,
-            at.task,
-            seed=at.seed,
-            keys=at.keys,
-            ready=at.ready,
-            strict_thinking=strict_thinking,
-        )
-        return await play_program(program, conversations)
+async def _play(program: Program, strict_thinking: bool, at: Playing) -> Rollout:
+    conversations = Conversations(
+        at.policy,
+        at.environment,
+        at.engine,
+        at.params,
+        at.task,
+        seed=at.seed,
+        keys=at.keys,
+        ready=at.ready,
+        strict_thinking=strict_thinking,
+    )
+    return await play_program(program, conversations)
 
 
 async def play_program(program: Program, conversations: Conversations) -> Rollout:

@@ -272,6 +272,7 @@ def test_rows_have_metadata_and_files(tmp_path):
         ({"files": ".."}, "there is no folder '..'"),
         ({"files": "out"}, "there is no folder 'out'"),
         ("a", "is no mapping"),
+        ({"harbor": True}, "the key 'harbor', which names folders of this machine"),
     ],
 )
 def test_a_row_with_files_of_elsewhere_is_refused(metadata, said, tmp_path):
@@ -301,7 +302,6 @@ def test_a_refusal_keeps_its_sentence(tiny):
     rollout = played(tiny, play)
     assert rollout.metadata["refused"] == 3 and rollout.metrics["program/refused"] == 3.0
     assert rollout.metadata["refusal"] == "n=2 is not supported: ask once for each reply"
-        ({"harbor": True}, "the key 'harbor', which names folders of this machine"),
     assert count_refusals([rollout]) == (
         "requests were refused in 1 of 1 episodes; the first refusal: n=2 is not supported: ask"
         " once for each reply"
@@ -368,6 +368,18 @@ def test_rows_that_begin_because_thinking_was_dropped_are_counted(tiny):
     assert whole.metrics["program/rows"] == 1.0
     assert whole.metrics["program/prompt_tokens"] == len(whole.context(2)) - said
     assert pathologies.dropped_thinking(summarize([whole])) is None
+
+
+def test_a_context_that_holds_all_tokens_before_it_is_listed_as_no_row(tiny):
+    """The client has added a reply of its own, but the tokens before it are the row's."""
+
+    def play(task, client):
+        said = [*task.messages, client.chat(task.messages), *ASKED]
+        client.chat([*said, {"role": "assistant", "content": "mine"}, *ASKED])
+
+    rollout = played(tiny, play)
+    assert row_steps(rollout) == [[0, 1]] and "rows" not in rollout.metadata
+    assert rollout.metrics["program/rows"] == 1.0
 
 
 def test_a_prompt_of_its_own_is_no_dropped_thinking(tiny):

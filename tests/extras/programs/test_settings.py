@@ -156,6 +156,9 @@ def test_aiders_variable_is_the_endpoint():
         ("one two three two", ["two", "zero"], "one two"),
         ("<think>two</think>one two", ["two"], "<think>two</think>one two"),
         ("a b", ["x"], None),
+        ("<think>a</think>one\n\ntwo", ["\n\n"], "<think>a</think>one\n\n"),
+        ("<think>a</think>\n\none", ["\n\n"], None),
+        ("one\n", ["\n\n"], None),
     ],
 )
 def test_a_reply_ends_with_the_token_that_completes_a_stop_text(tiny, text, stops, left):
@@ -218,9 +221,6 @@ def test_a_stop_text_inside_a_token_begins_a_new_row(tiny):
 # ----------------------------------------------------------------------------------------- call ids
 
 
-def test_call_ids_are_unique_in_an_episode(tiny):
-    """Those of sub-agents began at call_0 again, and a program that keeps results by id mixed
-    them."""
 def test_equal_replies_with_a_call_get_their_own_results(tiny):
     def play(task, client):
         first, _ = (client.chat(task.messages) for _ in range(2))
@@ -242,6 +242,9 @@ def test_a_whole_number_of_javascript_is_the_same_argument(tiny):
     assert row_steps(played(tiny, play, call)) == [[0, 1]]
 
 
+def test_call_ids_are_unique_in_an_episode(tiny):
+    """Those of sub-agents began at call_0 again, and a program that keeps results by id mixed
+    them."""
     ids = []
 
     def play(task, client):
