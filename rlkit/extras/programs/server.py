@@ -19,13 +19,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from rlkit.extras.programs.contract import Ask, RequestRefused
-from rlkit.extras.programs.conversations import LARGE
+from rlkit.extras.programs.conversations import LARGE, REMEMBERED
 from rlkit.extras.programs.settings import CHAT, MESSAGES
 from rlkit.extras.programs.stopping import cut_at
 from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply, Wire, read_request
@@ -88,7 +89,9 @@ class Door:
         self.replies: dict[bytes, asyncio.Task[Step]] = {}
         self.numbers: dict[asyncio.Task[Step], int] = {}
         self.retries = 0
-        self.refusals: list[str] = []  # one sentence for each refused request
+        self.given = count()  # numbers of the replies
+        self.refused = 0
+        self.refusal = ""  # why the first of them was refused
         self.created = int(time.time())
 
     def reply(self, request: ChatRequest, digest: bytes, *, retry: bool) -> asyncio.Task[Step]:
@@ -112,14 +115,22 @@ class Door:
         task = asyncio.ensure_future(asked)
         # mark an error as read, because the client may be gone
         task.add_done_callback(lambda t: t.cancelled() or t.exception())
-        self.numbers[task] = len(self.numbers)
+        self.numbers[task] = next(self.given)
         self.replies[digest] = task
+        for old in [done for done in self.numbers if done.done()][:-REMEMBERED]:
+            del self.numbers[old]
+        self.replies = {d: known for d, known in self.replies.items() if known in self.numbers}
         return task
+
+    def refuse(self, sentence: str) -> None:
+        """Count a refused request, and keep the first sentence."""
+        self.refused += 1
+        self.refusal = self.refusal or sentence
 
     def counts(self) -> dict[str, Any]:
         """Return the number of retries, the number of refused requests and the first refusal, for
         the episode's metadata. Entries of 0 or "" are left out."""
-        refused = {"refused": len(self.refusals), "refusal": next(iter(self.refusals), "")}
+        refused = {"refused": self.refused, "refusal": self.refusal}
         return {key: value for key, value in {"retries": self.retries, **refused}.items() if value}
 
     async def close(self) -> None:
@@ -253,20 +264,17 @@ class Endpoint:
                 raise Refused(405, f"{path} takes POST")
             asked, digest = await self._read(request, route, door)
             if path == COUNT:
-                count = await door.ask.count_tokens(asked.messages, asked.tools, size=asked.size)
-                return web.json_response({"input_tokens": count})
+                tokens = await door.ask.count_tokens(asked.messages, asked.tools, size=asked.size)
+                return web.json_response({"input_tokens": tokens})
             return await self._answered(request, wire, door, asked, digest)
-        except RequestRefused as error:
-            door.refusals.append(str(error))
-            return refuse_request(written, 400, str(error))
-        except Refused as error:
-            door.refusals.append(str(error))
-            return refuse_request(written, error.status, str(error))
+        except (RequestRefused, Refused) as error:
+            door.refuse(str(error))
+            return refuse_request(written, getattr(error, "status", 400), str(error))
         except ConnectionError:  # the client has left
             raise
         except Exception as error:
             why = f"the endpoint failed: {type(error).__name__}: {error}"
-            door.refusals.append(why)
+            door.refuse(why)
             return refuse_request(written, 500, why)
 
     async def _read(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
 from rlkit.errors import ConfigError
 from rlkit.extras.programs.contract import Ask
-from rlkit.extras.programs.conversations import Conversations
+from rlkit.extras.programs.conversations import REMEMBERED, Conversations
 from rlkit.training.experiment import ModelSpec, Sampling, TrainerSettings
 from rlkit.types import (
     Environment,
@@ -21,9 +21,6 @@ from rlkit.types import (
     ranges,
     safe,
 )
-
-# number of replies that are remembered, so a later conversation can continue by token ids
-REMEMBERED = 256
 
 
 @safe("model")
@@ -77,20 +74,25 @@ async def serve_endpoint(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str,
 
     async def reply(*asked: Any, **settings: Any) -> Step:
         nonlocal known
-        if known.asked >= REMEMBERED:  # requests in progress still end in the old conversations
+        if (
+            known.asked >= REMEMBERED
+        ):  # so the memory is bounded; requests in progress still end in the old conversations
             known = fresh()
         return await known.ask(*asked, **settings)
 
     async def counted(*asked: Any, **settings: Any) -> int:
         return await known.count(*asked, **settings)
 
-    try:
-        async with open_door(Ask(reply, counted), port=x.port, ignore=True) as (door, address):
-            try:
-                yield list_addresses(door, address)
-            finally:
-                known.release()
-    except OSError as error:
-        raise ConfigError(
-            f"port={x.port} cannot be opened on 127.0.0.1: {error}; choose another, or 0 for any"
-        ) from error
+    async with AsyncExitStack() as held:
+        opening = open_door(Ask(reply, counted), port=x.port, ignore=True)
+        try:
+            door, address = await held.enter_async_context(opening)
+        except OSError as error:
+            raise ConfigError(
+                f"port={x.port} cannot be opened on 127.0.0.1: {error}; choose another, or 0 for"
+                " any"
+            ) from error
+        try:
+            yield list_addresses(door, address)
+        finally:
+            known.release()

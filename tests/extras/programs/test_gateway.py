@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,19 +26,19 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose
 from rlkit.config.schema import build
 from rlkit.engines import Batched
-from rlkit.environments import calculator, execute, tool_schema, tool_use
+from rlkit.environments import calculator, execute, hermes, tool_schema, tool_use
 from rlkit.episodes import collect
 from rlkit.episodes._assemble import split_into_rows
 from rlkit.errors import ConfigError, DataError, EnvironmentFailed
-from rlkit.extras.programs import Client, program, reply_message
+from rlkit.extras.programs import Client, Ended, asking, program, reply_message
 from rlkit.extras.programs._processes import LANDLOCK, find_landlock_version
-from rlkit.extras.programs.server import MAX_BODY, Endpoint, open_door
+from rlkit.extras.programs.server import MAX_BODY, SERVERS, Endpoint, open_door
 from rlkit.extras.programs.serving import serve_endpoint
 from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply
 from rlkit.models.chat import encode_scaffold, make_renderer
 from rlkit.tasks import arithmetic
 from rlkit.training.selfcheck import check_policy
-from rlkit.types import Generation, Step, Task, ToolCall
+from rlkit.types import Environment, Generation, Step, Task, ToolCall
 
 END = "<|im_end|>"
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "experiments" / "programs"
@@ -703,6 +704,84 @@ def test_settings_out_of_range_are_refused(settings, monkeypatch):
     monkeypatch.setattr("rlkit.extras.programs._processes.find_landlock_version", lambda: 0)
     with pytest.raises(ConfigError, match="environment"):
         program(**settings)
+
+
+def test_a_request_that_the_template_refuses_uses_up_no_reply(tiny):
+    schema = {"name": "f", "description": END, "parameters": {}}
+
+    def play(task, client):
+        body = {"messages": list(task.messages), "tools": [{"function": schema}]}
+        assert "control token" in status_of(client, body)[1]
+        client.chat(task.messages)
+
+    assert len(played(tiny, play, max_turns=1).steps) == 1
+
+
+def test_a_parser_that_raises_ends_the_run(tiny):
+    """The reply was sampled, and it was missing in the record."""
+
+    def raises(content):
+        raise ValueError("my fault")
+
+    def play(task, client):
+        status_of(client, {"messages": list(task.messages)})
+
+    with pytest.raises(EnvironmentFailed, match="my fault"):
+        played(tiny, play, parse_calls=raises)
+
+
+def test_the_decoder_does_not_wait_for_a_program_after_its_last_reply(tiny):
+    engine, released, found = said_by(), [], []
+    engine.release = released.append
+
+    async def play(task, ask):
+        await ask(task.messages)
+        found.append(len(released))
+        return Ended()
+
+    environment = Environment(max_steps=1, play=asking(play))
+    collect(tiny, [Task("t", ASKED)], engine=engine, environment=environment)
+    assert found == [1]
+
+
+async def raises_exit(task, client):
+    sys.exit(3)
+
+
+async def exits(task, client):
+    os._exit(7)
+
+
+def is_cancelled(task, client):
+    raise asyncio.CancelledError("mine")
+
+
+@each("function", [raises_exit, exits, is_cancelled])
+def test_a_function_ends_its_own_episode_alone(tiny, function):
+    rollout = played(tiny, function, time_limit=5.0)
+    assert rollout.truncation == "error" and "ProcessEndAsked" in rollout.error
+
+
+def test_rlkit_serve_forgets_old_replies(tiny, monkeypatch):
+    monkeypatch.setattr("rlkit.extras.programs.server.REMEMBERED", 2)
+    monkeypatch.setattr("rlkit.extras.programs.serving.REMEMBERED", 2)
+    engine = said_by()
+    generation = SimpleNamespace(engine=engine, params={})
+    x = SimpleNamespace(generation=generation, parse_calls=hermes, port=0, seed=0)
+    found = []
+
+    async def serve():
+        async with serve_endpoint(tiny, x) as variables:
+            client = Client(variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"])
+            for i in range(6):
+                await asyncio.to_thread(client.chat, [{"role": "user", "content": str(i)}])
+            (door,) = SERVERS[asyncio.get_running_loop()].doors.values()
+            found.append((len(door.numbers), len(door.replies), len(engine.due)))
+            raise BrokenPipeError("not the port's")
+
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(serve())
+    assert found == [(3, 3, 0)]
 
 
 def test_rlkit_serve_answers_one_conversation_after_another(tiny):
