@@ -25,7 +25,7 @@ TOKENS = {
     "forecast": 8_530,
     "notebook": 18_500,
     "pretrained": 1_050,
-    "programs": 33_100,
+    "programs": 33_400,
     "report": 13_000,
     "vllm": 9_000,
     "why": 14_000,
