@@ -57,8 +57,7 @@ class Tree:
     the replies that end at it.
 
     White space in a call's arguments, the order of their keys, and 1.0 instead of 1 make no
-    difference. Looking up a
-    conversation takes one step per message.
+    difference. Looking up a conversation takes one step per message.
 
     Args:
       thinking: whether two conversations are different if only the thinking of a reply differs.

@@ -74,9 +74,8 @@ async def serve_endpoint(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str,
 
     async def reply(*asked: Any, **settings: Any) -> Step:
         nonlocal known
-        if (
-            known.asked >= REMEMBERED
-        ):  # so the memory is bounded; requests in progress still end in the old conversations
+        # so the memory is bounded; requests in progress still end in the old conversations
+        if known.asked >= REMEMBERED:
             known = fresh()
         return await known.ask(*asked, **settings)
 
