@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes.stream import StreamState
 from rlkit.errors import ConfigError, EngineError, RLKitError
 from rlkit.system import rng
+from rlkit.system.redaction import KNOWN, REDACTED
 from rlkit.training.ahead import process as trainers_side
 from rlkit.training.ahead import sampler, weights
 from rlkit.training.ahead.flight import Flight, Request, StepGroups
@@ -68,6 +70,7 @@ class Thread:
     """In place of a process: the same function in a thread."""
 
     def __init__(self, command, pass_fds, stdin, **_):
+        pickle.load(stdin)  # the secrets, which this process knows
         setup = pickle.load(stdin)
         link, memory = Connection(os.dup(pass_fds[0])), os.dup(pass_fds[1])
 
@@ -494,6 +497,17 @@ def test_a_sampler_that_dies_by_itself_ends_the_run_with_a_sentence(tmp_path, mo
         f"the sampling process was killed by SIGKILL; its output is in {tmp_path}/run/sampler.log. "
         "The run can be resumed from its last checkpoint"
     )
+
+
+@pytest.mark.slow
+def test_secrets_are_covered_in_the_log_of_the_sampling_process(tmp_path, experiment, monkeypatch):
+    """Whatever the experiment or its parts print there."""
+    monkeypatch.setitem(KNOWN, "s3cr3tvalue", REDACTED)
+    again = partial(print, "the key is s3cr3tvalue")
+    process = trainers_side.SamplingProcess(experiment, [], again, tmp_path)
+    process.process.wait()
+    process.close()
+    assert f"the key is {REDACTED}\n" in (tmp_path / "sampler.log").read_text()
 
 
 def test_a_message_that_cannot_be_read_ends_the_sampling_process(monkeypatch, capfd):

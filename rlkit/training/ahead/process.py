@@ -22,6 +22,7 @@ from typing import Any
 from rlkit.distributed.launch import describe_exit
 from rlkit.errors import ConfigError, EngineError, tell_user
 from rlkit.system.fingerprints import fingerprint
+from rlkit.system.redaction import KNOWN
 from rlkit.system.shared_state import say_once
 from rlkit.system.waiting import waiting_outside
 from rlkit.training.ahead.flight import (
@@ -87,7 +88,7 @@ class SamplingProcess:
         self.publish_s = 0.0  # seconds spent in `publish` since groups were last received
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
-            data = pickle.dumps((again, tasks))
+            data = pickle.dumps(KNOWN) + pickle.dumps((again, tasks))
         except Exception as error:  # an object of the user may raise anything
             raise ConfigError(
                 f"asynchrony=overlap: the tasks cannot be handed to a second process ({error});"

@@ -35,6 +35,8 @@ from rlkit.errors import ConfigError, EngineError, Interrupted, RLKitError
 from rlkit.system import rng
 from rlkit.system.device import autocast, pick_device, silence_frameworks
 from rlkit.system.leaving import end_process
+from rlkit.system.output import guard_output
+from rlkit.system.redaction import KNOWN
 from rlkit.system.shared_state import NAMED
 from rlkit.system.waiting import MAX_STEP_TIME, WATCHER, limit_waiting
 from rlkit.training.ahead.flight import StepGroups
@@ -80,6 +82,9 @@ class Answer(NamedTuple):
 def sampling_main() -> None:
     """Run the sampling process with the connection and the shared memory inherited from the
     trainer."""
+    guard_output()
+    # before the tasks, whose modules may print when they are imported
+    KNOWN.update(pickle.load(sys.stdin.buffer))
     connection, memory = map(int, sys.argv[2:])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
