@@ -241,6 +241,23 @@ def test_an_answer_whose_request_was_not_noted_yet_is_kept():
     assert process.here[4].groups is groups
 
 
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_an_answer_that_cannot_be_read_ends_the_run_with_a_sentence():
+    """The trainer waited until trainer.max_step_time."""
+    process = object.__new__(trainers_side.SamplingProcess)
+    process.connection, theirs = Pipe()
+    process.answers, process.here, process.failure = queue.SimpleQueue(), {}, None
+    with theirs:
+        theirs.send_bytes(pickle.dumps(Unreadable()))
+    process._listen()
+    with pytest.raises(EngineError, match=r"cannot be read \(ValueError: invalid literal .*lag"):
+        process.receive(Request(4, 3, Progress(), None, ""), Clock())
+
+
 def test_decoding_that_waited_in_the_sampling_process_is_in_the_row(experiment):
     """perf/late_s was 0 in every row of a run with a second process."""
     process = object.__new__(trainers_side.SamplingProcess)

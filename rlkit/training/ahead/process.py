@@ -233,7 +233,14 @@ class SamplingProcess:
             while True:
                 data = self.connection.recv_bytes()
                 begun = time.perf_counter()
-                answer = pickle.loads(data)
+                try:
+                    answer = pickle.loads(data)
+                except Exception as error:  # an object of the user may raise anything
+                    answer = EngineError(
+                        "asynchrony=overlap: an answer of the sampling process cannot be read"
+                        f" ({type(error).__name__}: {error}); keep plain values in what"
+                        " environments and rewards return, or choose asynchrony=lag"
+                    )
                 if isinstance(answer, str):  # a line of the watcher
                     # without a log file the sampling process has printed the line here itself
                     if self.log:
