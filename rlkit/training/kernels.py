@@ -12,9 +12,17 @@ from typing import Any
 import torch
 
 from rlkit.distributed import ranks
+from rlkit.errors import EngineError
 from rlkit.models.checkpointing import is_checkpointed
-from rlkit.models.fused import get_update_kernel, go_on_with, update_kernel, use_update_kernel
+from rlkit.models.fused import (
+    get_update_kernel,
+    go_on_with,
+    serves,
+    update_kernel,
+    use_update_kernel,
+)
 from rlkit.models.head import split_model
+from rlkit.models.packing import find_packed_context
 from rlkit.system.files import report_write_errors, write_atomic
 from rlkit.types import KernelEngine, SharedEngine
 
@@ -37,25 +45,34 @@ def read_kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
     """Decide what `auto` means for the kernels of the run: eager or fused. The decision is the same
     on all ranks. Return a line with the kernels and the reason for any fallback. On a GPU, a line
-    about the engine comes first. Call this function when the engine has its weights.
+    about the engine comes first. Call this function when the engine has sampled, and under the
+    autocast of the run.
 
     Args:
       sharded: whether the weights will be sharded. `auto` then means eager, because compiled code
         cannot read shards.
+    Raises: EngineError if the config names fused, and the engine or the updates cannot use it.
     """
     own = engine if isinstance(engine, KernelEngine) else None
     decodes = own.decodes if own else None
+    if own and own.kernel == "fused" and decodes == "eager":
+        raise EngineError(f"generation.kernel=fused: {own.why_eager}; use auto or eager")
+    trunk = split_model(model)[0]
+    updates = get_update_kernel(trunk)
+    misfit = (
+        ""
+        if find_packed_context(trunk.config) and serves(trunk)
+        else "it needs packed rows (model.attention) and no autocast (trainer.precision)"
+    )
+    if misfit and updates.asked == "fused":
+        raise EngineError(f"model.kernel=fused: {misfit}; use auto or eager")
     why = SHARDS if sharded else OTHER_RANK
     demoted = ranks.any_rank(sharded or decodes == "eager") and decodes == "fused"
     if own and decodes:
         own.settle("eager" if demoted else decodes, why if demoted else own.why_eager)
-    automatic = get_update_kernel(split_model(model)[0]).automatic
-    if (
-        ranks.any_rank(sharded or update_kernel(model) == "eager")
-        and update_kernel(model) == "fused"
-        and automatic
-    ):
-        use_update_kernel(model, "eager", why)
+    demoted = ranks.any_rank(bool(sharded or misfit or updates.used == "eager"))
+    if demoted and updates.used == "fused" and updates.automatic:
+        use_update_kernel(model, "eager", misfit or why)
     parameters = sum(p.numel() for p in model.parameters())
     lines = [engine_line(engine, next(model.parameters()).device, parameters)]
     lines.append(kernels_line(engine, model))

@@ -190,8 +190,8 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
         print(activations, flush=True)
     with autocast(x, device):
         agreement = check_policy(policy, tasks.train, x)
-    sharded = x.trainer.strategy == "fsdp" and ranks.size() > 1
-    kernels = settle_kernels(x.generation.engine, policy.model, sharded=sharded)
+        sharded = x.trainer.strategy == "fsdp" and ranks.size() > 1
+        kernels = settle_kernels(x.generation.engine, policy.model, sharded=sharded)
     print(f"{agreement.tools}{kernels}", flush=True)
     exact = not ranks.any_rank(not agreement.exact)  # all ranks get the same answer
     lines = [

@@ -251,6 +251,43 @@ def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(
         load(engine, hooked, complete)
 
 
+@pytest.mark.parametrize(
+    ("case", "decoding", "updates"),
+    [
+        ("budget", "it has no top-p, no top-k and no thinking budget", ""),
+        ("top_k", "it has no top-p, no top-k and no thinking budget", ""),
+        ("autocast", "it computes without autocast", "no autocast (trainer.precision)"),
+        ("attention", "", "it needs packed rows (model.attention)"),
+    ],
+)
+def test_a_kernel_that_the_run_cannot_use_is_not_named(tiny, complete, case, decoding, updates):
+    """`kernels: decoding fused, updates fused` was said where no step and no pass was fused, and
+    an explicit `fused` was accepted."""
+    words = {"budget": {"max_thinking_tokens": 1}, "top_k": {"top_k": 3}}.get(case, {})
+
+    def settled(kernel):
+        policy = tiny._replace(model=deepcopy(tiny.model))
+        fused.choose_kernel(policy.model, kernel if updates else "auto")
+        if case == "attention":
+            policy.model.config._attn_implementation = "eager"
+        engine = Cached(kernel=kernel if decoding else "auto")
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+            complete(engine, policy, [(1, 2)], [0], max_new_tokens=2, **words)
+            return settle_kernels(engine, policy.model), read_kernels_in_use(engine, policy.model)
+
+    said, kernels = settled("auto")
+    assert kernels == {
+        "decoding": "eager" if decoding else "fused",
+        "updates": "eager" if updates else "fused",
+    }
+    assert (
+        decoding in said and updates in said and said.count("(it ") == len(said.split("eager")) - 1
+    )
+    option = "generation.kernel" if decoding else "model.kernel"
+    with pytest.raises(EngineError, match=rf"{option}=fused: it .*; use auto or eager"):
+        settled("fused")
+
+
 def test_ranks_have_the_same_kernels(tiny, complete, monkeypatch):
     """On one of them there is no compiler."""
     engine = Cached()

@@ -91,7 +91,7 @@ class Cached(Service):
         self.keep_cache = keep_cache
         self.kernel = kernel
         self.automatic = kernel == "auto"
-        self.why_eager = ""  # the reason why `auto` chose eager; empty if it did not
+        self.reason = ""  # the reason why the engine has settled on eager, if it has
         # with asynchrony=overlap: the kernel used by the separate sampling process
         self.elsewhere: Literal["eager", "fused"] | None = None
         # threads of a fused step (None: as many as torch uses); any number gives the same bits
@@ -114,7 +114,7 @@ class Cached(Service):
             why = "the engine's cache does not fit the model's attention"
             if self.kernel == "fused":
                 raise EngineError(f"generation.kernel=fused: {why}; use auto or eager")
-            self.why_eager = why
+            self.reason = why
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
         before = self.decoder
         kernel = self.kernel
@@ -155,7 +155,7 @@ class Cached(Service):
             if context < policy.context_length
             else Scheduler(policy, causal, **settings)
         )
-        self.why_eager = self.why_eager if kernel == "eager" else decoder.why_eager
+        self.reason = self.reason if kernel == "eager" else ""
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads
         if isinstance(before, Scheduler):
@@ -176,12 +176,18 @@ class Cached(Service):
             self.cached_tokens = tokens
 
     @property
+    def why_eager(self) -> str:
+        """Return the reason why decoding is eager. Return "" if it is fused, or if the config names
+        eager."""
+        return self.reason or getattr(self.decoder, "why_eager", "")
+
+    @property
     def decodes(self) -> Literal["eager", "fused"] | None:
         """Return the kernel in use. If this engine has loaded no weights yet, return the kernel
         used by the run's sampling process, or None if no process has sampled yet."""
         if self.decoder is None:
             return self.elsewhere
-        fused = isinstance(self.decoder, Scheduler) and self.decoder.kernel is not None
+        fused = isinstance(self.decoder, Scheduler) and self.decoder.fused
         return "fused" if fused else "eager"
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
@@ -190,9 +196,10 @@ class Cached(Service):
         if not self.automatic:
             return
         self.kernel = kernel
-        self.why_eager = why_eager
-        if isinstance(self.decoder, Scheduler) and kernel == "eager" == self.decodes:
-            self.decoder.asked = kernel  # so `make_decoder` need not build the decoder again
+        self.reason = why_eager
+        own = self.decoder
+        if isinstance(own, Scheduler) and kernel == "eager" and own.kernel is None:
+            own.asked = kernel  # so `make_decoder` need not build the decoder again
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
         """Prepare the engine to continue a run that decoded with this kernel. If the run's kernel

@@ -27,6 +27,7 @@ from rlkit.models.compiled import load_library, load_or_reason
 from rlkit.models.fused import has_hooks, list_norms
 from rlkit.models.head import Head
 from rlkit.models.shape import read_model_shape
+from rlkit.types import SamplingParams
 
 SOURCE = Path(__file__).with_name("_step.c")
 HALF = ("-DHALF",)  # the compiler flag that selects bfloat16
@@ -164,15 +165,6 @@ class Kernel:
         self.reads = weakref.ref(sampler)
         self.made = pages.made
 
-    def serves(self, sampler: Sampler) -> bool:
-        """Return whether the kernel can sample tokens as this sampler does. The kernel supports no
-        top-p, top-k, thinking budget or autocast."""
-        return (
-            sampler.budget is None
-            and sampler.cut == {"top_p": 1.0, "top_k": 0}
-            and not torch.is_autocast_enabled("cpu")
-        )
-
     def __call__(self, pages: Pages, sampler: Sampler, slots: int, capacity: int) -> None:
         """Sample one more token in each of the first `slots` slots, except in slots whose
         completion has ended. The step does the same as `Scheduler.decode`.
@@ -218,6 +210,15 @@ def choose_kernel(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | 
             raise EngineError(f"generation.kernel=fused: {reason}; use auto or eager")
         return None, reason
     return load_or_reason(kind, "generation.kernel", partial(Kernel, trunk, head))
+
+
+def explain_call(params: SamplingParams) -> str:
+    """Return the reason why the kernel cannot sample with these parameters now. Return "" if the
+    kernel can."""
+    if torch.is_autocast_enabled("cpu"):
+        return "it computes without autocast"
+    plain = (params.top_p, params.top_k, params.max_thinking_tokens) == (1.0, 0, None)
+    return "" if plain else "it has no top-p, no top-k and no thinking budget"
 
 
 class Group(NamedTuple):

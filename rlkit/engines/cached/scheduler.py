@@ -28,7 +28,7 @@ from torch import Tensor
 from rlkit.engines.cached.attention import Part, cut_slots
 from rlkit.engines.cached.cache import FLASH_PAGE, PAGE, Pages
 from rlkit.engines.cached.graphs import Graphs, Shape, can_capture
-from rlkit.engines.cached.kernel import choose_kernel
+from rlkit.engines.cached.kernel import choose_kernel, explain_call
 from rlkit.engines.cached.passes import Passes
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.engines.cached.slots import Row, Slots
@@ -118,7 +118,7 @@ class Scheduler:
     @property
     def fused(self) -> bool:
         """Return whether decoding steps are calls of the compiled kernel."""
-        return self.kernel is not None and self.kernel.serves(self.sampler)
+        return self.kernel is not None and not self.why_eager
 
     def accepts(self, params: SamplingParams) -> bool:
         """Return whether completions with these parameters can start now. Completions with other
@@ -132,6 +132,8 @@ class Scheduler:
             self.forget_episodes()
             self.params = params
             self.sampler = self.get_sampler(params)
+        if self.kernel is not None:
+            self.why_eager = explain_call(params)
         prompt = tuple(prompt_ids)
         most = min(len(prompt) + params.max_new_tokens, self.policy.context_length)
         self.slots.submit(key, prompt, seed, max(most, len(prompt)))
