@@ -3,6 +3,7 @@ each row once."""
 
 from __future__ import annotations
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from rlkit.episodes.completions import (
     write_completions,
 )
 from rlkit.episodes.record import save_rollouts
+from rlkit.system import owner
 from rlkit.system.files import LOST
 from rlkit.training.callbacks.conversations import Completions, mean_advantages
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
@@ -205,6 +207,20 @@ def test_a_rollout_that_another_replaced_has_no_advantage(tmp_path):
     callback.on_train_batch_end(TRAINER, module)
     callback.flush()
     assert pandas.read_parquet(tmp_path)["advantage"].isna().all()
+
+
+def test_a_process_that_has_lost_its_folder_writes_no_rows(tmp_path, monkeypatch):
+    """Its rows were a second time in the folder, when it ended."""
+    callback = Completions(tmp_path / "run" / "completions", every=1, tables=0)
+    callback.on_train_start(TRAINER, played(1))
+    callback.on_train_batch_end(TRAINER, played(1))
+    (tmp_path / "run").mkdir()
+    with owner.own_folder(tmp_path / "run"):
+        file = tmp_path / "run" / owner.NAME
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"token": "of another"}))
+        callback.on_exception(TRAINER, played(1), owner.TakenOver("gone"))
+        callback.on_train_end(TRAINER, played(1))
+    assert not callback.folder.exists()
 
 
 def test_without_pyarrow_the_run_goes_on_and_says_so(tmp_path, monkeypatch, capsys):

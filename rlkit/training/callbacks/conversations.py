@@ -13,6 +13,7 @@ import torch
 
 from rlkit.episodes import append_step, write_transcript
 from rlkit.episodes.completions import list_table_columns, make_completion_row, write_completions
+from rlkit.system import owner
 from rlkit.system.files import lose, reason, report_write_errors, write_atomic
 from rlkit.system.shards import stem
 from rlkit.training.loggers import log_table, log_text
@@ -124,9 +125,11 @@ class Completions(L.Callback):
         return bool(self.tables) and (step == 1 or step % self.tables == 0 or trainer.should_stop)
 
     def flush(self) -> None:
-        """Write the waiting rows to a file."""
+        """Write the waiting rows to a file, unless another process owns the run folder now."""
         rows = self.rows
         self.rows = []
+        if owner.explain_loss(self.folder.parent):
+            return
         with report_write_errors(
             f"{self.folder.name}/ of steps {rows[0]['step']} to {rows[-1]['step']}"
             if rows
