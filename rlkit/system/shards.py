@@ -14,13 +14,14 @@ from __future__ import annotations
 import gzip
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.errors import DataError
-from rlkit.system.files import append_once, append_whole, open_regular, reason
+from rlkit.system.files import append_once, append_whole, open_regular, reason, write_atomic
 
 STEPS = 100  # RL steps in a file
 HEAD = struct.Struct("<16sQQ")  # constant bytes, step, length of the member in bytes
@@ -131,3 +132,13 @@ def cut_steps(folder: Path, step: int) -> None:
             f" {target.name}",
             flush=True,
         )
+
+
+def cut_samples(folder: Path, step: int) -> None:
+    """Cut off the conversations of all steps after `step`."""
+    for path in folder.glob("steps_*.md"):
+        text = path.read_bytes()
+        for title in re.finditer(rb"^# Sample conversations of step (\d{1,18})$", text, re.M):
+            if int(title[1]) > step:
+                write_atomic(path, text[: title.start()])
+                break

@@ -412,6 +412,7 @@ def take_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int
     for name in ("rollouts", "held_out/validation", "held_out/test"):
         shards.cut_steps(folder / name, step)
     cut_completions(folder / "completions", step)
+    shards.cut_samples(folder / "samples", step)
     return path, max(step, 0)
 
 

@@ -136,3 +136,14 @@ def test_rollouts_of_a_step_are_loaded_by_its_number(tmp_path):
     ]
     with pytest.raises(ConfigError, match="no rollouts of step 3; it holds 2 steps, from 1 to 2"):
         load_rollouts(tmp_path, step=3)
+
+
+def test_conversations_of_later_steps_are_cut_off(tmp_path):
+    """They stood in the file at the next checkpoint, and the file was called foreign later."""
+    path = tmp_path / "steps_000001-000100.md"
+    texts = [f"# Sample conversations of step {step}\n\nhello\n" for step in (1, 4, 6, 8)]
+    path.write_text("".join(texts))
+    shards.cut_samples(tmp_path, 5)
+    assert path.read_text() == "".join(texts[:2])
+    shards.cut_samples(tmp_path, 5)
+    assert path.read_text() == "".join(texts[:2])

@@ -3,7 +3,6 @@ reward hacking."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,11 @@ class Samples(L.Callback):
             return
         chosen = [write_transcript(r) for r in select_best_and_worst(module.rollouts, self.count)]
         path = self.folder / f"{stem(step)}.md"
-        title = f"# Sample conversations of step {step}\n"
-        text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
+        text = "\n".join([f"# Sample conversations of step {step}\n", *chosen, ""]).encode(
+            errors="backslashreplace"
+        )
         with report_write_errors(f"{self.folder.name}/ of step {step}"):
-            earlier = path.read_bytes() if path.exists() else b""
-            # the file may hold this step already, if the run was resumed from an earlier step
-            again = re.search(b"^" + title.encode(), earlier, re.M)
-            write_atomic(path, earlier[: again and again.start()] + text)
+            write_atomic(path, (path.read_bytes() if path.exists() else b"") + text)
         for logger in trainer.loggers:
             for i, sample in enumerate(chosen[:TEXTS]):
                 log_text(logger, f"samples/{i}", sample, step)
