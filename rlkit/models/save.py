@@ -42,8 +42,13 @@ def save_policy(
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
-    # PEFT's default for save_embedding_layers, "auto", would send a request to the hub
-    settings: dict[str, Any] = {"save_embedding_layers": False} if has_adapters(model) else {}
+    # PEFT's default for save_embedding_layers, "auto", would send a request to the hub. A second
+    # adapter is the reference's.
+    settings: dict[str, Any] = (
+        {"save_embedding_layers": False, "selected_adapters": [model.active_adapter]}
+        if has_adapters(model)
+        else {}
+    )
     if state is not None:
         settings["state_dict"] = dict(state)
     try:

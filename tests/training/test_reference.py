@@ -15,6 +15,7 @@ from rlkit.algorithm import KL
 from rlkit.config.compose import compose, experiment
 from rlkit.models import LoRA, forward_logprobs, pack
 from rlkit.models.load import add_lora
+from rlkit.models.save import save_policy
 from rlkit.training import references as reference
 from rlkit.training.reference_states import ReferenceStates
 from rlkit.training.schedules.progress import Progress
@@ -461,6 +462,17 @@ def test_under_lora_no_weight_of_the_base_is_copied(model, kept):
     assert not any(p.requires_grad for p in new) and all(p.dtype is torch.float32 for p in new)
     now = [p for p in policy.parameters() if p.requires_grad]
     assert len(now) == len(trained) and all(a is b for a, b in zip(now, trained, strict=True))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_under_lora_the_reference_is_not_saved_with_the_policy(tiny, model, tmp_path, gathered):
+    """Its adapter was written into the policy's folder."""
+    adapted = add_lora(model, LoRA(rank=2))
+    reference.ema(decay=0.5).init(adapted)
+    state = adapted.state_dict() if gathered else None
+    save_policy(tmp_path / "model", tiny._replace(model=adapted), state=state, tokenizer=False)
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert "adapter_model.safetensors" in names and reference.ADAPTER not in names
 
 
 def test_under_lora_the_reference_of_a_bfloat16_base_is_float32(model):
