@@ -206,7 +206,8 @@ class RLModule(L.LightningModule):
             and not find_sharded_modules(self.model)
         ):
             self.learner.optimizers.made.clear()  # these optimizers hold the unsharded weights
-            mixed = precision(self.experiment, self.device) == "bf16-mixed"
+            device = self.trainer.strategy.root_device  # self.device is still the CPU
+            mixed = precision(self.experiment, device) == "bf16-mixed"
             self.learner.kept.shard(self.device_mesh["data_parallel"], mixed=mixed)  # type: ignore[index]
 
     def trained_state(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +168,32 @@ def test_shards_are_gathered_in_bfloat16_and_summed_in_float32(tiny, one_rank):
         == {p.grad.dtype for p in model.parameters() if p.grad is not None}
         == {torch.float32}
     )
+
+
+def test_shards_on_a_gpu_are_gathered_in_bfloat16_where_the_config_leaves_it_open(monkeypatch):
+    """The module is still on the CPU when its weights are sharded, and they were gathered in
+    float32."""
+    from rlkit.distributed import ranks
+    from rlkit.training.module import RLModule
+
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    seen = []
+    module = SimpleNamespace(
+        experiment=SimpleNamespace(
+            trainer=SimpleNamespace(strategy="fsdp", precision="auto"),
+            model=SimpleNamespace(rank=0),
+        ),
+        model=torch.nn.Linear(1, 1),
+        device=torch.device("cpu"),
+        trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0))),
+        learner=SimpleNamespace(
+            optimizers=SimpleNamespace(made=[]),
+            kept=SimpleNamespace(shard=lambda mesh, *, mixed: seen.append(mixed)),
+        ),
+        device_mesh={"data_parallel": None},
+    )
+    RLModule.configure_model(module)
+    assert seen == [True]
 
 
 def test_adam_is_fused_on_cuda_unless_the_user_chose():
