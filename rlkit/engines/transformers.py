@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -74,18 +75,27 @@ def complete(
     replies: dict[int, Generation] = {}
     model: Any = policy.model
     causal = base_model(model)
+    # Rows decoded together are decoded up to the largest of their limits. Rotary positions have no
+    # end, but a table of positions has, so its rows are decoded with rows of the same limit.
+    rotary = any("Rotary" in type(module).__name__ for module in causal.modules())
     with use_sampling_mode(causal), torch.inference_mode():
         for start in range(0, len(by_length), max_rows):
-            rows = by_length[start : start + max_rows]
-            decoded = _decode(
-                causal,
-                policy,
-                [prompt_ids[i] for i in rows],
-                [seeds[i] for i in rows],
-                params,
-                use_cache,
-            )
-            replies |= zip(rows, decoded, strict=True)
+            for _, together in groupby(
+                by_length[start : start + max_rows],
+                lambda i: (
+                    rotary or min(params.max_new_tokens, policy.context_length - len(prompt_ids[i]))
+                ),
+            ):
+                rows = list(together)
+                decoded = _decode(
+                    causal,
+                    policy,
+                    [prompt_ids[i] for i in rows],
+                    [seeds[i] for i in rows],
+                    params,
+                    use_cache,
+                )
+                replies |= zip(rows, decoded, strict=True)
     return [replies[i] for i in range(len(prompt_ids))]
 
 

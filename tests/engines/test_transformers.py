@@ -180,6 +180,30 @@ def test_the_context_limit_of_the_model_cuts_each_row_by_its_own_length(tiny, co
         assert len(reply.token_ids) == min(10, longest + 2 - len(context))
 
 
+def test_no_row_reads_behind_a_table_of_positions(tiny):
+    """Long rows were decoded as far as short ones, and the table has no more positions."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=768,
+        n_positions=32,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    policy = tiny._replace(
+        model=GPT2LMHeadModel(config).eval(), context_length=32, eos_token_ids=NEVER
+    )
+    prompts = [[2 + i % 50 for i in range(length)] for length in (28, 4, 27, 5)]
+    together = generate(policy, prompts, seeds(4), max_new_tokens=20)
+    assert [len(reply.token_ids) for reply in together] == [4, 20, 5, 20]
+    for prompt, seed, reply in zip(prompts, seeds(4), together, strict=True):
+        (alone,) = generate(policy, [prompt], [seed], max_new_tokens=20)
+        assert alone.token_ids == reply.token_ids
+
+
 @pytest.mark.slow
 def test_the_models_own_generation_defaults_do_not_leak_in(tiny, contexts):
     before = tokens(generate(tiny, contexts, seeds(4), max_new_tokens=16))
