@@ -18,7 +18,7 @@ from rlkit.commands.trust import make_asker
 from rlkit.config.changes import find_differences, identify, refuse_changes
 from rlkit.config.functions import quote
 from rlkit.distributed import launch, ranks
-from rlkit.errors import ConfigError, Refusal, report
+from rlkit.errors import ConfigError, NonFinite, Refusal, report
 from rlkit.runs import folder as runs
 from rlkit.system import extras, owner
 from rlkit.system.contents import clear_places, set_aside
@@ -345,12 +345,15 @@ def run_in_folder(
                 again=make_builder(config),
             )
     except Exception as error:
+        if isinstance(error, NonFinite):  # every rank raises it, and rank 0 writes the debug bundle
+            ranks.broadcast(lambda: None)
         return report(error, f"run folder: {runs.shorten_path(folder)}")
     if ranks.rank() == 0:
         with report_write_errors("config.yaml"):
             # a resumed run writes it only after it has continued with this config
             runs.write_config(folder, config, provenance["identity"])
     print(format_closing_lines(summary, folder), flush=True)
+    ranks.broadcast(lambda: None)  # a rank that ends makes the launcher stop the others
     return _exit_status(x, summary, folder)
 
 

@@ -55,7 +55,11 @@ def start_ranks(command: Sequence[str], count: int) -> int:
         port = found.getsockname()[1]
     ranks: list[subprocess.Popen[bytes]] = []
     heard = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    earlier = {number: signal.signal(number, lambda got, _: _send(ranks, got)) for number in heard}
+    passed: list[int] = []  # the signals passed on so far
+    earlier = {
+        number: signal.signal(number, lambda got, _: passed.append(_send(ranks, got)))
+        for number in heard
+    }
     try:
         for i in range(count):
             place = {
@@ -74,19 +78,23 @@ def start_ranks(command: Sequence[str], count: int) -> int:
             # In a new session the terminal's Ctrl-C does not reach the rank. It reaches only this
             # process, and `_send` passes it on once.
             ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))
-        return _watch(ranks)
+        return _watch(ranks, passed)
     finally:
         _send(ranks, signal.SIGKILL)
         for number, handler in earlier.items():
             signal.signal(number, handler)
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], passed: Sequence[int]) -> int:
     """Wait for all ranks. Return the exit status of the rank that failed first, or 0.
 
     If a rank fails, the other ranks have GRACE seconds to end by themselves. Then they get SIGTERM,
     and after GRACE more seconds SIGKILL. If several ranks are seen to have failed at the same time,
     a rank killed by a signal counts as the first: the other ranks fail because it is gone.
+
+    Args:
+      passed: the signals passed on to the ranks. After one, the ranks agree to end, and rank 0 may
+        save for as long as it needs.
     """
     first = 0
     failed_at = 0.0
@@ -94,7 +102,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     while any(rank.poll() is None for rank in ranks):
         time.sleep(0.1)
         failed = [i for i, rank in enumerate(ranks) if rank.poll()]
-        if failed and not first:
+        if failed and not first and not passed:
             cause = next((i for i in failed if ranks[i].returncode < 0), failed[0])
             first = ranks[cause].returncode
             failed_at = time.monotonic()
@@ -123,10 +131,11 @@ def describe_exit(status: int) -> str:
     )
 
 
-def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> int:
     for rank in ranks:
         if rank.poll() is None:
             rank.send_signal(number)
+    return number
 
 
 def adopt_slurm() -> None:

@@ -22,7 +22,7 @@ from copies import start_copy
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, experiment
 from rlkit.distributed import launch, ranks
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, NonFinite
 from rlkit.models.load import load_policy
 from rlkit.system.device import silence_frameworks
 
@@ -178,8 +178,44 @@ def test_a_rank_killed_by_a_signal_is_the_cause_of_the_failures_seen_beside_it(
     assert [rank.wait() for rank in started] == [1, -9]
     if others == "go on":
         started.append(subprocess.Popen(["sleep", "60"]))
-    assert launch._watch(started) == 137
+    assert launch._watch(started, []) == 137
     assert others == "end too" or "rank 1 of 3 was killed by SIGKILL" in capfd.readouterr().err
+
+
+def test_after_a_signal_the_other_ranks_may_save_as_long_as_they_need(monkeypatch, capfd):
+    """Rank 0 wrote its checkpoint and its summary alone, and was killed after 30 seconds."""
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    polls = iter([None] * 9)
+    sent = []
+    saving = SimpleNamespace(poll=lambda: next(polls, 143), returncode=143, send_signal=sent.append)
+    ended = SimpleNamespace(poll=lambda: 143, returncode=143)
+    assert launch._watch([saving, ended], [15]) == 143
+    assert sent == [] and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_rank_ends_before_rank_0_has_written(tmp_path, monkeypatch, fails):
+    """Else the launcher stops rank 0, also where all ranks have failed alike."""
+    from rlkit.commands import train
+
+    told = []
+    summary = {"ended": "finished", "steps": 1, "tokens": 1}
+
+    def trained(*given, **settings):
+        if fails:
+            raise NonFinite("not finite")
+        return summary, None
+
+    monkeypatch.setattr(train, "train_in", trained)
+    monkeypatch.setattr(train, "runs", SimpleNamespace(shorten_path=str, write_config=print))
+    monkeypatch.setattr(train, "format_closing_lines", lambda *given: "")
+    monkeypatch.setattr(train.ranks, "rank", lambda: 1)
+    monkeypatch.setattr(train.ranks, "broadcast", told.append)
+    x = SimpleNamespace(trainer=None)
+    given = {"started": 0.0, "resume": None}
+    train.run_in_folder(x, {"seed": 1}, None, tmp_path, **given)
+    assert len(told) == 2  # where run.json is read, and at the end
 
 
 # ------------------------------------------------------------------------------------ two equal one
