@@ -45,7 +45,7 @@ def read_model_shape(config: Any) -> ModelShape:
         experts=field("num_experts") or field("num_local_experts") or 1,
         active=field("num_experts_per_tok") or 1,
         expert_width=field("moe_intermediate_size"),
-        layer_types=frozenset(field("layer_types") or ()),
+        layer_types=frozenset(field("layer_types") or field("layers_block_type") or ()),
         window=field("sliding_window") or None,
         shared=field("num_kv_shared_layers") or 0,
         encoder=bool(getattr(config, "is_encoder_decoder", None)),
@@ -62,7 +62,12 @@ def find_whole_context(config: Any) -> float:
     Up to this length a sliding layer computes the same as a full layer.
     """
     shape = read_model_shape(config)
-    if shape.encoder or shape.shared or shape.layer_types - {"full_attention", "sliding_attention"}:
+    if (
+        shape.encoder
+        or shape.shared
+        or shape.family == "doge"  # it adds a mask of its own to the scores
+        or shape.layer_types - {"full_attention", "sliding_attention"}
+    ):
         return 0
     if shape.layer_types == {"full_attention"}:
         return math.inf

@@ -159,7 +159,7 @@ def test_families_that_are_left_to_the_reference_engine_whatever_the_length():
     """The cache's attention knows no sinks, and its pages no layers that share keys."""
     sinks = AutoConfig.for_model("gpt_oss", attn_implementation="eager")
     assert find_whole_context(sinks) == 128 and find_longest_context(sinks) == 0
-    for family in ("gemma3n_text", "llama4_text", "qwen3_next"):
+    for family in ("gemma3n_text", "llama4_text", "qwen3_next", "recurrent_gemma", "doge"):
         assert find_whole_context(AutoConfig.for_model(family)) == 0
 
 
