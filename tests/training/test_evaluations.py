@@ -437,10 +437,12 @@ def test_the_warning_of_the_start_stands_before_the_first_step(algorithm, warned
 
 
 def test_an_evaluation_moves_nobodys_random_numbers(tmp_path, monkeypatch):
-    """Its rewards may draw; the run's rewards draw as if it had not been."""
+    """Its rewards may draw, before training and after it alike; the run's rewards draw as if it had
+    not been."""
+    drawn = []
 
     def played(policy, tasks, *, reward, **_):
-        random.random()
+        drawn.append(random.random())
         return {"accuracy": 0.5, "interval": [0, 1], "reward": 0.5, "reward_interval": [0, 1]}, []
 
     monkeypatch.setattr(evaluation, "greedy_accuracy", played)
@@ -453,6 +455,9 @@ def test_an_evaluation_moves_nobodys_random_numbers(tmp_path, monkeypatch):
     before = random.getstate()
     row, _ = HeldOut(ALL, tmp_path / "metrics.jsonl", {}).evaluate(trainer, module, "validation")
     assert row["eval/accuracy"] == 0.5 and random.getstate() == before
+    random.random()
+    HeldOut(ALL, tmp_path / "metrics.jsonl", {}).evaluate(trainer, module, "validation")
+    assert drawn[0] == drawn[1]
 
 
 AWAY = """

@@ -106,8 +106,10 @@ class HeldOut(L.Callback):
         if not tasks:
             return {}, []
         forward = trainer.strategy.precision_plugin.forward_context
-        # an evaluation leaves the random generators unchanged
-        with forward(), ranks.gather_weights(module.model), rng.keep_generators():
+        # the same draws before and after training, also in the rewards; afterwards the random
+        # generators are as before
+        seeded = rng.seed_block(x.evaluation.seed + ranks.rank())
+        with forward(), ranks.gather_weights(module.model), seeded:
             result, rollouts = greedy_accuracy(
                 module.policy,
                 tasks,
