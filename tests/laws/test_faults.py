@@ -170,6 +170,35 @@ def test_checkpoints_of_another_past_are_set_aside(tmp_path, saving):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
+def test_the_adapters_of_a_failed_save_go_with_the_next_save(tmp_path, saving):
+    """They stayed for good. A folder with other files is not the run's own."""
+    callback = RLCheckpoint(tmp_path, every=1, keep=9)
+    for step in (1, 2):
+        adapters = tmp_path / "checkpoints" / f"step_{step:06d}.adapter"
+        adapters.mkdir(parents=True)
+        write_sums(adapters)
+    (tmp_path / "checkpoints" / "step_000002.adapter" / "notes").touch()
+    saving(callback, 3)
+    left = {path.name for path in (tmp_path / "checkpoints").glob("*.adapter")}
+    assert left == {"step_000002.adapter"}
+
+
+def test_a_save_that_waits_for_rows_is_reported_by_the_first_rank(
+    tmp_path, saving, monkeypatch, capsys
+):
+    """Every rank printed the warning."""
+
+    def fails(make):
+        raise ranks.RankOSError("rank 0 failed")
+
+    monkeypatch.setattr("rlkit.training.callbacks.checkpoints.check_ownership", lambda run: None)
+    monkeypatch.setattr(ranks, "any_rank", lambda flag: True)
+    monkeypatch.setattr(ranks, "broadcast", fails)
+    assert saving(RLCheckpoint(tmp_path, every=1, keep=1), 1) == []
+    assert capsys.readouterr().err == "" and CHECKPOINT in LOST
+    LOST.clear()
+
+
 @pytest.mark.parametrize("step", [2, 3])
 def test_the_adapters_of_another_past_go_with_their_checkpoint(tmp_path, saving, step):
     """Those of a step that is saved again are the new past's."""

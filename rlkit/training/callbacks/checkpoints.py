@@ -190,15 +190,15 @@ class RLCheckpoint(L.Callback):
         check_ownership(self.run)
 
         def write() -> None:
-            # a checkpoint promises that all rows of metrics.jsonl up to its step are written
-            if ranks.any_rank(self.run / "metrics.jsonl" in WAITING):
-                raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
             ranks.broadcast(before)
             # all ranks call this; weights_only=True would leave the optimizer out
             trainer.save_checkpoint(path, weights_only=False)
             ranks.broadcast(self.point)
 
         def before() -> None:
+            # a checkpoint promises that all rows of metrics.jsonl up to its step are written
+            if self.run / "metrics.jsonl" in WAITING:
+                raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
             for pattern in (METRICS, *APPENDED):
                 for file in self.run.glob(pattern):
                     sync(file)
@@ -235,7 +235,8 @@ class RLCheckpoint(L.Callback):
 
     def prune(self) -> None:
         """Delete all checkpoints except the newest `keep` checkpoints and the best checkpoint.
-        Also delete checkpoints renamed by `supersede`."""
+        Also delete checkpoints renamed by `supersede`, and adapters without a checkpoint, for
+        example of a failed save."""
         held = (self.folder / BEST).resolve()
         old = [
             path for path in list_checkpoints(self.folder)[: -self.keep] if path.resolve() != held
@@ -243,10 +244,9 @@ class RLCheckpoint(L.Callback):
         for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
             with suppress(OSError):
                 path.unlink()
-                named = path.with_name(path.name.removesuffix(SUPERSEDED))
-                # a checkpoint of this name that was saved again has the folder now
-                if not named.exists() and lists_every_file(named.with_suffix(ADAPTER)):
-                    shutil.rmtree(named.with_suffix(ADAPTER), ignore_errors=True)
+        for place in self.folder.glob(f"{PREFIX}*{ADAPTER}"):
+            if not place.with_suffix(SUFFIX).exists() and lists_every_file(place):
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def gather_policy(model: Any) -> dict[str, Any] | None:
