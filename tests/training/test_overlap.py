@@ -31,6 +31,7 @@ from rlkit.training.ahead import process as trainers_side
 from rlkit.training.ahead import sampler, weights
 from rlkit.training.ahead.flight import Flight, Request, StepGroups
 from rlkit.training.ahead.here import Here
+from rlkit.training.ahead.journal import Journal
 from rlkit.training.ahead.modes import group_source
 from rlkit.training.ahead.weights import WeightSlots, make_shared_memory
 from rlkit.training.learner import Learner
@@ -256,6 +257,23 @@ def test_an_answer_that_cannot_be_read_ends_the_run_with_a_sentence():
     process._listen()
     with pytest.raises(EngineError, match=r"cannot be read \(ValueError: invalid literal .*lag"):
         process.receive(Request(4, 3, Progress(), None, ""), Clock())
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", None])
+def test_a_damaged_record_of_the_journal_is_kept_aside_and_sampled_again(tmp_path, capsys, data):
+    """It ended every resume; so did a file with another name."""
+    journal = Journal(tmp_path / "journal", [], 0)
+    journal.folder.mkdir()
+    (journal.folder / "notes.pt").touch()
+    if data is None:
+        torch.save(["of another program"], journal.folder / "000003.pt")
+    else:
+        (journal.folder / "000003.pt").write_bytes(data)
+    assert journal.find(Request(3, 2, Progress(), None, "")) is None
+    journal.checkpoint(9)
+    assert [path.name for path in journal.folder.iterdir()] == ["notes.pt"]
+    assert (tmp_path / "aside" / "journal" / "000003.pt").exists()
+    assert "the groups of step 4 are sampled again" in capsys.readouterr().out
 
 
 def test_decoding_that_waited_in_the_sampling_process_is_in_the_row(experiment):

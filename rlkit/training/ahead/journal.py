@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from rlkit.errors import DataError
+from rlkit.system.contents import set_aside
 from rlkit.system.files import open_atomically, report_write_errors
 from rlkit.training.ahead.flight import Request, StepGroups, pack_groups, unpack_groups
 from rlkit.types import Task
@@ -54,12 +55,20 @@ class Journal:
         step and of all later steps, and return None; the groups must then be sampled."""
         place = self._place(request.step)
         if place.is_file():
-            record = torch.load(place, weights_only=True)
             asked = request._asdict() | {"before": list(request.before or ())}
             decide = ("step", "version", "settings", "before", "weights")
-            if all(record[name] == asked[name] for name in decide):
-                with suppress(DataError):  # the problems have changed
-                    return unpack_groups(record, self.tasks, seed=self.seed)
+            try:
+                record = torch.load(place, weights_only=True)
+                if all(record[name] == asked[name] for name in decide):
+                    with suppress(DataError):  # the problems have changed
+                        return unpack_groups(record, self.tasks, seed=self.seed)
+            except Exception:  # torch and pickle raise many types
+                kept = set_aside(self.folder.parent, f"{self.folder.name}/{place.name}")
+                print(
+                    f"resume: {place.name} of {self.folder.name}/ is damaged or not the run's own"
+                    f" and is kept as {kept}; the groups of step {request.step + 1} are sampled"
+                    " again"
+                )
         self._forget(lambda step: step >= request.step)
         return None
 
@@ -76,6 +85,6 @@ class Journal:
         return self.folder / f"{step:06d}.pt"
 
     def _forget(self, old: Callable[[int], bool]) -> None:
-        for place in self.folder.glob("*.pt"):
+        for place in self.folder.glob(f"{'[0-9]' * 6}.pt"):
             if old(int(place.stem)):
                 os.unlink(place)
