@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.config.changes import find_differences
-from rlkit.config.functions import read_functions
+from rlkit.config.functions import read_functions, read_key
 from rlkit.config.options import SHELVES, conf_dir
 from rlkit.config.problems import run_problems
 from rlkit.config.problems.names import name_problems
@@ -318,11 +318,12 @@ def _load(
     text = ""
     try:
         full = pickle.loads(_compose_groups(entry, (*search, *groups), _stamp(search)))
-        for text in overrides:
-            named = read_functions(text)
-            for path, value in named.items():
+        # functions come before values, as options do, and the last override of a key counts
+        for text in {read_key(text): text for text in overrides}.values():
+            for path, value in read_functions(text).items():
                 OmegaConf.update(full, path, value, merge=False, force_add=True)
-            if named or text in groups:
+        for text in overrides:
+            if text in groups or read_functions(text):
                 accepted.append(text)
                 continue
             try:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -21,6 +22,14 @@ def quote(text: str) -> str:
     return "'" + escaped.replace("'", r"\'") + "'"
 
 
+def name_apart(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return name → value. A repeated name gets a number."""
+    found: dict[str, Any] = {}
+    for name, value in named:
+        found[f"{name}_{len(found)}" if name in found else name] = value
+    return found
+
+
 def read_functions(override: str) -> dict[str, Any]:
     """Return dotted key → value for an override with one function, or with several functions in
     brackets. The result is empty for any other override.
@@ -31,14 +40,14 @@ def read_functions(override: str) -> dict[str, Any]:
     ({'tools': ['calculator']}, {})
     """
     key, _, value = override.partition("=")
-    names = value.removeprefix("[").removesuffix("]").split(",")
+    names = [name.strip() for name in value.removeprefix("[").removesuffix("]").split(",")]
     if key == "tools" and not value.startswith("["):
         return {key: names}
     if key not in ("reward", "environment.tools") or not all(map(FUNCTION.fullmatch, names)):
         return {}
-    parts: dict[str, Any] = {
-        name.rpartition(".")[2]: {"_target_": name, "_partial_": True} for name in names
-    }
+    parts = name_apart(
+        (name.rpartition(".")[2], {"_target_": name, "_partial_": True}) for name in names
+    )
     if key != "reward":
         return {key: parts}
     terms = {

@@ -12,6 +12,7 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
+from rlkit.config.functions import name_apart
 from rlkit.config.schema import (
     alternatives,
     describe,
@@ -219,7 +220,7 @@ def name_tools(part: Any) -> Mapping[str, Any]:
     if isinstance(part, Mapping):
         return part
     tools = part if isinstance(part, list | tuple) else [part]
-    return {tool_name(tool): tool for tool in tools}
+    return name_apart((tool_name(tool), tool) for tool in tools)
 
 
 def make_term(part: Any, where: str) -> Term:
@@ -243,10 +244,10 @@ def make_reward(part: Any, where: str) -> Reward:
         if isinstance(part, Mapping)
         else {}
     )
-    for one in own if not terms else ():
-        term = make_term(one, where)
-        name = name_function(term.fn).rpartition(".")[2].strip("<>")
-        terms[name if name not in terms else f"{name}_{len(terms)}"] = term
+    terms = terms or name_apart(
+        (name_function(term.fn).rpartition(".")[2].strip("<>"), term)
+        for term in (make_term(one, where) for one in own)
+    )
     return Reward("+".join(terms), terms)
 
 

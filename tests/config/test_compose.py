@@ -1011,6 +1011,21 @@ def test_dapo_with_its_overrides_taken_back_is_grpo():
     }
 
 
+def test_the_last_reward_counts_and_values_come_after_it():
+    def read(*overrides: str) -> dict:
+        terms = compose(overrides).config["reward"]["terms"]
+        return {name: (term["fn"]["_target_"], term["weight"]) for name, term in terms.items()}
+
+    numeric = ("rlkit.rewards.numeric", 1.0)
+    assert read("reward=rlkit.rewards.exact_match", "reward=numeric") == {"numeric": numeric}
+    contains = {"contains": ("rlkit.rewards.contains", 2.0)}
+    assert read("reward.terms.contains.weight=2", "reward=rlkit.rewards.contains") == contains
+    assert read("reward=[rlkit.rewards.numeric, rlkit.rewards.numeric]") == {
+        "numeric": numeric,
+        "numeric_1": numeric,
+    }
+
+
 def test_a_group_that_a_command_does_not_have_is_refused():
     with pytest.raises(ConfigError, match="algorithm: rlkit rollout has no such group"):
         compose(["algorithm=grpo"], entry="rollout")

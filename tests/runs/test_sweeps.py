@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from copies import begin_sweep
@@ -25,7 +26,7 @@ from rlkit.errors import ConfigError, install
 from rlkit.runs.sweeps.compare import format_comparison, tabulate_results
 from rlkit.runs.sweeps.jobs import RunJob, read_jobs, read_objective, record_path, save
 from rlkit.runs.sweeps.plan import expand, folder_name, folder_problems, list_corners, make_plan
-from rlkit.runs.sweeps.run import count_parallel_jobs, run_job
+from rlkit.runs.sweeps.run import count_parallel_jobs, launch, run_job
 from rlkit.runs.sweeps.runner import explain_end, make_sweep
 
 FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
@@ -86,6 +87,31 @@ def test_a_plan_takes_the_values_of_a_preset_and_of_the_command_line(tmp_path, m
     ]
     with pytest.raises(ConfigError, match=r"batch\.promts"):
         make_plan(["experiment=mine", "+batch.promts=1"], str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_sweep_takes_rewards_of_the_user(tmp_path, monkeypatch):
+    """Hydra composes the jobs, and finds no option for a function."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_to_sweep.py").write_text(
+        "def one(rollout): return 1.0\ndef two(rollout): return 2.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    both = "[mine_to_sweep.one,mine_to_sweep.two]"
+    done = []
+    for words in (
+        [f"reward=mine_to_sweep.one,numeric,{both}"],
+        ["reward=mine_to_sweep.two", "reward.terms.two.weight=2,3"],
+    ):
+        plan = make_plan(words, None)
+        launch(plan, lambda config: done.append(HydraConfig.get().sweep.subdir))
+    assert done == [
+        "reward=mine_to_sweep.one",
+        "reward=numeric",
+        f"reward={both}",
+        "reward.terms.two.weight=2,reward=mine_to_sweep.two",
+        "reward.terms.two.weight=3,reward=mine_to_sweep.two",
+    ]
 
 
 @pytest.mark.slow

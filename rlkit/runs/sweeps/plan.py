@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from rlkit.config.changes import ONCE, find_departures
-from rlkit.config.functions import read_key
+from rlkit.config.functions import read_functions, read_key
 from rlkit.distributed.launch import explain_sweep_problem
 from rlkit.errors import ConfigError, DataError, Refusal, install
 from rlkit.runs import folder as runs
@@ -38,6 +38,8 @@ class Plan(NamedTuple):
 def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     """Compose, check and dry-run the jobs of a command line. Raises ConfigError with all problems
     at once."""
+    from hydra.core.config_store import ConfigStore
+
     given = [read_override(text)[1] for text in arguments]
     secret = [text.partition("=")[0] for text in arguments if runs.redact_node(text) != text]
     if secret:
@@ -78,6 +80,12 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
         raise ConfigError(
             "-m: no key has several values; write algorithm=grpo,dapo seed=1,2, or leave -m away"
         )
+    # Hydra's launchers compose each job themselves, and know only options
+    for text in itertools.chain(*jobs):
+        for name, term in read_functions(text).get("reward.terms", {}).items():
+            ConfigStore.instance().store(
+                term["fn"]["_target_"], {"terms": {name: term}}, group="reward"
+            )
     task = [f"++{text}" if text.partition("=")[0] in added else text for text in own]
     return Plan(
         config, task, root, int(config.hydra.sweeper.n_trials) if search else len(jobs), varied
@@ -186,6 +194,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
                 else f"++{text}"
             )
             for text in given
+            if not read_functions(text)
         ]
         try:
             config = hydra.compose_config(
