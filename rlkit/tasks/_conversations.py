@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.thinking import split_thinking
 from rlkit.errors import DataError
-from rlkit.tasks.source import check_message, read_split
+from rlkit.tasks.source import read_message, read_split
 from rlkit.tasks.splits import order_tasks
 from rlkit.types import Message, Task, ranges, reaches, safe
 
@@ -104,15 +103,10 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
         raise DataError(f"{where}: {field!r} (task.field) must be a list of messages")
     out: list[Message] = []
     for message in messages:
-        check_message(where, message, field, empty=True)
-        kept: Any = {key: value for key, value in message.items() if value is not None}
-        kept["content"] = message.get("content") or ""
+        kept = read_message(where, message, field, empty=True)
         if kept["role"] == "assistant" and not kept.get("reasoning_content"):
             thinking, content, _ = split_thinking(kept["content"])
             kept |= {"content": content} | ({"reasoning_content": thinking} if thinking else {})
-        calls = kept.get("tool_calls")
-        if calls:
-            kept["tool_calls"] = [_call(where, call, i) for i, call in enumerate(calls)]
         out.append(kept)
     roles = [m["role"] for m in out]
     if (
@@ -130,21 +124,3 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
             " the message between them"
         )
     return out
-
-
-def _call(where: str, call: Any, number: int) -> dict[str, Any]:
-    """Read a tool call. A row may hold its arguments as a mapping or as JSON text."""
-    try:
-        function = call.get("function", call)
-        arguments = function["arguments"]
-        arguments = dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
-        return {
-            "id": call.get("id") or f"call_{number}",
-            "type": "function",
-            "function": {"name": str(function["name"]), "arguments": arguments},
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f'{where}: a tool call must be {{"function": {{"name": …, "arguments": {{…}}}}}}, and'
-            f" is {str(call)[:80]}"
-        ) from error

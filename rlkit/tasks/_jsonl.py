@@ -10,7 +10,7 @@ from typing import Any
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, DataError
-from rlkit.tasks.source import Row, check_message, read_split
+from rlkit.tasks.source import Row, read_message, read_split
 from rlkit.tasks.splits import order_tasks
 from rlkit.types import Message, Task, ranges, reaches, safe
 
@@ -193,14 +193,13 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
             f"{where}: the prompt ({field!r}) is missing or empty; it must be text, or a list of"
             " messages"
         )
-    for message in prompt:
-        check_message(where, message, field)
+    said = tuple(read_message(where, message, field) for message in prompt)
     if prompt[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: the last message of {field!r} is the assistant's; end with what is to be"
             " answered"
         )
-    return tuple(prompt)
+    return said
 
 
 def make_tasks(rows: Any, split: str) -> list[Task]:
@@ -226,7 +225,10 @@ def _make_task(row: Any, where: str, own_id: str) -> Task:
         if isinstance(said, tuple | list) and all(
             isinstance(m, dict) and "role" in m for m in said
         ):
-            return row
+            where = f"task: {where}"
+            return row._replace(
+                messages=tuple(read_message(where, m, "messages", empty=True) for m in said)
+            )
         raise DataError(
             f"task: {where}: the messages of a Task are a list of {{'role': …, 'content': …}}, not"
             f" {said!r:.100}"

@@ -39,16 +39,42 @@ def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tup
     yield from _read_split(found, "train" if one_file else split, path)
 
 
-def check_message(where: str, message: Any, field: str, *, empty: bool = False) -> None:
-    """Raise DataError for a chat message without a role or a text. With `empty`, the text may be
-    missing."""
+def read_message(where: str, message: Any, field: str, *, empty: bool = False) -> Any:
+    """Read a chat message without its empty fields, and its tool calls in the form of chat
+    templates. With `empty`, or with calls, the text may be missing.
+
+    Raises: DataError for a message without a role or a text, or with an unreadable call.
+    """
     if isinstance(message, dict) and message.get("role") in ROLES:
         content = message.get("content")
-        if isinstance(content, str) or (empty and not content):
-            return
+        calls = message.get("tool_calls")
+        if isinstance(content, str) or (not content and (empty or calls)):
+            kept = {key: value for key, value in message.items() if value is not None}
+            kept["content"] = content or ""
+            if calls:
+                kept["tool_calls"] = [_call(where, call, i) for i, call in enumerate(calls)]
+            return kept
     raise DataError(
         f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content"
     )
+
+
+def _call(where: str, call: Any, number: int) -> dict[str, Any]:
+    """Read a tool call. A row may hold its arguments as a mapping or as JSON text."""
+    try:
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        arguments = dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
+        return {
+            "id": call.get("id") or f"call_{number}",
+            "type": "function",
+            "function": {"name": str(function["name"]), "arguments": arguments},
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f'{where}: a tool call must be {{"function": {{"name": …, "arguments": {{…}}}}}}, and'
+            f" is {str(call)[:80]}"
+        ) from error
 
 
 def read_split(

@@ -12,7 +12,8 @@ from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks import jsonl as jsonl_with_shares
-from rlkit.types import SPLITS
+from rlkit.tasks import make_tasks
+from rlkit.types import SPLITS, Task
 
 jsonl = partial(jsonl_with_shares, validation=0.0, held_out=0.0)
 FIELDS = {"prompt": "q", "answer": "a"}
@@ -63,6 +64,26 @@ def test_a_prompt_may_be_messages(tmp_path):
     write(tmp_path / "train.jsonl", [{"q": messages}])
     (task,) = jsonl(path=str(tmp_path), split="train", seed=0, fields={"prompt": "q"})
     assert task.messages == tuple(messages) and task.answer == ""
+
+
+def test_tool_calls_of_a_prompt_are_read_in_every_form(tmp_path):
+    def row(call: dict, **more) -> list[dict]:
+        said = {"role": "assistant", "content": None, "tool_calls": [call], **more}
+        return [{"role": "user", "content": "?"}, said, {"role": "tool", "content": "3"}]
+
+    call = {"name": "add", "arguments": {"a": 1}}
+    rows = [
+        row(call),
+        row({"id": "call_0", "function": {"name": "add", "arguments": '{"a": 1}'}}, name=None),
+    ]
+    path = write(tmp_path / "train.jsonl", [{"q": messages} for messages in rows])
+    tasks = jsonl(path=path, split="train", seed=0, fields={"prompt": "q"})
+    tasks += make_tasks([Task("a", tuple(messages)) for messages in rows], "train")
+    whole = {"id": "call_0", "type": "function", "function": call}
+    assert all(
+        task.messages[1] == {"role": "assistant", "content": "", "tool_calls": [whole]}
+        for task in tasks
+    )
 
 
 def test_the_seed_changes_the_order_and_moves_no_row_between_splits(file):
