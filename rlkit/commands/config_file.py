@@ -3,16 +3,15 @@ preceded rlkit."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlkit.config.functions import quote
+from rlkit.config.functions import format_literal
 from rlkit.errors import ConfigError, describe_yaml_error, show_controls, suggest_name
 
 # keys of the flat config → keys of rlkit
@@ -123,9 +122,14 @@ def _translate(file: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _format_value(value: Any) -> str:
-    """Write a value in Hydra's override grammar."""
-    if isinstance(value, str):
-        return value if re.fullmatch(r"[\w./@:+-]+", value) else quote(value)
+    """Write a value in Hydra's grammar. A text stays bare if Hydra reads the same text, because
+    options and functions have no quotes."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     if isinstance(value, list):
         return f"[{','.join(map(_format_value, value))}]"
-    return json.dumps(value, default=str)  # YAML reads 2026-01-31 as a date
+    with suppress(HydraException):
+        if OverridesParser.create().parse_override(f"key=[{value}]").value() == [value]:
+            return str(value)
+    return format_literal(value)

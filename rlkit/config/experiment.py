@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial, reduce
+from numbers import Number
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rlkit.config.compose import check_experiment, compose, conf_dir
-from rlkit.config.functions import quote
+from rlkit.config.functions import format_literal
 from rlkit.config.parts import get_inside, name_tools, place_part
 from rlkit.config.problems.schedules import phase_problems
 from rlkit.config.schema import build
@@ -56,7 +57,7 @@ def experiment(
     """
     if "--config-dir" in " ".join(overrides):
         raise ConfigError('--config-dir: from Python, give the folder as config_dir="my_conf"')
-    given = {key.replace("__", "."): value for key, value in keywords.items()}
+    given = {key.replace("__", "."): unwrap(value) for key, value in keywords.items()}
     parts = {path: value for path, value in given.items() if is_part(path, value)}
     # keys below a replaced task or model still belong to the option
     above = tuple(f"{path}." for path in parts if path not in ("task", "model"))
@@ -97,6 +98,13 @@ def experiment(
     return configured
 
 
+def unwrap(value: Any) -> Any:
+    """Return NumPy's numbers as Python's, also in lists."""
+    if type(value) in (list, tuple):
+        return type(value)(map(unwrap, value))
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+
+
 def is_part(path: str, value: Any) -> bool:
     """Return whether the value of a keyword is a Python object instead of a plain value. Rows given
     for a task count as a Python object."""
@@ -125,19 +133,6 @@ def override(path: str, value: Any) -> str:
         options = f"[{','.join(chosen)}]" if chosen is value else value
         return f"{path.replace('.', '/')}={options}"
     return f"{path}={format_literal(value)}"
-
-
-def format_literal(value: Any) -> str:
-    """Write a plain value in Hydra's grammar."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{format_literal(own)}" for key, own in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(format_literal, value)) + "]"
-    if isinstance(value, str | Path):
-        return quote(str(value))
-    # repr of a NumPy number names its type
-    text = repr(float(value) if isinstance(value, float) else value)
-    return {"None": "null", "True": "true", "False": "false"}.get(text, text)
 
 
 # ------------------------------------------------------------------------------------- written down

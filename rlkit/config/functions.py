@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -20,6 +20,17 @@ def quote(text: str) -> str:
     the end."""
     escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", text)
     return "'" + escaped.replace("'", r"\'") + "'"
+
+
+def format_literal(value: Any) -> str:
+    """Write a plain value in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{format_literal(own)}" for key, own in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(format_literal, value)) + "]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool | int | float) else quote(str(value))
 
 
 def name_apart(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:

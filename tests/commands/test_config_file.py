@@ -104,7 +104,18 @@ def test_every_key_of_the_flat_config_is_read(write):
 def test_a_date_is_a_text(write):
     """YAML reads it as a date, and writing that as JSON was a TypeError."""
     assert parse(["--config", write("hydra.run.dir: 2026-01-31")]).overrides == [
-        'hydra.run.dir="2026-01-31"'
+        "hydra.run.dir='2026-01-31'"
+    ]
+
+
+def test_a_text_stays_a_text(write):
+    """Hydra would read 1e-3 as a number, and null as None."""
+    text = "name: '1e-3'\nenvironment.system_prompt: 'null'\na: [{b c: 'true', d: yes}, k1]\nkl: k3"
+    assert parse(["--config", write(text)]).overrides == [
+        "name='1e-3'",
+        "environment.system_prompt='null'",
+        "a=[{b c:'true',d:true},k1]",
+        "kl=k3",
     ]
 
 

@@ -19,7 +19,7 @@ from rlkit.commands.arguments import Arguments, append_overrides
 from rlkit.commands.cli import list_commands, main
 from rlkit.commands.trust import make_asker
 from rlkit.config.compose import compose, compose_without_values, conf_dir
-from rlkit.config.experiment import format_literal
+from rlkit.config.functions import format_literal
 from rlkit.config.schema import resolve, signature_hints
 from rlkit.config.trust import (
     UNDECLARED,

@@ -9,6 +9,7 @@ import sys
 from datetime import date
 
 import datasets
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -109,6 +110,11 @@ def test_a_keyword_is_an_override(key, value, text):
     assert override(key, value) == text
     x = rlkit.experiment(**{key.replace(".", "__"): value})
     assert x.config == rlkit.experiment(text).config
+
+
+def test_a_number_of_numpy_is_a_number():
+    x = rlkit.experiment(seed=numpy.int64(3), optimizer__betas=[numpy.float32(0.5), 0.75])
+    assert type(x.seed) is int and x.overrides == ("seed=3", "optimizer.betas=[0.5,0.75]")
 
 
 def test_a_python_object_stands_where_the_part_stood():
