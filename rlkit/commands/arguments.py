@@ -82,6 +82,8 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
             raise ConfigError(f"'{word}' is not an override; write KEY=VALUE or GROUP=OPTION")
         else:
             arguments.overrides.append(word)
+    if arguments.resolved and not arguments.shown:
+        raise ConfigError("--resolve: nothing is printed without --cfg; write --cfg job --resolve")
     if name and name.removesuffix(".yaml") not in ENTRIES:
         files.append(str(_find_named(name, arguments.config_dir)))
     said = set(map(read_key, arguments.overrides))  # the command line wins

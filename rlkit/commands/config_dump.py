@@ -5,27 +5,28 @@ from __future__ import annotations
 
 import yaml
 
-from rlkit.commands.arguments import Arguments
+from rlkit.commands.arguments import Arguments, find_option
+from rlkit.commands.config_file import ENTRIES
 from rlkit.config.compose import compose, conf_dir, list_choices, read_unresolved
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import redact_config
-
-ENTRIES = {
-    "train": "train",
-    "check": "train",
-    "rollout": "rollout",
-    "evaluate": "evaluate",
-}  # command → its config
 
 
 def command(name: str, arguments: Arguments) -> int:
     """Print the requested part of the config, without secrets. Raises ConfigError if the config
     cannot be composed."""
-    if name not in ENTRIES:
+    entry = "train" if name == "check" else name
+    if entry not in ENTRIES:
         raise ConfigError(f"rlkit {name} has no config to print; there are: {', '.join(ENTRIES)}")
-    composed = compose(
-        arguments.overrides, entry=ENTRIES[name], config_dir=arguments.config_dir
-    )  # nothing of the config is run
+    for key in ("run", "split", "resume"):
+        value = find_option(arguments.overrides, key)
+        if value not in (None, "never", "auto"):
+            raise ConfigError(
+                f"{key}={value}: --cfg and --info print a config without a run; leave it away, or"
+                " write rlkit show run=FOLDER"
+            )
+    # nothing of the config is run
+    composed = compose(arguments.overrides, entry=entry, config_dir=arguments.config_dir)
     if arguments.shown == "info":
         print("\n".join(list_choices(composed.full)))
         print(

@@ -60,7 +60,7 @@ def command(arguments: Arguments) -> Answer:
         )
     effect = read_effect(given, EFFECT)
     text = given.get("seeds", "0")
-    seeds = int(text) if text.isdigit() else 0
+    seeds = int(text) if text.isdecimal() else 0
     if "seeds" in given and seeds < TO_CLAIM:
         raise ConfigError(
             f"seeds={text}: give a whole number, {TO_CLAIM} or more; fewer seeds claim nothing"

@@ -8,8 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from rlkit.commands.arguments import Answer, Arguments, drop, find_option, unquote
 from rlkit.config.changes import find_differences
+from rlkit.config.trust import read_yaml
 from rlkit.display import align_columns
 from rlkit.errors import ConfigError, DataError, suggest_name
 from rlkit.runs import folder as runs
@@ -63,7 +66,7 @@ def command(arguments: Arguments) -> Answer:
         lines = [f"A  {a}", f"B  {b}", "", *format_side_by_side(**compared)]
         return Answer(compared, "\n".join(lines))
     limit = find_option(arguments.overrides, "limit") or str(SHOWN)
-    if not limit.isdigit():
+    if not limit.isdecimal():
         raise ConfigError(f"limit={limit}: give a whole number, 0 for all")
     wanted = drop(arguments.overrides, "limit")
     absent = [text for text in words if not Path(text).is_dir()]
@@ -150,30 +153,32 @@ def _passes(folder: Path, wanted: Sequence[str]) -> bool:
     if not wanted:
         return True
     try:
-        values = {
-            key: str(value) for key, value in flatten_numbers(runs.read_config(folder)).items()
-        }
+        values = flatten_numbers(runs.read_config(folder))
     except DataError:
         return False
+    with suppress(DataError, LookupError, TypeError):  # Python writes no options
+        values |= read_yaml(folder / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]
+    values = {key: str(value) for key, value in values.items()}
     given = _overrides(folder)
     return all(
-        _is_same(value, values.get(key), find_option(given, key), values.get(f"{key}.name"))
+        _normalize(unquote(value))
+        in [
+            _normalize(own)
+            for own in (values.get(key), find_option(given, key), values.get(f"{key}.name"))
+            if own is not None
+        ]
         for key, _, value in (w.partition("=") for w in wanted)
     )
 
 
-def _is_same(value: str, *found: str | None) -> bool:
-    """Return whether one of the texts equals the value. Numbers are compared as numbers: 3e-4
-    equals 0.0003."""
-    for text in found:
-        if text is None:
-            continue
-        with suppress(ValueError):
-            if float(text) == float(value):
-                return True
-        if text.lower() == unquote(value).lower():
-            return True
-    return False
+def _normalize(text: str) -> float | str:
+    """Return a number as a number, so 3e-4 equals 0.0003, and other values as YAML reads them, so
+    null equals None."""
+    with suppress(ValueError):
+        return float(text)
+    with suppress(yaml.YAMLError):
+        text = str(yaml.safe_load(text))
+    return text.lower()
 
 
 def compare_runs(a: Path, b: Path) -> dict[str, Any]:

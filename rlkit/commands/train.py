@@ -100,6 +100,7 @@ def command(arguments: Arguments) -> int:
             )
         )
         if folder is not None and has_finished(folder, x.trainer.steps):
+            refuse_changes(folder, find_differences(runs.read_config(folder), composed.config))
             print(f"{runs.shorten_path(folder)}: finished already; nothing to do")
             ranks.leave()
             return 0
@@ -178,7 +179,7 @@ def _train_owned(
         if status == 2 and not known and ranks.rank() == 0 and not owner.explain_loss(target):
             remove_start(target, whole=not occupied)
             if folder is None:
-                runs.point_latest(outputs, former)
+                runs.point_latest(outputs, former, instead_of=target)
     return status
 
 

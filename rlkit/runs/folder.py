@@ -54,14 +54,19 @@ def make_fresh_folder(parent: Path, label: str = "") -> Path:
                 number += 1
 
 
-def point_latest(outputs: Path, folder: Path | None) -> Path | None:
+def point_latest(
+    outputs: Path, folder: Path | None, *, instead_of: Path | None = None
+) -> Path | None:
     """Point the link `latest` in `outputs` to a run folder, and return its former target, or None.
-    Remove the link if there is no such folder. On a file system without links, do nothing."""
+    Remove the link if there is no such folder. On a file system without links, do nothing. Nothing
+    changes either if the link no longer leads to `instead_of`, because another run has begun."""
     link = outputs / LATEST
     former = None
     with suppress(OSError):
         if link.is_symlink():  # a file or folder with this name belongs to the user
             former = outputs / os.readlink(link)
+            if instead_of not in (None, former):
+                return former
             link.unlink()
         if folder is not None and folder.is_dir():
             link.symlink_to(os.path.relpath(folder, outputs))
@@ -146,7 +151,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def find_run(text: str, key: str) -> Path:
     """Return the absolute path of a run folder. `text` is the user's name for the folder or for a
-    checkpoint in it.
+    checkpoint in it. `key` is the key or the command (of several words) that was given it.
 
     Raises: ConfigError if no run is found; DataError if the folder's config.yaml has no identity.
     """
@@ -166,7 +171,8 @@ def find_run(text: str, key: str) -> Path:
     )
     newest = f" The newest run is {runs[-1]}" if runs else ""
     near = suggest_name(text, map(str, [*runs, *OUTPUTS.glob("*")]))
-    raise ConfigError(f"{key}={text}: no run folder of rlkit.{near or newest}")
+    named = f"{key} {text}" if " " in key else f"{key}={text}"
+    raise ConfigError(f"{named}: no run folder of rlkit.{near or newest}")
 
 
 def refuse_leftovers(folder: Path) -> None:

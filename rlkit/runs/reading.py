@@ -61,7 +61,7 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
     odd = [path for path in without if path.parent not in beside or not path.exists()]
     if odd:
         # the message of `find_run` also names the newest run, if there is one
-        runs.find_run(str(odd[0]), command)
+        runs.find_run(str(odd[0]), f"rlkit {command}")
         raise ConfigError(f"{command}: {odd[0]} holds no run")
     return list(dict.fromkeys(found))
 

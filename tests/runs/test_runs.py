@@ -306,7 +306,8 @@ def three_runs(tmp_path):
         folder = tmp_path / "outputs" / "grpo" / f"run{number}"
         (folder / ".hydra").mkdir(parents=True)
         lr = 1e-3 if number == 1 else 3e-4
-        runs.write_config(folder, {"seed": 2 if number == 2 else 0, "optimizer": {"lr": lr}})
+        more = {"betas": [0.9, 1]} if number == 2 else {"schedule": None}
+        runs.write_config(folder, {"seed": 2 if number == 2 else 0, "optimizer": {"lr": lr}} | more)
         os.utime(folder / "config.yaml", (1000 + number, 1000 + number))
         (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
         if accuracy is not None:
@@ -321,6 +322,8 @@ def three_runs(tmp_path):
                 json.dumps(summary | {"identity": read_identity(folder)})
             )
         folders.append(folder)
+    chosen = {"hydra": {"runtime": {"choices": {"task": "arithmetic"}}}}
+    (folders[0] / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(chosen))
     return folders
 
 
@@ -342,8 +345,12 @@ def test_runs_are_listed_newest_first_and_filtered_by_settings(
     assert names("kl=none") == ["run1", "run0"], "an option, as it was given"
     assert names("optimizer.lr=0.001") == ["run1"], "1e-3 is the same number"
     assert names("optimizer.lr=3e-4", "seed=2") == ["run2"]
+    assert names("schedule=null") == ["run1", "run0"] and names("betas=[0.9,1]") == ["run2"]
+    assert names("task=arithmetic") == ["run0"], "an option by default"
     assert names("limit=1") == ["run2"] and names("seed=9") == []
-    assert main(["runs", "kl=none", "limit=x"]) == 2
+    assert main(["runs", "kl=none", "limit=x"]) == 2 == main(["runs", "limit=²"])
+    assert main(["runs", "diff", "a", "b"]) == 2
+    assert "runs diff a: no run folder" in capsys.readouterr().err
 
 
 def test_a_misspelt_setting_of_a_list_is_answered_with_the_nearest(
@@ -398,6 +405,8 @@ def test_latest_leads_to_the_newest_run(outputs, tmp_path, monkeypatch):
         runs.point_latest(outputs, folder)
         assert runs.find_run(str(outputs / "latest"), "run") == folder.resolve()
     assert os.readlink(outputs / "latest") == "grpo/b"
+    assert runs.point_latest(outputs, None, instead_of=first) == second
+    assert os.readlink(outputs / "latest") == "grpo/b", "a refused run leaves a newer run's link"
     shutil.rmtree(second)
     former = runs.point_latest(outputs, second)
     assert not os.path.lexists(outputs / "latest") and former == second

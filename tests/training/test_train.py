@@ -242,6 +242,8 @@ def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, 
     assert main([*here, "trainer.steps=3"]) == 0
     assert [r["step"] for r in rows(folder)] == [1, 2, 3]
     assert "finished already" in capsys.readouterr().out
+    assert main([*here, "trainer.steps=3", "seed=7"]) == 2
+    assert "seed was 0 and is now 7" in capsys.readouterr().err
 
 
 OTHERS = [
