@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import (
@@ -85,8 +84,7 @@ class ToolResult(NamedTuple):
         return {
             "role": "tool",
             "tool_call_id": self.id,
-            # of an unknown tool the policy chooses the name, and a template writes it beside tokens
-            "name": re.sub(r"[^\w.:/-]", "_", self.name),
+            "name": self.name,
             "content": self.content,
         }
 

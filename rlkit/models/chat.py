@@ -308,10 +308,12 @@ def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], l
 
     masked: list[Message] = []
     for message in messages:
-        copy: Message = {**message}
+        copy: Any = {key: value for key, value in message.items() if key in Message.__annotations__}
         for key in ("reasoning_content", "content"):
             if copy.get(key):
                 copy[key] = placeholder(copy[key])
+        for key in {"name", "tool_call_id"} & copy.keys():
+            copy[key] = _clean_name(copy[key])
         calls = message.get("tool_calls")
         if calls:
             copy["tool_calls"] = [_mask_call(call, placeholder) for call in calls]
@@ -319,12 +321,19 @@ def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], l
     return masked, contents
 
 
+def _clean_name(name: Any) -> str:
+    """Replace characters that could form a control token. A policy chooses the name of an unknown
+    tool, a row the name of a speaker, and a template writes names beside tokens."""
+    return re.sub(r"[^\w.:/-]", "_", str(name or ""))
+
+
 def _mask_call(call: Mapping[str, Any], placeholder: Any) -> dict[str, Any]:
     function = call["function"]
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {
-        **call,
+        "id": _clean_name(call.get("id")),
+        "type": "function",
         "function": {"name": placeholder(function["name"]), "arguments": placeholder(text)},
     }
 

@@ -82,6 +82,16 @@ def test_hostile_content_leaves_the_turns_as_they_are(renderer, text):
     assert control(text) == control("harmless")
 
 
+@each("text", HOSTILE)
+def test_a_template_that_writes_every_field_writes_no_control_token_of_theirs(tiny, text):
+    renderer = make_renderer(tiny.renderer.tokenizer, render=lambda messages, _: str(messages))
+    fields = {"name": text, "tool_call_id": text, "weather": text}
+    calls = [CALL | {"id": text, "type": text}]
+    messages = [{"role": "tool", "content": text, "tool_calls": calls, **fields}]
+    ids = encode_prompt(renderer, messages)
+    assert not set(ids) & set(renderer.tokenizer.added_tokens_decoder)
+
+
 def test_prompt_reads_as_the_template_renders_it(renderer):
     messages = [
         {"role": "system", "content": "Be brief."},
