@@ -55,13 +55,14 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
     )
 
 
-def answer_room(otherwise: int, *, _root_: Any) -> int:
-    """Compute task.suggests.max_new_tokens for a .jsonl file. The number is ROOM plus PER_CHARACTER
-    for each character of the longest answer, and at most `otherwise`. Only the file's first
-    LOOKED_AT characters are read. The number is `otherwise` if `task.path` is not a .jsonl file, or
-    if its rows have no answers."""
-    path = Path(str(_read(_root_, "task.path"))).expanduser()
-    field = _read(_root_, "task.fields.answer")
+def answer_room(otherwise: int, *, _parent_: Any) -> int:
+    """Compute suggests.max_new_tokens of a task with a .jsonl file. The number is ROOM plus
+    PER_CHARACTER for each character of the longest answer, and at most `otherwise`. Only the file's
+    first LOOKED_AT characters are read. The number is `otherwise` if the task's `path` is not a
+    .jsonl file, or if its rows have no answers."""
+    task = _parent_._get_parent()
+    path = Path(str(task.get("path"))).expanduser()
+    field = _read(task, "fields.answer")
     if path.suffix != ".jsonl" or not path.is_file():
         return otherwise
     with path.open(errors="replace") as file:

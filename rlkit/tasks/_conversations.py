@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def conversations(
         messages = with_system_prompt(_messages(where, row.get(field), field), system_prompt)
         first = _first_reply(messages)
         said = None if answer is None else row.get(answer)
-        gold = str(said) if isinstance(said, str | int | float) else ""
+        gold = str(said) if isinstance(said, str | Number) else ""
         if answer is not None and (isinstance(said, bool) or not gold.strip()):
             raise DataError(
                 f"{where}: the field {answer!r} (task.answer) is missing, empty or neither text nor"

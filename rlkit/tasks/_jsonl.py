@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def _task(
         value = _value(where, row, name, fields)
         if (
             isinstance(value, bool)
-            or not isinstance(value, (str, int, float))
+            or not isinstance(value, (str, Number))
             or not str(value).strip()
         ):
             raise DataError(

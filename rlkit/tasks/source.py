@@ -50,7 +50,7 @@ def read_message(where: str, message: Any, field: str, *, empty: bool = False) -
         calls = message.get("tool_calls")
         if isinstance(content, str) or (not content and (empty or calls)):
             kept = {key: value for key, value in message.items() if value is not None}
-            kept["content"] = content or ""
+            kept |= {"content": content or ""}
             if calls:
                 kept["tool_calls"] = [_call(where, call, i) for i, call in enumerate(calls)]
             return kept

@@ -116,6 +116,8 @@ def test_the_longest_answer_of_a_file_gives_the_length_of_a_reply(tmp_path, rows
     words = ["model=smollm2_135m", "task=jsonl", f"task.path={file}"]
     assert at(compose(words).config, "generation.max_new_tokens") == tokens
     assert at(compose([*words, "task.fields.answer=a"]).config, "generation.max_new_tokens") == 1024
+    mixed = ["task=mixture", "+task@task.parts.mine=jsonl", f"task.parts.mine.path={file}"]
+    assert at(compose(mixed).config, "task.parts.mine.suggests.max_new_tokens") == tokens
 
 
 @pytest.mark.slow

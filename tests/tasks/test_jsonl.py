@@ -4,6 +4,7 @@ cut into splits: test_splits.py."""
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from functools import partial
 
 import pytest
@@ -41,6 +42,8 @@ def test_fields_are_mapped_and_rows_may_choose(tmp_path):
     fields = FIELDS | {"id": "key", "reward": "how", "environment": "where"}
     path = write(tmp_path / "train.jsonl", [row])
     (task,) = jsonl(path=str(tmp_path), split="train", seed=0, fields=fields, system_prompt="S")
+    (other,) = make_tasks([{"prompt": "?", "answer": Decimal("1.50")}], "train")
+    assert other.answer == "1.50"
     assert task.messages == (
         {"role": "system", "content": "S"},
         {"role": "user", "content": "2 + 2?"},
