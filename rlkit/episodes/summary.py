@@ -102,7 +102,8 @@ def describe_failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
     not count."""
     results = defaultdict(list)
     for result in (r for rollout in rollouts for step in rollout.steps for r in step.tool_results):
-        if not result.content.startswith(NOT_RUN):
+        # a call with unfit arguments is answered with the tool's signature
+        if not result.content.startswith(NOT_RUN) and ". Call it as " not in result.content:
             results[result.name].append(result)
     return [
         f"the tool {name} failed in all of its {len(own)} calls; the first error:"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
-from rlkit.environments import hermes
+from rlkit.environments import execute, hermes
 from rlkit.episodes import assemble, summarize
 from rlkit.episodes.summary import describe_failing_tools
 from rlkit.training.callbacks._health import Health
 from rlkit.training.callbacks.pathologies import CHECKS, LEAST_BAD
 from rlkit.training.metrics import Clock, UpdateTerms, performance, update_metrics
-from rlkit.types import Rollout, Step, Task, ToolResult, Weighted
+from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult, Weighted
 
 NAN = float("nan")
 HEALTHY = {
@@ -222,6 +224,8 @@ def test_a_tool_that_fails_in_every_call_is_named():
     unknown = ToolResult("", "none", "Error: there is no tool 'none'.", ok=False)
     _, (call,) = hermes("<tool_call>{</tool_call>")
     unreadable = ToolResult("", call.name, call.error, ok=False)
+    unfit = asyncio.run(execute(ToolCall("", "tool", {}), {"tool": lambda path: path}))
+    assert not unfit.ok and describe_failing_tools(4 * [rollout(unfit)]) == []
     assert describe_failing_tools(3 * [rollout(broken, fine, unknown, unknown)]) == []
     assert describe_failing_tools(4 * [rollout(broken, fine, unknown, unreadable)]) == [
         "the tool look failed in all of its 4 calls; the first error: Error: no."
