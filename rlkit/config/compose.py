@@ -169,7 +169,8 @@ def list_layers(
     left out."""
     with initialize_hydra(config_dir) as search:
         groups = [text for text in composed.overrides if is_group(text, search)]
-        return _list_layers(entry, (*search, *groups), _stamp(search))
+        chosen = (*search, *groups)
+        return _list_layers(entry, chosen, _stamp(chosen))
 
 
 @functools.lru_cache(maxsize=64)
@@ -314,10 +315,11 @@ def _load(
 
     parser = OverridesParser.create()
     groups = [text for text in overrides if is_group(text, search)]
+    chosen = (*search, *groups)
     accepted = []
     text = ""
     try:
-        full = pickle.loads(_compose_groups(entry, (*search, *groups), _stamp(search)))
+        full = pickle.loads(_compose_groups(entry, chosen, _stamp(chosen)))
         # functions come before values, as options do, and the last override of a key counts
         for text in {read_key(text): text for text in overrides}.values():
             for path, value in read_functions(text).items():

@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rlkit.config.options import conf_dir
+
 # Names used in TRL, verl and public notebooks → rlkit's key. A key that chooses an option of a
 # group ends with "=".
 PEERS = {
@@ -57,7 +59,7 @@ PEERS = {
         "reward_funcs reward_fn reward_function reward_weights custom_reward_function_path"
     ),
     "environment=": "environment_factory multi_turn multi_turn_enable",
-    "task=": "dataset dataset_name data train_dataset train_files",
+    "task=": "dataset dataset_name data train_dataset train_files task_path",
     "task.max_samples": "max_train_samples num_samples",
     "generation=": "use_vllm engine rollout rollout_name",
     "evaluation": "eval",
@@ -101,7 +103,10 @@ def suggest_key(path: str, named: Iterable[str], leaves: Iterable[str], value: A
         return _sentence(meant)
     same = [leaf for leaf in below if leaf.rpartition(".")[2] == word]
     if same:
-        return _sentence(sorted(same, key=lambda leaf: (leaf.count("."), leaf))[:3])
+        same = sorted(same, key=lambda leaf: (leaf.count("."), leaf))[:3]
+        places = [leaf.replace(".", "/") for leaf in same if isinstance(value, str)]
+        groups = [f"{place}=" for place in places if (conf_dir() / place).is_dir()]
+        return _sentence(groups or same)
     near = difflib.get_close_matches(word, list(named), n=1, cutoff=0.5) if parent else []
     if near:
         return _sentence(near)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from rlkit.config.hints import list_leaves, suggest_key
+from rlkit.config.options import conf_dir
 from rlkit.errors import (
     ConfigError,
     describe_error,
@@ -187,7 +188,11 @@ def find_mismatches(value: Any, hint: Any, where: str) -> list[str]:
     if value == MISSING:
         return []
     if not isinstance(value, dict | list):
-        return [] if fits(value, hint) else [f"{where}: {value!r} is not {describe(hint)}"]
+        said = f"is not {describe(hint)}"
+        group = where.replace(".", "/")
+        if said.startswith("is not a part") and (conf_dir() / group).is_dir():
+            said = f"names an option; write {group}={value}"
+        return [] if fits(value, hint) else [f"{where}: {value!r} {said}"]
     holding = [option for option in alternatives(hint) if _holds(option, type(value))]
     if not holding:
         part = next(
@@ -312,8 +317,7 @@ def describe(hint: Any) -> str:
             )
         else:
             words.append(names.get(option, "a part (a mapping with a _target_)"))
-    said = " or ".join(dict.fromkeys(words))
-    return said + "; choose an option of the group" * said.startswith("a part")
+    return " or ".join(dict.fromkeys(words))
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

@@ -74,6 +74,7 @@ MEANINGS = {
     "optimizer.lrr": "lr",
     "clip_high": "algorithm.policy_loss.clip_high",
     "algoritm": "algorithm",
+    "task.path": "task=OPTION",
     "algoritm.epochs": "algorithm",
     "data.train_batch_size": "batch.prompts",
     "actor_rollout_ref.rollout.n": "batch.group_size",
@@ -164,6 +165,13 @@ def test_a_reference_that_fails_names_its_key():
 def test_a_key_of_another_framework_or_place_is_answered_with_the_key_here(given):
     with pytest.raises(ConfigError, match=f"Did you mean '{MEANINGS[given]}'"):
         compose([f"{given}=1"])
+
+
+def test_an_option_given_for_a_key_is_answered_with_its_group():
+    with pytest.raises(ConfigError, match=r"option; write algorithm/policy_loss=clip_higher$"):
+        compose(["algorithm.policy_loss=clip_higher"])
+    with pytest.raises(ConfigError, match="Did you mean 'algorithm/policy_loss=OPTION'"):
+        compose(["policy_loss=clip_higher"])
 
 
 def test_every_key_that_a_foreign_name_is_answered_with_exists():

@@ -4,6 +4,7 @@ imported; else it is built."""
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -1088,6 +1089,16 @@ def test_options_from_outside(tmp_path):
         " _partial_: true}\ncoef: 0.5\n"
     )
     assert experiment(compose(["kl=mine"], config_dir=str(tmp_path))).kl.name == "mine"
+
+
+def test_an_option_on_the_search_path_is_read_again_once_it_changes(tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    words = ["optimizer=mine", f"hydra.searchpath=[file://{tmp_path}]"]
+    for time, lr in enumerate((0.25, 0.5)):
+        option = tmp_path / "optimizer" / "mine.yaml"
+        option.write_text(f"defaults: [adamw]\nlr: {lr}\n")
+        os.utime(option, (1000 + time, 1000 + time))
+        assert compose(words).config["optimizer"]["lr"] == lr
 
 
 def test_an_option_that_a_shipped_one_hides_is_refused(tmp_path):
