@@ -88,8 +88,8 @@ def test_a_template_that_writes_every_field_writes_no_control_token_of_theirs(ti
     fields = {"name": text, "tool_call_id": text, "weather": text}
     calls = [CALL | {"id": text, "type": text}]
     messages = [{"role": "tool", "content": text, "tool_calls": calls, **fields}]
-    ids = encode_prompt(renderer, messages)
-    assert not set(ids) & set(renderer.tokenizer.added_tokens_decoder)
+    for ids in (encode_prompt(renderer, messages), continuation(renderer, messages, None)):
+        assert not set(ids) & set(renderer.tokenizer.added_tokens_decoder)
 
 
 def test_prompt_reads_as_the_template_renders_it(renderer):

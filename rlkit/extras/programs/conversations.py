@@ -277,11 +277,7 @@ class Conversations:
         """Add to each tool result the name of its call, as rlkit's environments do."""
         names = {call.id: call.name for call in parent.step.tool_calls}
         return [
-            ToolResult(
-                m["tool_call_id"], names.get(m["tool_call_id"], ""), m["content"], True
-            ).message
-            if m["role"] == "tool"
-            else m
+            {**m, "name": names.get(m["tool_call_id"], "")} if m["role"] == "tool" else m
             for m in messages
         ]
 
