@@ -60,7 +60,7 @@ class Report(NamedTuple):
     """The result of `run`."""
 
     warnings: list[str]
-    rollouts: list[Rollout]  # the played rollouts, with their own rewards
+    rollouts: list[Rollout]  # the scored rollouts, with their own rewards; none of demonstrations
     metrics: Mapping[str, Any]
     memory: Memory
     seconds: Mapping[str, float]
@@ -199,7 +199,7 @@ def show_report(
         )
     lines = [f"{name:<18}{text}" for name, text in rows]
     ready = "ready: rlkit train with the same overrides"
-    if not any(r.total_reward for r in report.rollouts):
+    if report.rollouts and not any(r.total_reward for r in report.rollouts):
         ready += "; but no reply has a reward, so look at more of them first (rlkit rollout n=32)"
     return "\n".join(["", *lines, "", ready])
 
@@ -212,7 +212,7 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
     scored = [r for r in own if r is not None]
     terms = ", ".join(
         f"{name} {_mean([r.rewards.get(name) for r in report.rollouts])}"
-        for name in report.rollouts[0].rewards
+        for name in next((r.rewards for r in report.rollouts), {})
     )
     names = {
         "loss/total": "loss",
@@ -225,6 +225,10 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
         for key, label in names.items()
         if isinstance(m.get(key), float) and m[key] == m[key]
     )
+    played = f"{len(own)} episodes, {m['tokens/sampled']} tokens sampled"
+    if not own:
+        played = f"{m['batch/rollouts']} demonstrations, {m['tokens/sampled']} tokens"
+    reward = f"{_mean(own)} ({terms}), {len(scored)} of {len(own)} can be scored"
     spread = "all rewards were equal; the update was tried with 0 and 1 in turn"
     return [
         (
@@ -234,14 +238,8 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
         ),
         ("data", "where rows have a gold answer, it scores 1, and an empty answer does not"),
         ("model", f"loaded in {clock['load']:.1f} s; trainer and sampler agree"),
-        (
-            "rollout",
-            (
-                f"{len(report.rollouts)} episodes, {m['tokens/sampled']} tokens sampled,"
-                f" {clock['generate']:.1f} s"
-            ),
-        ),
-        ("reward", f"{_mean(own)} ({terms}), {len(scored)} of {len(own)} can be scored"),
+        ("rollout", f"{played}, {clock['generate']:.1f} s"),
+        *([("reward", reward)] if own else []),  # demonstrations are not scored
         (
             "update",
             (numbers if m["optim/updates"] else "none: this step had nothing to learn from")

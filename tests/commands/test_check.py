@@ -4,6 +4,7 @@ instead of failing on it."""
 from __future__ import annotations
 
 import io
+import json
 from contextlib import redirect_stdout
 from email.message import Message
 from types import SimpleNamespace
@@ -93,6 +94,19 @@ def test_rewards_that_are_all_equal_are_spread_for_the_update(capsys, tmp_path, 
         and "ready" in said
     )
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
+
+
+@pytest.mark.slow
+def test_demonstrations_are_checked_without_a_reward(capsys, tmp_path, monkeypatch):
+    """They are not scored, so there is no first rollout to read the terms from."""
+    monkeypatch.chdir(tmp_path)
+    talk = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    row = json.dumps({"messages": talk}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(20 * row)
+    assert main(["check", "experiment=sft", "task.path=rows.jsonl"]) == 0
+    said = capsys.readouterr().out
+    assert " 4 demonstrations, " in said and "gradient norm" in said
+    assert "can be scored" not in said and said.endswith("with the same overrides\n")
 
 
 @pytest.mark.parametrize(
