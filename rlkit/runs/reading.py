@@ -63,7 +63,8 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
         # the message of `find_run` also names the newest run, if there is one
         runs.find_run(str(odd[0]), f"rlkit {command}")
         raise ConfigError(f"{command}: {odd[0]} holds no run")
-    return list(dict.fromkeys(found))
+    # outputs/latest is a link to a run
+    return list({path.resolve(): path for path in found}.values())
 
 
 def find_run_folders(path: Path) -> list[Path]:

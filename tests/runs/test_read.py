@@ -25,6 +25,13 @@ def test_what_a_sweep_writes_beside_its_runs_is_passed_over(make_run, tmp_path):
         find_runs([run.parent / "jobs"], "compare")
 
 
+def test_a_link_to_a_run_is_not_another_run(make_run, tmp_path):
+    """As outputs/latest."""
+    run = make_run("grpo")
+    (tmp_path / "latest").symlink_to(run)
+    assert len(find_runs([run, tmp_path / "latest"], "compare")) == 1
+
+
 def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
         find_runs([tmp_path], "compare")
