@@ -240,12 +240,12 @@ def compute_visible_effect(n: int, comparisons: float) -> float:
     differences' standard deviation."""
     low = 0.0
     high = 1.0
-    while compute_power(1.0, high, n, comparisons=comparisons) < POWER:
+    while compute_power(high, n, comparisons=comparisons) < POWER:
         low = high
         high *= 2
     for _ in range(24):
         middle = (low + high) / 2
-        if compute_power(1.0, middle, n, comparisons=comparisons) < POWER:
+        if compute_power(middle, n, comparisons=comparisons) < POWER:
             low = middle
         else:
             high = middle
@@ -266,23 +266,19 @@ def spread_bound(spread: float, n: int) -> float:
     return spread / math.sqrt(max(root, 0.05) ** 3)
 
 
-def compute_power(
-    spread: float, effect: float, n: int, *, comparisons: float = 1, draws: int = 200
-) -> float:
+def compute_power(effect: float, n: int, *, comparisons: float = 1) -> float:
     """Compute the probability with which the paired t test at level α / comparisons finds a true
-    difference δ = `effect`. The probability is `∫ [Φ(d - t s) + Φ(-d - t s)] f(s) ds`, and d
-    is `δ√n/σ`.
+    difference `effect`, in units of the differences' standard deviation. The probability is
+    `∫ [Φ(d - t s) + Φ(-d - t s)] f(s) ds`, and d is `effect √n`.
 
-    s² ν has the χ² distribution of ν = n - 1 degrees of freedom. The integral is a sum over `draws`
+    s² ν has the χ² distribution of ν = n - 1 degrees of freedom. The integral is a sum over 200
     equal steps of s in 0 … 1 + 8/√(2ν).
     """
-    if spread == 0:
-        return 1.0
     freedom = n - 1
-    d = effect * math.sqrt(n) / spread
+    d = effect * math.sqrt(n)
     t = student_quantile(1 - ALPHA / comparisons / 2, freedom)
     top = 1 + 8 / math.sqrt(2 * freedom)
-    grid = (np.arange(draws) + 0.5) * top / draws
+    grid = (np.arange(200) + 0.5) * top / 200
     logs = (freedom - 1) * np.log(grid) - freedom * grid**2 / 2
     density = np.exp(logs - logs.max())
     inside = ERF((d + t * grid) / math.sqrt(2)) - ERF((d - t * grid) / math.sqrt(2))

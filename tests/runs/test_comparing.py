@@ -145,9 +145,9 @@ def test_seeds_of_the_plan_have_its_power_and_no_effect_is_found_in_one_of_twent
             c.compare_pairs([0.0] * n, row).p < c.ALPHA
             for row in rng.normal(effect, 0.0148, size=(1500, n)).tolist()
         ]
-        assert c.compute_power(0.0148, effect, n) == pytest.approx(0.82, abs=0.025)
-        assert np.mean(simulated) == pytest.approx(c.compute_power(0.0148, effect, n), abs=0.03)
-    assert c.compute_power(1.0, 0.0, 7) == pytest.approx(c.ALPHA, abs=1e-4)
+        assert c.compute_power(effect / 0.0148, n) == pytest.approx(0.82, abs=0.025)
+        assert np.mean(simulated) == pytest.approx(c.compute_power(effect / 0.0148, n), abs=0.03)
+    assert c.compute_power(0.0, 7) == pytest.approx(c.ALPHA, abs=1e-4)
 
 
 def test_what_a_number_of_seeds_can_see_is_the_plan_read_backwards():
@@ -169,7 +169,7 @@ def test_a_plan_by_a_small_pilot_keeps_its_power():
     for pilot in (3, 5):
         spreads = rng.normal(size=(120, pilot)).std(axis=1, ddof=1)
         power = [
-            c.compute_power(1.0, 0.7, c.count_needed_seeds(c.spread_bound(s, pilot), 0.7))
+            c.compute_power(0.7, c.count_needed_seeds(c.spread_bound(s, pilot), 0.7))
             for s in spreads
         ]
         assert (

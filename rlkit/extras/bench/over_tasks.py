@@ -21,26 +21,21 @@ from rlkit.runs.comparing import (
 from rlkit.statistics import LEVEL, student_quantile
 
 
-def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list[float]:
+def false_discovery(values: Sequence[float]) -> list[float]:
     """Adjust m p-values to control the false-discovery rate. If all differences with an adjusted
     value ≤ α are claimed, the expected share of false claims is ≤ α. The i-th smallest p-value
-    becomes the minimum over j ≥ i of `m/j p_(j)`.
-
-    Args:
-      dependent: whether to multiply by Σ 1/i. With this factor the result is valid under any
-        dependence of the tests (Benjamini and Yekutieli 2001). Without the factor, the tests must
-        be independent or positively dependent (Benjamini and Hochberg 1995).
+    becomes the minimum over j ≥ i of `m/j p_(j)`. The tests must be independent or positively
+    dependent. Source: Benjamini and Hochberg 1995, JRSS B 57.
 
     >>> [round(q, 3) for q in false_discovery([0.01, 0.03, 0.04, 0.2])]
     [0.04, 0.053, 0.053, 0.2]
     """
     order = order_ascending(values)
     m = len(order)
-    factor = math.fsum(1 / i for i in range(1, m + 1)) if dependent else 1.0
     out = list(values)
     lowest = 1.0
     for rank in range(m, 0, -1):
-        lowest = min(lowest, factor * (m / rank) * values[order[rank - 1]])
+        lowest = min(lowest, (m / rank) * values[order[rank - 1]])
         out[order[rank - 1]] = lowest
     return out
 
@@ -137,7 +132,6 @@ def bootstrap(
     statistic: Callable[[np.ndarray], float],
     *,
     draws: int = 1000,
-    seed: int = 0,
 ) -> tuple[float, float]:
     """Compute the 95 % percentile interval of a statistic of scores [n seeds, M], by drawing whole
     seeds with replacement.
@@ -145,7 +139,7 @@ def bootstrap(
     All columns share the seeds, so whole rows (one row per seed) are drawn. It would be wrong here
     to draw each column separately, as rliable does.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     n = len(scores)
     found = [statistic(scores[rng.integers(n, size=n)]) for _ in range(draws)]
     low, high = np.quantile(found, [ALPHA / 2, 1 - ALPHA / 2])

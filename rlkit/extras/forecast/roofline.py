@@ -410,10 +410,8 @@ def settle_checkpointing(card: Card, shape: Shape, load: Load) -> Load:
         tokens //= 2
 
 
-def propose_changes(
-    card: Card, shape: Shape, load: Load, most: int = 3
-) -> list[tuple[str, Forecast]]:
-    """Propose overrides, each with the forecast after it and after all earlier ones.
+def propose_changes(card: Card, shape: Shape, load: Load) -> list[tuple[str, Forecast]]:
+    """Propose at most three overrides, each with the forecast after it and after all earlier ones.
 
     Each override makes the run fit, or makes a sampled token at least 5 % cheaper. Adapters in
     place of all weights, and shorter replies, are proposed only if the run does not fit.
@@ -426,7 +424,7 @@ def propose_changes(
         return missing, found.total / (at.prompts * at.group * at.turns * at.reply)
 
     out: list[tuple[str, Forecast]] = []
-    while len(out) < most:
+    while len(out) < 3:
         missing, seconds = cost(load)
         used = {words.partition("=")[0] for words, _ in out}
         tried = [

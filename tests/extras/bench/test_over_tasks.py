@@ -29,7 +29,6 @@ def test_the_false_discovery_rate_by_hand():
         False,
     ]
     assert all(q <= 0.05 for q in false_discovery([0.05, 0.04, 0.049]))
-    assert false_discovery([0.01, 0.02], dependent=True) == pytest.approx([0.03, 0.03])
 
 
 def test_no_effect_is_claimed_in_one_of_twenty_families():
