@@ -1,13 +1,15 @@
 """Small generated tasks with a computed optimum. Each isolates one difference between algorithms.
 
 Every problem lists its right replies, or is a game with countable states. So the expected rewards
-of a random policy and of the best possible policy are known. A run's score is its regret between
-the two: 1 is as good as random, 0 as good as possible. All splits have the same problems. So the
-score measures how fast the problems are learned, not how well the policy generalises.
+of a random policy and of the best possible policy are known. A run's score is its place between
+the two, 1 - regret: 0 is as good as random, 1 as good as possible. All splits have the same
+problems. So the score measures how fast the problems are learned, not how well the policy
+generalises.
 
 Every factory takes `placebo`: "coin" makes the rewards of training rows a coin, "format" makes them
-1 for any reply. Validation and test rows stay as they are. A method counts only if it is better
-than both placebos (Shao et al. 2025, "Spurious Rewards", arXiv:2506.10947).
+1 for any reply. In `chain` this is true of the turn that counts, and the others stay coins.
+Validation and test rows stay as they are. A method counts only if it is better than both placebos
+(Shao et al. 2025, "Spurious Rewards", arXiv:2506.10947).
 """
 
 from __future__ import annotations
