@@ -9,6 +9,7 @@ independent units.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise
@@ -147,7 +148,11 @@ def _find_budget_figure(groups: Sequence[Group], at: str) -> Figure:
         values.append({})
         for run, own in zip(group.runs, of, strict=True):
             curve = read_series(run, "eval/accuracy")
-            within = [step for step in curve if (own.get(step, 0.0) if step else 0.0) <= shared]
+            within = [
+                step
+                for step in curve
+                if max((own[past] for past in own if past <= step), default=0.0) <= shared
+            ]
             values[-1] |= {run.seed or 0: curve[max(within)]} if within else {}
     if sum(map(bool, values)) < 2:
         raise ConfigError(
@@ -196,7 +201,7 @@ def count_problems(result: Mapping[str, Any]) -> int:
 def read_budget(run: ReadRun, unit: str) -> dict[int, float]:
     """Read the budget that a run has spent up to the end of each RL step. `unit` is one of
     UNITS."""
-    rows = [row for row in run.rows if is_number(row.get("reward/mean"))]
+    rows = [row for row in run.rows if "reward/mean" in row]  # null if no reply was scored
     size = run.settings.get("batch.group_size") or 1
     spent: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "steps": lambda row: 1,
@@ -244,10 +249,24 @@ def list_repeated_seeds(groups: Sequence[Group]) -> list[str]:
     return out
 
 
-def list_notes(groups: Sequence[Group]) -> list[str]:
-    """List remarks for a reader of the verdicts: about repeated seeds, unequal budgets, and
-    different settings that change the problems."""
-    out = list_repeated_seeds(groups)
+def list_left_out(groups: Sequence[Group], compared: Figure) -> list[str]:
+    """Return a sentence on each line with runs that lack the figure."""
+    out = []
+    for group, values in zip(groups, compared.values, strict=True):
+        seeds = [str(seed) for run in group.runs if (seed := run.seed or 0) not in values]
+        if seeds:
+            out.append(
+                f"{len(seeds)} of {len(group.runs)} runs of {group.label} have no {compared.name}"
+                f" and are left out (seed {', '.join(seeds)}). If they failed, the others may be"
+                " the luckier ones."
+            )
+    return out
+
+
+def list_notes(groups: Sequence[Group], compared: Figure) -> list[str]:
+    """List remarks for a reader of the verdicts: about repeated seeds, runs without the figure,
+    unequal budgets, and different settings that change the problems or the reward."""
+    out = list_repeated_seeds(groups) + list_left_out(groups, compared)
     comparable = all(read_series(run, "eval/accuracy") for g in groups for run in g.runs)
     for unit, values in average_budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
@@ -258,15 +277,17 @@ def list_notes(groups: Sequence[Group]) -> list[str]:
                 f"The lines had unequal budgets, in {UNITS[unit]}: {said}."
                 + (f" `rlkit compare` with at={unit} compares them at equal budgets." * comparable)
             )
+    measured = (*PROBLEMS, "reward.") if "reward" in compared.name else PROBLEMS
     changed = [
         key
         for key in find_differences([group.runs[0] for group in groups])
-        if key.startswith(PROBLEMS) and "suggests" not in key
+        if re.sub(r"^schedule\.phases\.[^.]+\.", "", key).startswith(measured)
+        and "suggests" not in key
     ]
     if changed:
         out.append(
             f"The lines differ in {', '.join(changed[:4])}, so their figures may be from different"
-            " problems."
+            f" problems{' or on different scales' * (measured != PROBLEMS)}."
         )
     return out
 
@@ -425,7 +446,7 @@ def format_verdicts(
         *(v.sentence for v in found),
         *(fall.sentence for fall in find_falls(groups)),
         describe_basis(compared, found),
-        *list_notes(groups),
+        *list_notes(groups, compared),
     ]
 
 

@@ -138,7 +138,7 @@ def test_only_common_seeds_are_pairs_and_no_common_seed_is_said(arms, make_run):
 def test_two_runs_of_a_line_with_one_seed_are_said_and_count_once(arms, make_run, tmp_path, capsys):
     """Only the last one was compared, without a word, and both counted for a fall."""
     groups = arms([0.4] * 3, [0.5] * 3)
-    assert list_notes(groups) == []
+    assert list_notes(groups, find_shared_figure(groups)) == []
     for seed in (1, 2):
         twin = read_run(make_run(f"grpo/twin_{seed}", seed=seed, title="grpo", after=0.3))
         groups[0].runs.append(twin)
@@ -146,7 +146,7 @@ def test_two_runs_of_a_line_with_one_seed_are_said_and_count_once(arms, make_run
         "grpo has several runs of seed 1, 2, and only the last of each seed counts. To choose"
         " another, leave out the folder of the last one."
     )
-    assert list_notes(groups) == [note]
+    assert list_notes(groups, find_shared_figure(groups)) == [note]
     for command in ("compare", "plan"):
         assert main([command, *(str(tmp_path / "runs" / arm) for arm in ("grpo", "dapo"))]) == 0
         assert note in capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_unequal_budgets_are_said_and_can_be_made_equal(arms):
         [0.5] * 3, [0.6] * 3, grpo={"change": rows}, dapo={"change": rows | {"optim/updates": 2}}
     )
     assert read_budget(groups[1].runs[0], "updates") == {1: 2, 2: 4, 3: 6, 4: 8}
-    (note,) = list_notes(groups)
+    (note,) = list_notes(groups, find_shared_figure(groups))
     assert "in optimiser steps: grpo 4, dapo 8" in note
     assert "`rlkit compare` with at=updates" in note
     curves = {0: 0.1, 2: 0.3, 4: 0.5}
@@ -231,6 +231,43 @@ def test_unequal_budgets_are_said_and_can_be_made_equal(arms):
         find_shared_figure(measured, at="updates").name
         == "validation accuracy after 4 optimiser steps"
     )
+
+
+def test_a_step_without_a_scored_reply_spends_its_budget(arms):
+    """Its mean reward is null. The step was free, so its evaluation counted within less."""
+    groups = arms([0.5] * 3, [0.5] * 3)
+    nulls = [{}, {}, {}, {"reward/mean": None, "eval/accuracy": 0.9}]
+    first, second = (
+        [{"step": i, "reward/mean": 0.5, "eval/accuracy": 0.3} | own[i] for i in range(1, len(own))]
+        for own in (nulls[:3], nulls)
+    )
+    lines = [
+        group._replace(runs=[run._replace(rows=rows) for run in group.runs])
+        for group, rows in zip(groups, (first, second), strict=True)
+    ]
+    found = find_shared_figure(lines, at="steps")
+    assert found.name == "validation accuracy after 2 RL steps"
+    assert [set(own.values()) for own in found.values] == [{0.3}, {0.3}]
+
+
+def test_runs_without_the_figure_are_named(arms):
+    """A line whose bad seeds fail would win in silence."""
+    groups = arms([0.5] * 3, [0.6] * 4)
+    for seed, summary in ((1, {"ended": "failed: ValueError: x"}), (2, {})):
+        groups[1].runs[seed] = groups[1].runs[seed]._replace(summary=summary)
+    (note,) = list_notes(groups, find_shared_figure(groups))
+    assert "2 of 4 runs of dapo have no test accuracy and are left out (seed 1, 2)." in note
+
+
+def test_rewards_of_other_terms_are_not_on_one_scale(arms):
+    """Ten times the weight was called better by nine times the reward."""
+    groups = arms([0.5] * 3, [0.6] * 3)
+    key = "schedule.phases.b.reward.terms.task.weight"
+    for weight, group in enumerate(groups, 1):
+        group.runs[:] = [r._replace(settings={**r.settings, key: weight}) for r in group.runs]
+    (note,) = list_notes(groups, find_shared_figure(groups, "reward"))
+    assert key in note and note.endswith("different problems or on different scales.")
+    assert list_notes(groups, find_shared_figure(groups)) == []
 
 
 def test_figures_are_the_best_that_the_runs_have(arms, tmp_path):

@@ -2,8 +2,8 @@
 one page.
 
 A run is `rlkit train` in <folder>/TASK/ARM/SEED, on one thread, with as many at a time as there are
-cores. A finished run is not repeated, unless its settings have changed. A run's score is its regret
-(rlkit/extras/bench/tasks.py): 1 is as good as a random policy, 0 as good as possible.
+cores. A finished run is not repeated, unless its settings have changed. A run's score is 1 - regret
+(rlkit/extras/bench/tasks.py): 0 is as good as a random policy, 1 as good as possible.
 """
 
 from __future__ import annotations
@@ -341,6 +341,12 @@ def format_page(rows: Sequence[Row], failed: Mapping[Path, str], rates: str = ""
         " both computed. Arms of a seed share the start, the problems, their order and the sampling"
         " noise, and are compared within seeds."
     )
+    partial = sorted({int(row["seed"]) for row in rows} - {*found.seeds})
+    if partial:
+        parts.append(
+            f"Left out for every arm: seeds {', '.join(map(str, partial))}. They lack a run of an"
+            " arm, so what is compared may be the easier seeds."
+        )
     if failed:
         parts.append("Failed:\n\n" + list_failures(failed))
     if n < 2:

@@ -41,6 +41,7 @@ from rlkit.runs.verdicts import (
     find_shared_figure,
     judge_lines,
     list_notes,
+    list_repeated_seeds,
 )
 from rlkit.system.contents import PROMPTS
 from rlkit.system.files import read_regular
@@ -242,24 +243,27 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
 
 
 def verdict_list(groups: Sequence[Group]) -> str:
-    """Compare each line with the first, and their spending; nothing if there is no comparison."""
+    """Compare each line with the first, and their spending. Without a comparison, only name the
+    repeated seeds."""
     compared = find_shared_figure(groups)
     found = judge_lines(groups, compared) if compared else []
     if not compared or not found:
-        return ""
+        return list_paragraphs(list_repeated_seeds(groups))
     kinds = {"better": "good", "worse": "bad", "open": "open"}
     items = [f"<li class={kinds[v.claim]}>{escape(v.sentence)}</li>" for v in found]
-    said = [
-        f"<p class=note>{escape(text)}</p>"
-        for text in (describe_basis(compared, found), *list_notes(groups))
-    ]
+    said = list_paragraphs([describe_basis(compared, found), *list_notes(groups, compared)])
     spent = average_budgets(groups)
     rows = [
         [escape(group.label), *(f"{values[i]:,.0f}" for values in spent.values())]
         for i, group in enumerate(groups)
     ]
     table = html_table(["spent by a run", *(UNITS[unit] for unit in spent)], rows) if spent else ""
-    return f"<ul class=health>{''.join(items)}</ul>{''.join(said)}{table}"
+    return f"<ul class=health>{''.join(items)}</ul>{said}{table}"
+
+
+def list_paragraphs(notes: Sequence[str]) -> str:
+    """Write each note as a paragraph."""
+    return "".join(f"<p class=note>{escape(text)}</p>" for text in notes)
 
 
 def fall_list(groups: Sequence[Group]) -> str:

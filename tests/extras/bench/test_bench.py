@@ -373,9 +373,10 @@ def test_the_page_claims_what_differs_and_names_what_does_not():
 
 def test_a_seed_that_lacks_a_run_is_left_out_for_all():
     whole = table({"a": 0.5, "b": 0.4})
-    found = bench.arrange_scores(
-        [row for row in whole if (row["seed"], row["arm"], row["task"]) != (3, "b", "needle")]
-    )
+    rows = [row for row in whole if (row["seed"], row["arm"], row["task"]) != (3, "b", "needle")]
+    found = bench.arrange_scores(rows)
+    assert "Left out for every arm: seeds 3." in bench.format_page(rows, {})
+    assert "Left out" not in bench.format_page(whole, {})
     assert found.seeds == [0, 1, 2, 4, 5, 6, 7, 8, 9] and found.of["a"].shape == (9, 2)
     assert "nothing is compared" in bench.format_page(whole[:4], {})
 
