@@ -338,14 +338,15 @@ def draw_curves(chart: Chart, groups: Sequence[Group], smooth: int | None) -> li
     if chart.smooth:
         steps = choose_window(groups) if smooth is None else smooth
     for index, group in enumerate(groups):
-        own = [values for run in group.runs if (values := read_series(run, chart.metric))]
-        if not own:
+        measured = [run for run in group.runs if read_series(run, chart.metric)]
+        if not measured:
             continue
+        own = [read_series(run, chart.metric) for run in measured]
         smooth_own = [smooth_values(values, steps) for values in own]
         shown = join_seeds(smooth_own)
         if len(own) == 1 and chart.low:
-            low = read_series(group.runs[0], chart.low)
-            high = read_series(group.runs[0], chart.high)
+            low = read_series(measured[0], chart.low)
+            high = read_series(measured[0], chart.high)
             sides = (
                 [side.get(step, mean) for step, mean in zip(shown.steps, shown.mean, strict=True)]
                 for side in (low, high)
@@ -415,7 +416,8 @@ def average_metric(group: Group, metric: str) -> float:
 
 def name_line(group: Group) -> str:
     """A line's name in a legend, with the number of its seeds."""
-    return group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
+    seeds = len({run.seed or 0 for run in group.runs})
+    return group.label if seeds == 1 else f"{group.label}, {seeds} seeds"
 
 
 def abridge_name(text: str, length: int) -> str:

@@ -58,15 +58,17 @@ def tabulate_held_out(groups: Iterable[Group]) -> list[HeldOutRow]:
     """Tabulate each line's test accuracy, and its test reward if this differs from the accuracy.
     For a mixture, tabulate each part too.
 
-    With one seed, the intervals are over problems. The interval of the change is then computed by
-    Newcombe's rule for two independent samples. This interval is too wide, because the problems
-    before and after training are the same. With two seeds there is no interval. With three or more
-    seeds, the intervals are over seeds (`average_over_seeds`).
+    Of several runs of one seed only the last counts. With one seed, the intervals are over
+    problems. The interval of the change is then computed by Newcombe's rule for two independent
+    samples. This interval is too wide, because the problems before and after training are the same.
+    With two seeds there is no interval. With three or more seeds, the intervals are over seeds
+    (`average_over_seeds`).
     """
     out = []
     for group in groups:
+        seeds = {run.seed or 0: run for run in group.runs}
         pairs = select_whole_pairs(
-            (r.summary.get("before"), r.summary.get("after")) for r in group.runs
+            (r.summary.get("before"), r.summary.get("after")) for r in seeds.values()
         )
         if not pairs:
             continue

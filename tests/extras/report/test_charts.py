@@ -34,6 +34,15 @@ def test_smoothing_fades_by_steps_and_not_by_points(make_run):
     assert curve.shown.mean == pytest.approx([0.2, 0.9], abs=1e-3)
 
 
+def test_the_interval_is_of_the_run_that_was_measured(make_run):
+    """It was read from the first run, which has no evaluations."""
+    first, second = (read_run(make_run(str(seed), seed=seed)) for seed in (0, 1))
+    bare = first._replace(rows=[{"step": 1, "reward/mean": 0.5}])
+    chart = charts.Chart("", "", "", "eval/accuracy", "", False, "eval/accuracy_low", "x")
+    (curve,) = charts.draw_curves(chart, group_runs([bare, second]), None)
+    assert curve.shown[:3] == ([0], [0.5], [0.4])
+
+
 def test_a_seed_that_ended_early_does_not_make_the_mean_jump():
     told = charts.join_seeds([{1: 0.0, 2: 0.0, 3: 0.0}, {1: 1.0, 2: 1.0}])
     assert told == charts.Line([1, 2], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0])

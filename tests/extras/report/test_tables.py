@@ -8,6 +8,8 @@ import random
 import pytest
 
 from parametrise import cases
+from rlkit.extras.report.charts import name_line
+from rlkit.extras.report.page import verdict_list
 from rlkit.extras.report.tables import (
     average_over_seeds,
     mark_change,
@@ -43,6 +45,15 @@ def test_seeds_are_put_together_and_the_reward_is_shown_where_it_is_another_numb
         and rows[0].after.value == pytest.approx(0.85)
         and rows[0].change.value == pytest.approx(0.35)
     )
+
+
+def test_copies_of_one_run_are_one_seed(make_run):
+    """Ten of them were ten seeds with a tiny interval, and the change was called a gain."""
+    groups = group_runs([read_run(make_run(str(i), after=0.51)) for i in range(10)])
+    (row,) = tabulate_held_out(groups)
+    assert row.seeds == 1 and row.change.low < 0 < row.change.high
+    assert name_line(groups[0]) == "grpo"
+    assert "several runs of seed 0" in verdict_list(groups)
 
 
 def test_a_run_without_an_end_has_no_row(make_run):
