@@ -42,13 +42,25 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
       step: the RL step of the policy.
       adapters: whether the folder holds adapters in PEFT's format instead of all weights.
     """
-    settings = flatten_numbers(runs.read_config(run))
+    config = runs.read_config(run)
+    settings = flatten_numbers(config)
+    phases = (config.get("schedule") or {}).get("phases") or [""]
+    shown = {
+        row: ", then ".join(
+            dict.fromkeys(
+                str(settings.get(f"schedule.phases.{phase}.{key}", settings[key]))
+                for phase in phases
+            )
+        )
+        for row, key in SHOWN.items()
+        if settings.get(key) is not None
+    }
     summary = runs.read_summary(run) or {}
     start = runs.read_start(run)
     base = str(settings.get("model.path", ""))
-    algorithm = str(settings.get("algorithm.name", "reinforcement learning"))
+    algorithm = shown.get("algorithm", "reinforcement learning")
     known = HUB.fullmatch(base) and not Path(base).exists()
-    tags = ["rlkit", "reinforcement-learning", re.sub(r"[^\w.-]", "-", algorithm)]
+    tags = ["rlkit", "reinforcement-learning", re.sub(r"[^\w.-]+", "-", algorithm)]
     header = [f"base_model: {base}"] if known else []
     header += [
         f"library_name: {'peft' if adapters else 'transformers'}",
@@ -64,11 +76,7 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
         "## How it was trained",
         _table(
             ("setting", "value"),
-            [
-                (row, f"`{value}`")
-                for row, key in SHOWN.items()
-                if (value := settings.get(key)) is not None
-            ],
+            [(row, f"`{value}`") for row, value in shown.items()],
         ),
         "## Load it",
         (
@@ -146,6 +154,7 @@ def _repeat(run: Path, summary: Mapping[str, Any], start: Mapping[str, Any]) -> 
     said = [f"Commit {start['git']}."] if start.get("git") else []
     said += [f"Versions: {versions}."] if versions else []
     said += [f"It cost {', '.join(costs)}."] if costs else []
-    return "\n\n".join(
-        ["## Repeat it", f"```\nrlkit train {overrides}".rstrip() + "\n```", " ".join(said)]
-    )
+    command = f"```\nrlkit train {overrides}".rstrip() + "\n```"
+    if not (run / ".hydra" / "overrides.yaml").is_file():
+        command = "Parts of this run are Python objects, and its folder does not keep them."
+    return "\n\n".join(["## Repeat it", command, " ".join(said)])

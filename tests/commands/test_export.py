@@ -13,9 +13,11 @@ from parametrise import cases
 from rlkit.commands.cli import main
 from rlkit.commands.evaluate import restore_policy
 from rlkit.commands.export import export
+from rlkit.config.compose import compose
 from rlkit.errors import ConfigError
 from rlkit.models import LoRA, load_policy
 from rlkit.models.save import save_policy
+from rlkit.runs.card import model_card
 from rlkit.training import references as reference
 
 IDS = torch.tensor([[20, 21, 22, 23, 24]])
@@ -46,6 +48,15 @@ def run(request, tmp_path_factory):
 def logits(model):
     with torch.no_grad():
         return model.eval()(IDS).logits
+
+
+def test_the_card_names_the_algorithm_of_each_phase_and_no_command_of_a_run_from_python(tmp_path):
+    """The group that the phases replace never ran, and overrides do not make Python objects."""
+    config = compose(["schedule=reinforce_to_ppo"]).config
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    card = model_card(tmp_path, 6, adapters=False)
+    assert "6 RL steps with `reinforce, then ppo`" in card and "grpo" not in card
+    assert "parts of this run are python objects" in card.lower() and "rlkit train" not in card
 
 
 @pytest.mark.slow
