@@ -67,12 +67,11 @@ def entropy_collapse(run: ReadRun) -> str | None:
         or (solved and solved.last > 0.5)
     ):
         return None
-    remedy = (
-        "raise algorithm.policy_loss.clip_high or algorithm.entropy_coef, or lower optimizer.lr"
-    )
+    clip = "algorithm.policy_loss.clip_high"
     return (
         f"entropy fell from {entropy.first:.3g} to {entropy.last:.3g} nats a token before the"
-        f" problems were solved: {remedy}"
+        f" problems were solved: raise {f'{clip} or ' * (clip in run.settings)}"
+        "algorithm.entropy_coef, or lower optimizer.lr"
     )
 
 
@@ -101,9 +100,12 @@ def kl_growth(run: ReadRun) -> str | None:
         return None
     if reward.rose(reward.middle):
         return None
+    remedy = "raise kl.coef"
+    if run.settings.get("kl.name") == "none":
+        remedy = "add a KL to the start (kl=k3 reference=frozen)"
     return (
         f"KL grew from {kl.middle:.3g} to {kl.last:.3g} nats a token in the last third while the"
-        " reward did not rise: stop earlier, raise kl.coef, or lower optimizer.lr"
+        f" reward did not rise: stop earlier, {remedy}, or lower optimizer.lr"
     )
 
 

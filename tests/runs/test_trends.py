@@ -13,7 +13,14 @@ import pytest
 from parametrise import each
 from rlkit.commands.train import format_closing_lines
 from rlkit.runs.reading import ReadRun, read_run
-from rlkit.runs.trends import TRENDS, average_thirds, find_shadow_rewards, find_symptoms
+from rlkit.runs.trends import (
+    TRENDS,
+    average_thirds,
+    entropy_collapse,
+    find_shadow_rewards,
+    find_symptoms,
+    kl_growth,
+)
 
 STEPS = 60
 HEALTHY = {  # metric → its value at a share of the run
@@ -85,6 +92,18 @@ def test_a_term_with_a_weight_in_some_phase_is_no_shadow():
         find_shadow_rewards(own) == ["true"]
         and find_shadow_rewards(own._replace(settings={**own.settings, **phase})) == []
     )
+
+
+def test_a_remedy_is_a_setting_that_has_an_effect():
+    """kl.coef has none without a KL, and the loss of reinforce has no clip."""
+    grown = run(HEALTHY | SICK["kl_growth"])
+    none = grown._replace(settings={"kl.name": "none"})
+    assert "raise kl.coef" in kl_growth(grown)
+    assert "kl=k3 reference=frozen" in kl_growth(none) and "kl.coef" not in kl_growth(none)
+    fallen = run(HEALTHY | SICK["entropy_collapse"])
+    clip = "algorithm.policy_loss.clip_high"
+    assert clip not in entropy_collapse(fallen)
+    assert clip in entropy_collapse(fallen._replace(settings={clip: 0.2}))
 
 
 def test_the_end_of_a_run_says_what_drifted(tmp_path):
