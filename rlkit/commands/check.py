@@ -225,9 +225,6 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
         for key, label in names.items()
         if isinstance(m.get(key), float) and m[key] == m[key]
     )
-    played = f"{len(own)} episodes, {m['tokens/sampled']} tokens sampled"
-    if not own:
-        played = f"{m['batch/rollouts']} demonstrations, {m['tokens/sampled']} tokens"
     reward = f"{_mean(own)} ({terms}), {len(scored)} of {len(own)} can be scored"
     spread = "all rewards were equal; the update was tried with 0 and 1 in turn"
     return [
@@ -238,7 +235,13 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
         ),
         ("data", "where rows have a gold answer, it scores 1, and an empty answer does not"),
         ("model", f"loaded in {clock['load']:.1f} s; trainer and sampler agree"),
-        ("rollout", f"{played}, {clock['generate']:.1f} s"),
+        (
+            "rollout",
+            (
+                f"{len(own) or m['batch/rollouts']} episodes, {m['tokens/sampled']} tokens of"
+                f" replies, {clock['generate']:.1f} s"
+            ),
+        ),
         *([("reward", reward)] if own else []),  # demonstrations are not scored
         (
             "update",

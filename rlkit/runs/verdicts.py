@@ -9,7 +9,6 @@ independent units.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise
@@ -151,7 +150,7 @@ def _find_budget_figure(groups: Sequence[Group], at: str) -> Figure:
             within = [
                 step
                 for step in curve
-                if max((own[past] for past in own if past <= step), default=0.0) <= shared
+                if all(cost <= shared for past, cost in own.items() if past <= step)
             ]
             values[-1] |= {run.seed or 0: curve[max(within)]} if within else {}
     if sum(map(bool, values)) < 2:
@@ -249,9 +248,10 @@ def list_repeated_seeds(groups: Sequence[Group]) -> list[str]:
     return out
 
 
-def list_left_out(groups: Sequence[Group], compared: Figure) -> list[str]:
-    """Return a sentence on each line with runs that lack the figure."""
-    out = []
+def list_notes(groups: Sequence[Group], compared: Figure) -> list[str]:
+    """List remarks for a reader of the verdicts: about repeated seeds, runs without the figure,
+    unequal budgets, and different settings that change the problems or the reward."""
+    out = list_repeated_seeds(groups)
     for group, values in zip(groups, compared.values, strict=True):
         seeds = [str(seed) for run in group.runs if (seed := run.seed or 0) not in values]
         if seeds:
@@ -260,13 +260,6 @@ def list_left_out(groups: Sequence[Group], compared: Figure) -> list[str]:
                 f" and are left out (seed {', '.join(seeds)}). If they failed, the others may be"
                 " the luckier ones."
             )
-    return out
-
-
-def list_notes(groups: Sequence[Group], compared: Figure) -> list[str]:
-    """List remarks for a reader of the verdicts: about repeated seeds, runs without the figure,
-    unequal budgets, and different settings that change the problems or the reward."""
-    out = list_repeated_seeds(groups) + list_left_out(groups, compared)
     comparable = all(read_series(run, "eval/accuracy") for g in groups for run in g.runs)
     for unit, values in average_budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
@@ -277,17 +270,16 @@ def list_notes(groups: Sequence[Group], compared: Figure) -> list[str]:
                 f"The lines had unequal budgets, in {UNITS[unit]}: {said}."
                 + (f" `rlkit compare` with at={unit} compares them at equal budgets." * comparable)
             )
-    measured = (*PROBLEMS, "reward.") if "reward" in compared.name else PROBLEMS
+    rewards = "reward" in compared.name  # a phase may have a reward of its own
     changed = [
         key
         for key in find_differences([group.runs[0] for group in groups])
-        if re.sub(r"^schedule\.phases\.[^.]+\.", "", key).startswith(measured)
-        and "suggests" not in key
+        if (key.startswith(PROBLEMS) or (rewards and "reward." in key)) and "suggests" not in key
     ]
     if changed:
         out.append(
             f"The lines differ in {', '.join(changed[:4])}, so their figures may be from different"
-            f" problems{' or on different scales' * (measured != PROBLEMS)}."
+            f" problems{' or on different scales' * rewards}."
         )
     return out
 

@@ -105,7 +105,7 @@ def test_demonstrations_are_checked_without_a_reward(capsys, tmp_path, monkeypat
     (tmp_path / "rows.jsonl").write_text(20 * row)
     assert main(["check", "experiment=sft", "task.path=rows.jsonl"]) == 0
     said = capsys.readouterr().out
-    assert " 4 demonstrations, " in said and "gradient norm" in said
+    assert " 4 episodes, " in said and "gradient norm" in said
     assert "can be scored" not in said and said.endswith("with the same overrides\n")
 
 
