@@ -327,8 +327,8 @@ def _read(text: str, settings: _Settings) -> dict[str, Any]:
     try:
         verdict = json.loads(text[text.find("{") : text.rfind("}") + 1])
         scores = {name: verdict["scores"][name] for name in settings.names}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"not the asked form: {text[:200]!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not the asked form: {str(text)[:200]!r}") from error
     for name, points in scores.items():
         if (
             isinstance(points, bool)

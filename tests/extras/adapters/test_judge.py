@@ -152,10 +152,11 @@ def test_a_run_that_is_repeated_asks_nothing(tmp_path):
 
 
 def test_a_busy_server_and_an_answer_of_another_form_are_asked_again():
-    with serving([(503, "busy"), "I like it", verdict(9, 0), verdict(2, 2)]) as http:
+    parts = [{"type": "text", "text": verdict(2, 2)}]
+    with serving([(503, "busy"), "I like it", parts, verdict(9, 0), verdict(2, 2)]) as http:
         assert (
-            score(replies("a"), asking(http.url, retries=3))[0].reward == 0.5
-            and len(http.asked) == 4
+            score(replies("a"), asking(http.url, retries=4))[0].reward == 0.5
+            and len(http.asked) == 5
         )
 
 
