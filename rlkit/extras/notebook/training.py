@@ -67,6 +67,7 @@ class Run(NamedTuple):
     critic: nn.Module | None
     engine: Any
     stream: StreamState
+    seed: int
 
 
 RUNS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Run] = weakref.WeakKeyDictionary()
@@ -137,7 +138,7 @@ class IterationLearner(Learner):
             x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock
         )
         metrics = self.step(sampled, trained)
-        RUNS[self.optimizer] = Run(self.save(), self.own_critic, engine, stream)
+        RUNS[self.optimizer] = Run(self.save(), self.own_critic, engine, stream, x.seed)
         row = {short: float(metrics[name]) for short, name in NAMES.items()} | metrics
         unread = {} if x.kl.active else {"kl": 0.0, "kl_coef": 0.0}
         return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row | unread)
@@ -171,8 +172,9 @@ def training_iteration(
       micro_batch_tokens. A hook without effect raises ValueError.
     """
     _warn(gen_config, make_core(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
-    seed = choose_seed(seed)
     run = RUNS.get(optimizer)
+    # the stream's place counts in the order of one seed
+    seed = run.seed if run and seed is None else choose_seed(seed)
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
     stream = run.stream if run and batch_size else StreamState()
     if batch_size is None:

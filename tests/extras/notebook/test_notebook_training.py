@@ -16,8 +16,11 @@ from rlkit.notebook import (
     GenerationConfig,
     TrainingConfig,
     create_ema_updater,
+    create_grpo_config,
     create_kl_updater,
     create_reference_model,
+    load_model,
+    load_tokenizer,
     train,
     training_iteration,
 )
@@ -171,3 +174,22 @@ def test_a_notebook_gives_the_weights_of_a_run(loop, overrides, update_fn, seen,
         state.metrics["reward/mean"] == row["reward/mean"]
         for state, row in zip(ours, rows, strict=True)
     )
+
+
+@pytest.mark.slow
+def test_iterations_without_a_seed_take_each_prompt_once():
+    """Each drew a seed of its own, while the place in the order went on: prompts came twice."""
+    model, tokenizer = load_model("tiny", dtype="float32"), load_tokenizer("tiny")
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
+    sampling = GenerationConfig(2, 1.0, 1.0, 0)
+    config = create_grpo_config(0.0)._replace(group_size=2)
+    seen = []
+
+    def reward(rollout):
+        seen.append(rollout.prompt)
+        return float(len(seen) % 2)
+
+    for _ in range(8):
+        given = model, tokenizer, list("abcdefgh"), sampling, config, reward, optimizer
+        training_iteration(*given, batch_size=1)
+    assert len(set(seen[::2])) == 8
