@@ -65,6 +65,19 @@ def measure_load(
     return load, f"prompts of {prompt} tokens ({source}), {replies}, {load.turns} a rollout"
 
 
+def list_uncounted(x: Experiment, phases: int) -> list[str]:
+    """List the parts of a run that the forecast leaves out."""
+    a = x.algorithm
+    parts = {
+        "the teacher": x.needs_teacher,
+        "the trunk of a separate critic": a.critic.active and a.critic.model == "separate",
+        "that demonstrations are not sampled": a.episodes is not None,
+        "more than one device": x.trainer.devices * x.trainer.nodes > 1,
+        "the phases after the first": phases > 1,
+    }
+    return [name for name, there in parts.items() if there]
+
+
 def has_turns(environment: Mapping[str, Any]) -> bool:
     """Return whether an episode can have several replies. Of environment=by_task, one environment
     with several replies is enough."""

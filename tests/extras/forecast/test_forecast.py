@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rlkit.algorithm import Critic
 from rlkit.commands.cli import main
+from rlkit.extras.forecast.load import list_uncounted
+from rlkit.training.experiment import TrainerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,6 +50,18 @@ def test_a_card_that_is_not_here(capsys):
 def test_an_episode_with_a_tool_has_two_replies(words, replies, capsys):
     assert main(["check", "check.device=h200", *words]) == 0
     assert f", {replies} a rollout" in capsys.readouterr().out
+
+
+def test_what_the_forecast_leaves_out_is_named(capsys):
+    """It told the costs of the policy alone as those of the run."""
+    words = ["task=digits", "schedule=reinforce_to_ppo"]
+    assert main(["check", "check.device=h200", *words]) == 0
+    assert "\nnot counted the phases after the first" in capsys.readouterr().out
+    critic = Critic(loss=print, model="separate")
+    algorithm = SimpleNamespace(critic=critic, episodes=print)
+    trainer = TrainerSettings(devices=2)
+    x = SimpleNamespace(algorithm=algorithm, trainer=trainer, needs_teacher=True)
+    assert len(list_uncounted(x, 1)) == 4
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.commands import check
 from rlkit.commands.arguments import Answer, Arguments
 from rlkit.errors import ConfigError, suggest_name
-from rlkit.extras.forecast.load import find_shape, measure_load
+from rlkit.extras.forecast.load import find_shape, list_uncounted, measure_load
 from rlkit.extras.forecast.roofline import CARDS, forecast, propose_changes, settle_checkpointing
 from rlkit.training.experiment import Experiment
 from rlkit.types import Splits
@@ -46,8 +46,9 @@ def command(arguments: Arguments) -> Answer:
         text = check.show_report(report, phases=phases, costs=list_costs(cost, report.memory))
         return Answer(check.describe_report(report, phases, doubts) | {"cost": cost}, text)
     composed = compose(overrides, config_dir=arguments.config_dir)
-    first = next(iter(build_first_steps(experiment(composed)).values()))
-    data = forecast_card(first, composed.config, given)
+    firsts = list(build_first_steps(experiment(composed)).values())
+    data = forecast_card(firsts[0], composed.config, given)
+    data["uncounted"] = list_uncounted(firsts[0], len(firsts))
     return Answer(data, format_forecast(data))
 
 
@@ -235,6 +236,7 @@ def format_forecast(data: Mapping[str, Any]) -> str:
                 " bandwidth allows"
             ),
         ),
+        *(("not counted", words) for words in data["uncounted"]),
         *(("change", words) for words in advice or ["nothing that would gain 5 %"]),
     ]
     return "\n".join(f"{label:<12}{text}" for label, text in rows)
