@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlkit.algorithm import Algorithm
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import ConfigError, show_controls
 from rlkit.extras.why.evidence import Evidence
-from rlkit.extras.why.settings import compares_groups
-from rlkit.functional import mix
+from rlkit.extras.why.settings import ALONE
+from rlkit.functional import clipped, mix, token_ratio
 from rlkit.system import rng
 from rlkit.system.device import autocast
 from rlkit.system.shards import index_steps
@@ -30,7 +31,7 @@ from rlkit.training.experiment import Experiment
 from rlkit.training.groups import accept
 from rlkit.training.learner import Learner
 from rlkit.training.run import ready
-from rlkit.types import Policy, Rollout, Splits
+from rlkit.types import Policy, Rollout, Splits, bound, plain
 
 SHOWN = 5  # likeliest tokens
 EXACT = 1e-4  # nats; a larger difference from the recorded log-prob is named
@@ -243,13 +244,13 @@ def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> It
     for learner in repeat_steps(x, tasks, e, token.version, token.step):
         version = learner.rl_step
         if version == token.step - 1:
-            temperature = learner.begin().generation.temperature
+            now = learner.begin()
         if version in (token.version, token.step - 1, token.step):
             found[version] = predict(learner, token)
     assert learner is not None
     decode = learner.policy.renderer.tokenizer.decode
     then, before, after = (
-        apply_temperature(found[version], temperature)
+        apply_temperature(found[version], now.generation.temperature)
         for version in (token.version, token.step - 1, token.step)
     )
     yield (
@@ -266,7 +267,9 @@ def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> It
         mark = "  <- sampled" if i == token.id else ""
         yield f"  {math.exp(then[i]):.4f}  {quote_token(decode([i]))}{mark}"
     made = read_effect(learner, token)
-    yield from say_effect_of_step(made, token, grouped=compares_groups(e))
+    yield from say_effect_of_step(
+        made, token, grouped=plain(now.algorithm.advantage).__name__ not in ALONE
+    )
     ratio = math.exp(float(before[token.id]) - token.logprob)
     moved = Move(math.exp(before[token.id]), math.exp(after[token.id]))
     yield (
@@ -275,7 +278,7 @@ def explain_token(x: Experiment, tasks: Splits, e: Evidence, token: Token) -> It
         f" {moved.after:.4f}."
     )
     fresh = token.version == token.step - 1
-    yield judge_move(made, moved, say_clip(e, made.advantage, moved) if fresh else "")
+    yield judge_move(made, moved, say_clip(now.algorithm, made.advantage, moved) if fresh else "")
 
 
 def judge_move(made: TokenEffect, moved: Move, clip: str) -> str:
@@ -296,21 +299,21 @@ def judge_move(made: TokenEffect, moved: Move, clip: str) -> str:
     return f"Verdict: {done}{clip}."
 
 
-def say_clip(e: Evidence, advantage: float, moved: Move) -> str:
+def say_clip(algorithm: Algorithm, advantage: float, moved: Move) -> str:
     """Say whether PPO's clip stopped the update on a token; "" for any other loss or ratio.
 
     The first update of a step has ratio 1, so it is never clipped.
     """
-    parts = (e.setting("algorithm.policy_loss._target_"), e.setting("algorithm.ratio._target_"))
-    if parts != ("rlkit.functional.clipped", "rlkit.functional.token_ratio"):
+    loss = algorithm.policy_loss
+    if plain(loss) is not clipped or plain(algorithm.ratio) is not token_ratio:
         return ""
-    if e.number("algorithm.epochs") * e.number("algorithm.minibatches") == 1:
+    if algorithm.epochs * algorithm.minibatches == 1:
         return "; not clipped, because the step has one update"
     ratio = moved.after / moved.before
-    limit = 1 + e.number("algorithm.policy_loss.clip_high")
+    limit = 1 + bound(loss).get("clip_high", math.nan)
     beyond = ratio > limit
     if advantage < 0:
-        limit = 1 - e.number("algorithm.policy_loss.clip_low")
+        limit = 1 - bound(loss).get("clip_low", math.nan)
         beyond = ratio < limit
     if beyond:
         return f"; clipped, because its ratio went to {ratio:.3g}, beyond {limit:g}"

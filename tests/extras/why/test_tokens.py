@@ -4,11 +4,12 @@ the recorded rollouts, and gives the recorded log-probs."""
 from __future__ import annotations
 
 import random
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from extras.why.test_why import evidence
 from parametrise import each
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.cli import main
@@ -27,6 +28,7 @@ from rlkit.extras.why.tokens import (
     repeat_steps,
     say_clip,
 )
+from rlkit.functional import clipped, reinforce, token_ratio
 
 WORDS = ("batch.prompts=2", "batch.group_size=4", "trainer.threads=1", "evaluation.n=0")
 WORDS += ("logger=none", "callbacks.checkpoint.model=false", "callbacks.checkpoint.every=2")
@@ -143,17 +145,13 @@ def test_a_token_that_is_not_there(run, capsys, words, said):
     ],
 )
 def test_a_verdict_compares_the_move_with_the_advantage(advantage, after, verdict):
-    clipped = {
-        "algorithm.policy_loss._target_": "rlkit.functional.clipped",
-        "algorithm.ratio._target_": "rlkit.functional.token_ratio",
-        "algorithm.policy_loss.clip_low": 0.2,
-        "algorithm.policy_loss.clip_high": 0.2,
-        "algorithm.epochs": 2,
-        "algorithm.minibatches": 4,
-    }
+    loss = partial(clipped, clip_low=0.2, clip_high=0.2)
+    ppo = SimpleNamespace(policy_loss=loss, ratio=token_ratio, epochs=2, minibatches=4)
     made = TokenEffect(advantage, 1.0, trained=True, group={})
     moved = Move(0.48, after)
-    assert verdict in judge_move(made, moved, say_clip(evidence(clipped), advantage, moved))
+    assert verdict in judge_move(made, moved, say_clip(ppo, advantage, moved))
+    bare = SimpleNamespace(policy_loss=reinforce, ratio=token_ratio)
+    assert say_clip(bare, advantage, moved) == "", "the loss of an earlier phase"
 
 
 @pytest.mark.slow
