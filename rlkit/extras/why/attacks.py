@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -33,11 +33,9 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
     common = Counter(task.answer for task in rows).most_common(1)[0][0]
     answers = dict.fromkeys((*CONSTANTS, common))
     try:
-        truth = mean_reward(reward, rows, [task.answer for task in rows])
-        paid = {text: mean_reward(reward, rows, [text] * len(rows)) for text in answers}
+        truth, known = try_answers(reward, rows, answers)
     except RewardError:
         return None
-    known = {text: value for text, value in paid.items() if value is not None}
     if truth is None or not known:
         return None
     best = max(known, key=known.__getitem__)
@@ -51,7 +49,7 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
             f"On {len(rows)} rows the right answer earns {truth:.2f}, and {shown}"
             f" {known[best]:.2f}. A reward that rises here means worse answers.",
             "Check the signs of reward.terms.*.weight, and the values that the function returns.",
-            tuple(f"{key}={-weight:g}" for key, weight in find_negative_weights(reward)),
+            find_flips(reward, rows, answers),
         )
     if known[best] > 0 and known[best] >= PAID * truth:
         return Finding(
@@ -66,10 +64,27 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
     return None
 
 
-def find_negative_weights(reward: Reward) -> list[tuple[str, float]]:
-    """Return dotted key → weight for the reward terms with a weight below 0."""
-    named = ((f"reward.terms.{name}.weight", term.weight) for name, term in reward.terms.items())
-    return [(key, weight) for key, weight in named if weight < 0]
+def find_flips(reward: Reward, rows: Sequence[Task], answers: Iterable[str]) -> tuple[str, ...]:
+    """Return overrides that turn the sign of one negative weight each, if the truth then earns no
+    less than another answer."""
+    found = []
+    for name, term in reward.terms.items():
+        if term.weight >= 0:
+            continue
+        turned = {**reward.terms, name: term._replace(weight=-term.weight)}
+        truth, known = try_answers(reward._replace(terms=turned), rows, answers)
+        if truth is not None and known and truth >= min(known.values()):
+            found.append(f"reward.terms.{name}.weight={-term.weight:g}")
+    return tuple(found)
+
+
+def try_answers(
+    reward: Reward, rows: Sequence[Task], answers: Iterable[str]
+) -> tuple[float | None, dict[str, float]]:
+    """Return the mean reward of the truths, and of each constant answer that can be scored."""
+    truth = mean_reward(reward, rows, [task.answer for task in rows])
+    paid = {text: mean_reward(reward, rows, [text] * len(rows)) for text in answers}
+    return truth, {text: value for text, value in paid.items() if value is not None}
 
 
 def mean_reward(reward: Reward, tasks: Sequence[Task], answers: Sequence[str]) -> float | None:

@@ -118,7 +118,7 @@ def sum_up(
     lines.append(
         f"(The baseline and {tried} were trained from {place}, {control.steps} steps each, in"
         f" {seconds / 60:.1f} minutes. Each change was tried alone, so another fault can hide its"
-        f" effect. Rewards are of {prompts} further prompts, paired; intervals have 95 %, corrected"
+        f" effect. Rewards are of {prompts} later prompts, paired; intervals have 95 %, corrected"
         " for the number of changes. They are about this run from here on, and not about the"
         " algorithm.)"
     )
