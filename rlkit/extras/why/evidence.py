@@ -64,9 +64,28 @@ class Evidence(NamedTuple):
     run: ReadRun
     played: Mapping[int, Sequence[Rollout]]  # RL step → all its rollouts, of a few steps
 
+    @property
+    def phases(self) -> dict[str, dict[str, Any]]:
+        """The settings of each phase, without the group `schedule.phases.NAME` before them."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in self.run.settings.items():
+            if key.startswith("schedule.phases.") and value is not None:
+                name, _, own = key.removeprefix("schedule.phases.").partition(".")
+                found.setdefault(name, {})[own] = value
+        return found
+
+    @property
+    def replaced(self) -> set[str]:
+        """The groups of config.yaml that a phase replaces, such as algorithm."""
+        return {key.split(".")[0] for own in self.phases.values() for key in own}
+
     def setting(self, key: str, otherwise: Any = None) -> Any:
-        """Return a value of config.yaml by its dotted key."""
-        value = self.run.settings.get(key)
+        """Return a value of config.yaml by its dotted key, in the phase of the newest step."""
+        found = self.run.settings
+        if key.split(".")[0] in self.replaced:
+            own = list(self.phases.values())[int(*self.values("schedule/phase")[-1:])]
+            found = own if any(k.split(".")[0] == key.split(".")[0] for k in own) else found
+        value = found.get(key)
         return otherwise if value is None else value
 
     def number(self, key: str) -> float:
@@ -126,6 +145,11 @@ class Evidence(NamedTuple):
             name for name in names if name.startswith("streams/") and name != "streams/reward"
         ]
         return not others and "reward/demonstration/mean" not in names
+
+    @property
+    def demonstrated(self) -> bool:
+        """Whether the run learns from demonstrations, which are not scored."""
+        return bool(self.values("reward/demonstration/mean"))
 
     @property
     def rollouts(self) -> list[Rollout]:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from rlkit.extras.why import data, settings
 from rlkit.extras.why.attacks import attack
 from rlkit.extras.why.evidence import Evidence, Finding
-from rlkit.extras.why.remedies import apply_remedy
+from rlkit.extras.why.remedies import apply_remedy, read_groups
 from rlkit.rewards import Reward
 from rlkit.runs.trends import find_symptoms
 
 BROKEN = 5  # checks of `data` before the reward: their findings hide everything else
 
+# checks of single steps that no other check of the run covers
+OF_STEPS = ("no gradient", "update skipped", "version wrong")
 EQUAL = ("hard", "easy", "groups", "equal")  # ways for rewards to be equal
 # cause → further causes explained by it
 EXPLAINS: Mapping[str, Sequence[str]] = {
@@ -38,14 +40,20 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
     drifts = [
         Finding(
             "drift",
-            f"A drift: {symptom.check}.",
+            f"A fault in {len(symptom.steps)} steps: {symptom.check}."
+            if symptom.steps
+            else f"A drift: {symptom.check}.",
             f"{symptom.text[:1].upper()}{symptom.text[1:]}.",
             "",
         )
         for symptom in find_symptoms(e.run)
-        if not symptom.steps
+        if not symptom.steps or symptom.check in OF_STEPS
     ]
-    return drop_symptoms([f for f in (*broken, paid, *rest, *drifts) if f is not None])
+    found = drop_symptoms([f for f in (*broken, paid, *rest, *drifts) if f is not None])
+    # a change of a group that the phases replace would have no effect
+    return [
+        f._replace(remedy=() if read_groups(f.remedy) & e.replaced else f.remedy) for f in found
+    ]
 
 
 def drop_symptoms(findings: Sequence[Finding]) -> list[Finding]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from rlkit.config.functions import read_key
 from rlkit.extras.why.evidence import MIXED, NONE, Evidence, Finding
+from rlkit.extras.why.settings import find_rate_key
 
 STEPS = 8  # RL steps of a fork
 PATIENCE = 60  # minutes that a user may be asked to wait for all forks
@@ -33,13 +34,17 @@ def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
     named = [Remedy(", ".join(f.remedy), f.remedy) for f in findings if f.remedy]
     out: dict[tuple[str, ...], Remedy] = {}
     for remedy in (*named, *list_general_remedies(e)):
-        keys = list(map(read_key, remedy.overrides))
         unknown = any(override.endswith("=nan") for override in remedy.overrides)
-        tried = not any(key.split(".")[0].split("/")[0] in UNTRIED for key in keys)
+        tried = not read_groups(remedy.overrides) & {*UNTRIED, *e.replaced}
         if tried and not unknown:  # a scheduled number has no multiple
             known = out.get(remedy.overrides, remedy)
             out[remedy.overrides] = max(known, remedy, key=lambda own: " " in own.title)
     return list(out.values())
+
+
+def read_groups(overrides: Iterable[str]) -> set[str]:
+    """Return the groups of config.yaml that overrides change."""
+    return {read_key(text).replace("/", ".").split(".")[0] for text in overrides}
 
 
 def list_general_remedies(e: Evidence) -> Iterator[Remedy]:
@@ -47,7 +52,7 @@ def list_general_remedies(e: Evidence) -> Iterator[Remedy]:
     prompts, exact sampling. A change is left out if the run's settings or figures leave no room for
     it."""
     rate = e.number("optimizer.lr")
-    if rate == rate:
+    if rate == rate and find_rate_key(e) == "optimizer.lr":
         yield Remedy("A third of the rate", (f"optimizer.lr={rate / FACTOR:.3g}",))
         yield Remedy("Three times the rate", (f"optimizer.lr={rate * FACTOR:.3g}",))
     if e.setting("kl.name", NONE) != NONE:

@@ -341,13 +341,33 @@ def steps_far(e: Evidence) -> bool:
     A few large steps alone are usual with several updates a step.
     """
     steps = e.values("kl/step") or [0.0]
-    lost = e.progress.last < LOST * e.values("reward/mean")[0]
+    first = e.values("reward/mean")[0]
+    lost = first > 0 and e.progress.last < LOST * first
     return median(steps) > FAR or (fmean(steps) > FAR and lost)
+
+
+def find_rate_key(e: Evidence) -> str:
+    """Return the key of the learning rate. A schedule other than `decay` ignores optimizer.lr."""
+    end = "numbers.optimizer.lr._target_"
+    functions = {key: str(own) for key, own in e.run.settings.items() if key.endswith(end)}
+    others = [key for key, own in functions.items() if not own.endswith(".decay")]
+    return others[0].removesuffix("._target_") if others else "optimizer.lr"
+
+
+def read_rate(e: Evidence) -> float:
+    """Return the highest learning rate of the run's steps."""
+    return max(e.values("optim/lr"), default=e.number("optimizer.lr"))
+
+
+def propose_rate(e: Evidence, rate: float) -> tuple[str, ...]:
+    """Return the override of another rate; none if a schedule ignores it."""
+    key = find_rate_key(e)
+    return (f"{key}={rate:.3g}",) if key == "optimizer.lr" else ()
 
 
 def high_rate(e: Evidence) -> Finding | None:
     """Report if too large steps destroy the policy."""
-    rate = e.number("optimizer.lr")
+    rate = read_rate(e)
     suited = find_suited_rate(e)
     moved = e.mean("kl/step")
     still = measure_distance(e) < STILL
@@ -360,10 +380,10 @@ def high_rate(e: Evidence) -> Finding | None:
     return Finding(
         "rate_high",
         "The learning rate is too high.",
-        f"At optimizer.lr={rate:g}{known}, a step {far}, and the reward went from"
+        f"At {find_rate_key(e)}={rate:g}{known}, a step {far}, and the reward went from"
         f" {e.progress.first:.2f} to {e.progress.last:.2f}.",
         "Lower the rate in a new run: the current policy is damaged.",
-        (f"optimizer.lr={suited if rate >= TIMES * suited else rate / TIMES:g}",),
+        propose_rate(e, suited if rate >= TIMES * suited else rate / TIMES),
     )
 
 
@@ -386,27 +406,28 @@ def frozen_policy(e: Evidence) -> Finding | None:
         f" {e.mean('policy/entropy', -1):.2f} nats a token{far}.",
         "Begin again with smaller steps: without replies that differ, this policy stays as it is. A"
         " KL to the start (kl=k3 reference=frozen) may help too.",
-        (f"optimizer.lr={e.number('optimizer.lr') / TIMES:.3g}",),
+        propose_rate(e, read_rate(e) / TIMES),
     )
 
 
 def low_rate(e: Evidence) -> Finding | None:
     """Report if the policy has not moved although there was something to learn."""
-    rate = e.number("optimizer.lr")
+    rate = read_rate(e)
     suited = find_suited_rate(e)
     moved = measure_distance(e)
-    trained = e.steps >= LEAST and e.mean("optim/updates") > 0
-    still = moved < STILL and trained and e.mean("group/frac_zero_std") < HARD
+    # with a gradient of 0 no rate moves the policy
+    trained = e.steps >= LEAST and e.mean("optim/updates") > 0 and e.mean("optim/grad_norm") != 0
+    still = moved < STILL and trained and e.mean("group/frac_zero_std") < HARD and not rate > suited
     if e.progress.rose or not (still or rate <= suited / TIMES):
         return None
     known = f", where {suited:g} suits this model" if suited == suited else ""
     return Finding(
         "rate_low",
         "The learning rate is too low.",
-        f"At optimizer.lr={rate:g}{known}, the policy is {moved:.2g} nats a token from its start"
-        f" after {e.steps} steps.",
+        f"At {find_rate_key(e)}={rate:g}{known}, the policy is {moved:.2g} nats a token from its"
+        f" start after {e.steps} steps.",
         "Raise the rate.",
-        (f"optimizer.lr={suited if rate <= suited / TIMES else rate * TIMES:g}",),
+        propose_rate(e, suited if rate <= suited / TIMES else rate * TIMES),
     )
 
 

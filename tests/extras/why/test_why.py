@@ -141,6 +141,81 @@ def test_a_figure_that_is_out_of_range_names_its_cause(cause, settings, row):
     assert any(character.isdigit() for character in found[0].evidence), "evidence has numbers"
 
 
+def test_the_settings_are_those_of_the_phase_and_its_groups_have_no_remedy():
+    """The run's own algorithm never ran, and an override of it changes nothing."""
+    own = {
+        f"schedule.phases.{name}.algorithm.{key}": value
+        for name in ("first", "second")
+        for key, value in (
+            ("entropy_coef", 0.3),
+            ("advantage._target_", "rlkit.functional.batch_mean"),
+        )
+    }
+    small = {"batch.group_size": 2, "algorithm.advantage._target_": "rlkit.functional.group_mean"}
+    e = evidence(small | own, {"group/frac_zero_std": 0.6, "schedule/phase": 1})
+    (found,) = list_findings(e)
+    assert found.cause == "entropy" and found.remedy == ()
+    assert not any("algorithm" in text for r in list_remedies(e, []) for text in r.overrides)
+
+
+def test_a_scheduled_rate_is_read_and_no_override_of_it_is_offered():
+    """At 0.03 by a schedule it was called 0.0003; `linear` ignores optimizer.lr."""
+    key = "schedule.numbers.optimizer.lr"
+    row = {"optim/lr": 3e-2}
+    e = evidence({f"{key}._target_": "rlkit.training.schedules.linear"}, row)
+    (found,) = list_findings(e)
+    assert f"At {key}=0.03" in found.evidence and found.remedy == ()
+    assert not any("optimizer.lr" in text for r in list_remedies(e, []) for text in r.overrides)
+    decayed = evidence({f"{key}._target_": "rlkit.training.schedules.decay"}, row)
+    assert list_findings(decayed)[0].remedy == ("optimizer.lr=0.0003",)
+
+
+def test_a_gradient_of_0_and_skipped_updates_are_named_and_no_rate_is():
+    """The first was a rate too low, the second no fault at all."""
+    none = {"optim/grad_norm": 0.0, "kl/start": 0.0, "adv/abs_mean": 0.0}
+    (found,) = list_findings(evidence(row=none))
+    assert "9 steps: no gradient" in found.title and "exactly 0" in found.evidence
+    nan = {"optim/updates": 0, "optim/skipped_nonfinite": 2, "kl/start": 0.0}
+    (found,) = list_findings(evidence(row=nan))
+    assert "9 steps: update skipped" in found.title
+
+
+def test_a_negative_reward_that_stays_is_not_lost():
+    """-1 is below half of -1; a few large steps alone are usual."""
+    rewards = [-1.0, -0.99, -1.01] * 3
+    e = evidence(rewards=rewards)
+    for i in (3, 7):
+        e.run.rows[i]["kl/step"] = 0.4
+    assert not settings.steps_far(e)
+
+
+def test_only_the_weight_whose_sign_is_wrong_is_turned():
+    """The penalty on length was turned too, which paid for long answers."""
+
+    def exact(rollout):
+        return float(rollout.final_content.strip() == rollout.task.answer)
+
+    def length(rollout):
+        return len(rollout.final_content) / 1000
+
+    reward = Reward("own", {"num": Term(-1.0, exact), "length": Term(-0.001, length)})
+    found = attack(reward, tasks_of(8))
+    assert found.cause == "sign" and found.remedy == ("reward.terms.num.weight=1",)
+
+
+def test_a_prompt_that_was_trained_on_measures_nothing_while_others_are_left():
+    """The stream begins again after 20 problems, and the last ones came with trained ones."""
+    from types import SimpleNamespace
+
+    from rlkit.extras.why.forks import choose_probes
+
+    algorithm = SimpleNamespace(max_refills=0)
+    x = SimpleNamespace(algorithm=algorithm, batch=SimpleNamespace(prompts=3), seed=0)
+    probes = choose_probes(x, Splits(tasks_of(20)), Place(0, None), 1)
+    assert len(probes) == 5, "20 problems, 3 prompts in up to 5 draws"
+    assert choose_probes(x, Splits(tasks_of(10)), Place(0, None), 1), "all were trained on"
+
+
 def test_problems_are_easy_only_if_the_run_begins_near_its_best_reward():
     """A run that began at 0.94 of 1 had good replies alone in two thirds of its groups."""
     good = {"group/frac_all_good": 0.67, "group/frac_zero_std": 0.67}

@@ -59,11 +59,15 @@ def command(arguments: Arguments) -> int | Answer:
         )
     if "token" in given:
         return explain(e, given, named, arguments)
-    print(say_progress(e))
+    if not e.demonstrated:
+        print(say_progress(e))
     findings, notes = diagnose(e, named, arguments, attack=read_flag("attack", given.get("attack")))
     print("\n".join(say_findings(findings, e.given) or [say_healthy(e)]))
     for note in notes:
         print(f"note: {note}")
+    if e.demonstrated:
+        print("note: demonstrations are not scored, so no change is tried on the reward")
+        return 0
     steps = int(given.get("steps", STEPS))
     minutes = float(given["minutes"]) if "minutes" in given else None
     asked = int(given["step"]) if "step" in given else None
