@@ -252,8 +252,8 @@ def list_notes(groups: Sequence[Group], compared: Figure) -> list[str]:
     """List remarks for a reader of the verdicts: about repeated seeds, runs without the figure,
     unequal budgets, and different settings that change the problems or the reward."""
     out = list_repeated_seeds(groups)
-    for group, values in zip(groups, compared.values, strict=True):
-        seeds = [str(seed) for run in group.runs if (seed := run.seed or 0) not in values]
+    for group, own in zip(groups, compared.values, strict=True):
+        seeds = [str(seed) for run in group.runs if (seed := run.seed or 0) not in own]
         if seeds:
             out.append(
                 f"{len(seeds)} of {len(group.runs)} runs of {group.label} have no {compared.name}"
