@@ -12,7 +12,6 @@ import pytest
 from rlkit.algorithm import Critic
 from rlkit.commands.cli import main
 from rlkit.extras.forecast.load import list_uncounted
-from rlkit.training.experiment import TrainerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -59,7 +58,7 @@ def test_what_the_forecast_leaves_out_is_named(capsys):
     assert "\nnot counted the phases after the first" in capsys.readouterr().out
     critic = Critic(loss=print, model="separate")
     algorithm = SimpleNamespace(critic=critic, episodes=print)
-    trainer = TrainerSettings(devices=2)
+    trainer = SimpleNamespace(devices=2, nodes=1)
     x = SimpleNamespace(algorithm=algorithm, trainer=trainer, needs_teacher=True)
     assert len(list_uncounted(x, 1)) == 4
 
