@@ -330,13 +330,15 @@ class Portions(MicroBatches):
 
 def eight_rows():
     mask = torch.ones(8, 4, dtype=torch.bool)
-    return SimpleNamespace(
+    rows = SimpleNamespace(
         attention_mask=mask,
         response_mask=mask,
         rollout_ids=torch.arange(8),
         group_ids=torch.arange(8),
         ids=mask,
     )
+    rows.whole = lambda: rows
+    return rows
 
 
 def test_micro_batches_are_halved_until_they_fit(capsys):

@@ -229,6 +229,7 @@ def test_hydra_stays_in_compose_and_the_command_line():
     }
     assert used <= {
         "rlkit.config.compose",
+        "rlkit.commands.config_file",
         "rlkit.commands.train",
         "rlkit.runs.sweeps.plan",
         "rlkit.runs.sweeps.run",
