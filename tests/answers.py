@@ -56,6 +56,7 @@ ANSWERS: dict[str, Any] = {
         "lengths": str,
         "load": {str: (int, bool, type(None))},
         "forecast": FORECAST,
+        "uncounted": [str],
         "changes": {str: FORECAST},
     },
     "show": {

@@ -65,8 +65,8 @@ def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
 
 
 def find_flips(reward: Reward, rows: Sequence[Task], answers: Iterable[str]) -> tuple[str, ...]:
-    """Return overrides that turn the sign of one negative weight each, if the truth then earns no
-    less than another answer."""
+    """Return one override for each negative weight whose sign is wrong: with the other sign, the
+    truth earns no less than another answer."""
     found = []
     for name, term in reward.terms.items():
         if term.weight >= 0:
@@ -81,7 +81,7 @@ def find_flips(reward: Reward, rows: Sequence[Task], answers: Iterable[str]) -> 
 def try_answers(
     reward: Reward, rows: Sequence[Task], answers: Iterable[str]
 ) -> tuple[float | None, dict[str, float]]:
-    """Return the mean reward of the truths, and of each constant answer that can be scored."""
+    """Return the mean reward of the truths, and of each scored constant answer."""
     truth = mean_reward(reward, rows, [task.answer for task in rows])
     paid = {text: mean_reward(reward, rows, [text] * len(rows)) for text in answers}
     return truth, {text: value for text, value in paid.items() if value is not None}

@@ -76,7 +76,7 @@ class Evidence(NamedTuple):
 
     @property
     def replaced(self) -> set[str]:
-        """The groups of config.yaml that a phase replaces, such as algorithm."""
+        """The groups of config.yaml replaced by a phase, such as algorithm."""
         return {key.split(".")[0] for own in self.phases.values() for key in own}
 
     def setting(self, key: str, otherwise: Any = None) -> Any:
@@ -148,7 +148,7 @@ class Evidence(NamedTuple):
 
     @property
     def demonstrated(self) -> bool:
-        """Whether the run learns from demonstrations, which are not scored."""
+        """Whether the run learns from demonstrations. They are not scored."""
         return bool(self.values("reward/demonstration/mean"))
 
     @property

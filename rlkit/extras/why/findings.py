@@ -13,7 +13,7 @@ from rlkit.runs.trends import find_symptoms
 
 BROKEN = 5  # checks of `data` before the reward: their findings hide everything else
 
-# checks of single steps that no other check of the run covers
+# checks of single steps, not covered by another check of the run
 OF_STEPS = ("no gradient", "update skipped", "version wrong")
 EQUAL = ("hard", "easy", "groups", "equal")  # ways for rewards to be equal
 # cause → further causes explained by it
@@ -50,7 +50,7 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
         if not symptom.steps or symptom.check in OF_STEPS
     ]
     found = drop_symptoms([f for f in (*broken, paid, *rest, *drifts) if f is not None])
-    # a change of a group that the phases replace would have no effect
+    # a change of a group replaced by the phases would have no effect
     return [
         f._replace(remedy=() if read_groups(f.remedy) & e.replaced else f.remedy) for f in found
     ]

@@ -85,8 +85,8 @@ def choose_place(folder: Path, e: Evidence, asked: int | None) -> Place:
 
 def choose_probes(x: Experiment, tasks: Splits, place: Place, steps: int) -> list[Task]:
     """Choose distinct problems that come later in the stream than the prompts of all forks' steps.
-    A step may draw further prompts in the run itself, and in the forks with MIXED. A problem that
-    comes again is chosen only if no other is left."""
+    A step may draw further prompts in the run itself, and in the forks with MIXED. A repeated
+    problem is chosen only if no other is left."""
     draws = 1 + max(REFILLS, x.algorithm.max_refills)
     taken = steps * x.batch.prompts * draws
     drawn, _ = take(tasks.train, place.stream, taken + 2 * PROBES, seed=x.seed)

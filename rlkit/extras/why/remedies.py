@@ -43,7 +43,7 @@ def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
 
 
 def read_groups(overrides: Iterable[str]) -> set[str]:
-    """Return the groups of config.yaml that overrides change."""
+    """Return the groups of config.yaml changed by overrides."""
     return {read_key(text).replace("/", ".").split(".")[0] for text in overrides}
 
 

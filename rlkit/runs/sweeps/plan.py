@@ -214,16 +214,21 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
                 if absent
                 else shorten_to_sentence(error)
             ) from error
-    for name, target in targets.items():
-        package = ".".join(target.split(".")[:2])
-        extra = next((e for e in PLUGINS if e in target), "")
-        if extra and not is_installed(package):
-            raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
+    require_plugins(targets)
     # the option shipped with optuna's plugin minimises, and ends a search with the first failed job
     if str(config.hydra.runtime.choices["hydra/sweeper"]) == "optuna":
         config.hydra.sweeper.direction = "maximize"
         config.hydra.sweeper.max_failure_rate = 1.0
     return config
+
+
+def require_plugins(targets: Mapping[str, str]) -> None:
+    """Raise ConfigError if a sweeper or launcher needs a plugin that is not installed."""
+    for name, target in targets.items():
+        package = ".".join(target.split(".")[:2])
+        extra = next((e for e in PLUGINS if e in target), "")
+        if extra and not is_installed(package):
+            raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
 
 
 def is_installed(module: str) -> bool:
