@@ -56,8 +56,8 @@ ANSWERS: dict[str, Any] = {
         "lengths": str,
         "load": {str: (int, bool, type(None))},
         "forecast": FORECAST,
-        "uncounted": [str],
         "changes": {str: FORECAST},
+        "uncounted": [str],
     },
     "show": {
         "overrides": [str],
