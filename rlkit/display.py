@@ -60,7 +60,8 @@ def split_by_speaker(rollout: Any) -> Iterator[tuple[str, str]]:
             arguments = ", ".join(
                 f"{name}={value!r}" for name, value in call["function"]["arguments"].items()
             )
-            yield "call", f"{call['function']['name']}({arguments})"
+            name = call["function"]["name"]
+            yield "call", f"{name}({arguments})" if name else "(unreadable)"
     if rollout.task.answer:
         yield "expected", rollout.task.answer
 

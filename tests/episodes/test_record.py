@@ -498,6 +498,7 @@ def test_transcript_reads_as_the_conversation():
         "    seven",
         "**call**",
         "    calculator(expression='1 + 1'",
+        "    (unreadable)",
         "**tool**",
         "    2",
         "**expected**",
