@@ -196,7 +196,7 @@ def test_after_a_signal_the_other_ranks_may_save_as_long_as_they_need(monkeypatc
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_rank_ends_before_rank_0_has_written(tmp_path, monkeypatch, fails):
-    """Else the launcher stops rank 0, also where all ranks have failed alike."""
+    """The launcher stopped rank 0 when another rank ended, even if all had failed alike."""
     from rlkit.commands import train
 
     told = []

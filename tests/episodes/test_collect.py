@@ -562,11 +562,10 @@ def test_stripping_thinking_leaves_none_in_any_context(policy):
     ]
 
 
-@pytest.mark.parametrize("history", ["keep_thinking", "strip_thinking"])
-def test_a_message_behind_tool_results_is_in_the_next_context(policy, history):
-    """With strip_thinking the policy saw the session's message one turn late."""
+def answering(change):
+    """A session that says `change(results)` in place of the results of a reply's calls."""
 
-    class Counting:
+    class Answering:
         tools = TOOLS
 
         def first_prompt(self):
@@ -576,9 +575,17 @@ def test_a_message_behind_tool_results_is_in_the_next_context(policy, history):
             if not rollout.steps[-1].tool_calls:
                 return rollout, None
             rollout, said = await answer_calls(rollout, self.tools)
-            return rollout, [*said, {"role": "user", "content": "One call left."}]
+            return rollout, change(said)
 
-    env = environment(session=lambda task: Counting(), history=history, max_steps=3)
+    return lambda task: Answering()
+
+
+@pytest.mark.parametrize("history", ["keep_thinking", "strip_thinking"])
+def test_a_message_behind_tool_results_is_in_the_next_context(policy, history):
+    """With strip_thinking the policy saw the session's message one turn late."""
+
+    session = answering(lambda said: [*said, {"role": "user", "content": "One call left."}])
+    env = environment(session=session, history=history, max_steps=3)
     rollout = one(policy, Scripted(call("note", text="a"), "done"), env)
     said = decode(policy.renderer, rollout.context(1))
     assert said.index("noted a") < said.index("One call left.")
@@ -589,19 +596,8 @@ def test_a_message_behind_tool_results_is_in_the_next_context(policy, history):
 def test_what_a_session_says_in_place_of_results_is_what_the_policy_reads(policy, history):
     """With strip_thinking the policy read the results, and no tool message of the session's own."""
 
-    class Short:
-        tools = TOOLS
-
-        def first_prompt(self):
-            return task().messages
-
-        async def answer(self, rollout):
-            if not rollout.steps[-1].tool_calls:
-                return rollout, None
-            rollout, said = await answer_calls(rollout, self.tools)
-            return rollout, [{**message, "content": "cut short"} for message in said]
-
-    env = environment(session=lambda task: Short(), history=history, max_steps=4)
+    session = answering(lambda said: [{**message, "content": "cut short"} for message in said])
+    env = environment(session=session, history=history, max_steps=4)
     rollout = one(policy, Scripted(call("note", text="a"), call("note", text="b"), "done"), env)
     said = decode(policy.renderer, rollout.context(2))
     assert said.count("cut short") == 2 and "noted" not in said
