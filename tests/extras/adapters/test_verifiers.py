@@ -133,7 +133,7 @@ def test_a_trace_holds_the_whole_conversation():
         Step(
             task.messages, (1,), (2,), (-1.0,), "stop", tool_calls=(call,), tool_results=(result,)
         ),
-        Step((), (1,), (2,), (-1.0,), "stop"),
+        Step((result.message,), (1,), (2,), (-1.0,), "stop"),
     )
     trace = record_trace(
         make_task(task.metadata["verifiers"]), Rollout(task, steps, "truncated", "steps")
