@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Literal
 
 from rlkit.environments._dialogue import dialogue
+from rlkit.rewards import extract_answer
 from rlkit.types import Environment, Rollout, safe
-
-# the last number in a reply is the guess
-NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,18})(?:\.[0-9]+)?")
 
 
 @safe("system_prompt")
@@ -54,8 +50,7 @@ def has_found_number(rollout: Rollout, step: int) -> bool:
 
 
 def read_last_guess(rollout: Rollout) -> int | None:
-    """Return the last number of the last reply, without its thinking; None if it has no number, or
-    if the last one is not whole."""
-    numbers = NUMBER.findall(rollout.final_content)
-    guess = float(numbers[-1].replace(",", "")) if numbers else math.nan
-    return int(guess) if guess.is_integer() else None
+    """Return the number that the last reply gives as its answer, as the reward reads it. Return
+    None if it gives no whole number."""
+    guess = extract_answer(rollout.final_content)
+    return int(guess) if guess is not None and guess.denominator == 1 else None

@@ -81,13 +81,16 @@ def test_a_reply_without_a_number_is_asked_for_one(tiny):
 @pytest.mark.parametrize(
     "reply, guess",
     [
-        *(("5,000", 5000), ("It is 42.0", 42), ("-42", -42), ("1,2,3", 3), ("3-5", 5)),
+        *(("5,000", 5000), ("It is 42.0", 42), ("-42", -42), ("1,2,3", None), ("3-5", 5)),
         *(("42.", 42), ("42.5", None), ("none", None), ("7, then 1,234,567", 1234567)),
+        ("The answer is 42, between 1 and 100.", 42),
     ],
 )
-def test_the_game_reads_the_number_that_the_reply_says(reply, guess):
+def test_the_game_reads_the_number_that_the_reward_reads(reply, guess):
     step = Step((), (), (), (), "stop", content=reply)
-    assert read_last_guess(Rollout(game(7), (step,))) == guess
+    rollout = Rollout(game(guess or 7), (step,))
+    assert read_last_guess(rollout) == guess
+    assert few_turns(rollout) == float(guess is not None)
 
 
 @pytest.mark.parametrize("turns, worth", [(1, 1.0), (2, 0.75), (4, 0.25), (9, 0.25)])
