@@ -99,7 +99,7 @@ def command(arguments: Arguments) -> int:
                 )
             )
         )
-        if folder is not None and has_finished(folder, x.trainer.steps):
+        if folder is not None and has_finished(folder, composed.config, x.trainer.steps):
             refuse_changes(folder, find_differences(runs.read_config(folder), composed.config))
             print(f"{runs.shorten_path(folder)}: finished already; nothing to do")
             ranks.leave()
@@ -113,11 +113,19 @@ def command(arguments: Arguments) -> int:
     return status
 
 
-def has_finished(folder: Path, steps: int) -> bool:
-    """Return whether the run in a folder has finished, and needs no more steps to reach `steps`."""
+def has_finished(folder: Path, config: dict, steps: int) -> bool:
+    """Return whether the run in a folder has finished, and has no step left with this config."""
     summary = runs.read_summary(folder) or {}
-    enough = summary.get("why") or (summary.get("steps") or 0) >= steps
-    return summary.get("ended") == "finished" and bool(enough)
+    done = summary.get("ended") == "finished" and (summary.get("steps") or 0) >= steps
+    return done or has_reached(folder, config, summary)
+
+
+def has_reached(folder: Path, config: dict, summary: dict[str, Any]) -> bool:
+    """Return whether the run in a folder ended at its target, `evaluation.stop_at`, and this config
+    has the same target."""
+    if summary.get("ended") != "finished" or not summary.get("why"):
+        return False
+    return runs.read_config(folder)["evaluation"]["stop_at"] == config["evaluation"]["stop_at"]
 
 
 def _find_given_folder(overrides: Sequence[str]) -> Path | None:
@@ -261,6 +269,11 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
         raise ConfigError(
             f"{folder} has done all of its {done} steps, by its summary.json; to continue, raise"
             f" trainer.steps, as in trainer.steps={2 * done}"
+        )
+    if resume.is_dir() and has_reached(folder, config, summary):
+        raise ConfigError(
+            f"{folder} reached its target after {done} steps ({summary['why']}); to continue, set"
+            " evaluation.stop_at=null"
         )
     return identity
 

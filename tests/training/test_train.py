@@ -369,9 +369,9 @@ def test_max_time_ends_a_run_whole(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_target_ends_a_run_as_finished(tmp_path):
+def test_a_target_ends_a_run_as_finished(tmp_path, capsys):
     """evaluation.stop_at 0 is reached at the first evaluation; test problems are played once more
-    then."""
+    then. The run goes on with another target only."""
     folder = tmp_path / "target"
     assert train(folder, "trainer.steps=50", "evaluation.every=2", "evaluation.stop_at=0.0") == 0
     summary = json.loads((folder / "summary.json").read_text())
@@ -379,6 +379,12 @@ def test_a_target_ends_a_run_as_finished(tmp_path):
     assert summary["validation"]["step"] == 2 and summary["after"]["split"] == "test"
     assert (folder / "checkpoints" / "step_000002.ckpt").exists()
     assert (folder / "model" / "config.json").exists()
+    assert main(["train", f"resume={folder}"]) == 2
+    assert "evaluation.stop_at=null" in capsys.readouterr().err
+    same = ["trainer.steps=50", "evaluation.every=2", "evaluation.stop_at=0.0", "resume=auto"]
+    assert train(folder, *same) == 0 and "finished already" in capsys.readouterr().out
+    assert train(folder, *same, "evaluation.stop_at=null", "trainer.steps=3") == 0
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
 
 
 @pytest.mark.slow
