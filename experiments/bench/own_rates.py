@@ -20,21 +20,17 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import re
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date
-from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
+import recorded
+from recorded import Place
 
 from rlkit.extras.bench import matrix as bench
-from rlkit.extras.bench.rates import KEY, NEAR, SEEDS, Choice, choose_rates, tabulate_rates
+from rlkit.extras.bench.rates import NEAR, SEEDS, Choice, choose_rates, tabulate_rates
 from rlkit.runs.comparing import ALPHA
 from rlkit.runs.reading import read_run
 from rlkit.runs.verdicts import read_budget
@@ -53,154 +49,28 @@ ARMS = {name: (f"algorithm={name}",) for name in (*FORMER, "reinforce_pp", "gspo
 TASKS = ("needle", "lake", "lengthy", "scales", "chain", "stale", "proxy")
 REFUSED = {("lengthy", "max_rl")}  # max_rl divides by a group's mean reward, which can be negative
 FRESH = range(200, 210)
-PAGES = 1000  # of permuted arms
-ENDED = ("finished", "failed")
-# The reason of a run that failed by its own numbers. A refusal before the first step is exit 2.
-DIVERGED = re.compile(r"exit 1: .*(updates in a row had|log-prob that is not finite)")
-COMMON = ("callbacks.completions.every=1000000",)  # no file of completions
-
-Place = tuple[str, str]  # task, arm
-
-
-class Planned(NamedTuple):
-    """A run of the study: its stage, its rate ("" for the task's own), and the run itself."""
-
-    stage: str
-    rate: str
-    run: bench.MatrixRun
-
-    def key(self) -> tuple[str, ...]:
-        return (self.stage, self.rate, self.run.task, self.run.arm, str(self.run.seed))
-
-    def group(self) -> tuple[int, str]:
-        """Return what the runs of one call of the bench have in common."""
-        return (self.run.seed, self.rate)
 
 
 # ---------------------------------------------------------------------------------------- the runs
 
 
-def plan(
-    folder: Path,
-    stage: str,
-    places: Iterable[tuple[Place, str]],
-    seeds: Sequence[int],
-    steps: Mapping[tuple[Place, str], int] | None = None,
-) -> list[Planned]:
-    """Return the runs of a stage, seed by seed and rate by rate.
-
-    Args:
-      places: (task, arm) and the rate there.
-      steps: number of RL steps of a place at a rate, if it is not the task's.
-    """
-    out = []
-    for place, rate in places:
-        task, arm = place
-        if (task, arm) in REFUSED:
-            continue
-        own = {arm: (ARMS | bench.PLACEBOS)[arm]}
-        words = [*COMMON, *([f"{KEY}={rate}"] if rate else [])]
-        words += [f"trainer.steps={steps[place, rate]}"] if steps else []
-        where = folder / stage.replace(" ", "_") / (rate or "own")
-        for run in bench.matrix(where, [task], own, seeds, words):
-            out.append(Planned(stage, rate, run._replace(note=f" {stage} {rate}")))
-    return sorted(out, key=Planned.group)
-
-
-def run_missing(planned: Sequence[Planned], folder: Path, jobs: int, until: float) -> bool:
-    """Run what has no row yet, group by group, and add the rows of each group. Return whether all
-    have rows."""
-    rows = read_rows()
-    code = read_code(rows.values())
-    missing = [p for p in planned if p.key() not in rows]
-    for _, group in groupby(missing, key=Planned.group):
-        if time.monotonic() > until:
-            return False
-        own = list(group)
-        done, received = bench.run_all([p.run for p in own], folder, jobs=jobs, config_dir=None)
-        ended = {p: job for p, job in zip(own, done, strict=True) if job.status in ENDED}
-        found = {p: read_result(p, job.reason) for p, job in ended.items()}
-        rows |= {p.key(): row | code for p, row in found.items() if row}
-        if rows:
-            write(list(rows.values()))
-        if received:
-            raise SystemExit(128 + received[0])
-        for p, row in found.items():
-            if not row:
-                raise SystemExit(
-                    f"{p.run.folder} failed: {ended[p].reason}. Mend the cause; then the"
-                    " same command goes on."
-                )
-    return all(p.key() in rows for p in planned)
-
-
-def read_result(planned: Planned, reason: str) -> bench.Row | None:
-    """Return the row of a run that has ended. A run whose numbers were no longer finite has a
-    regret of 1, as a policy that learned nothing; `failed` says why. None for any other failure,
-    which says nothing about the algorithm."""
-    run = planned.run
-    row = {"stage": planned.stage, "rate": planned.rate}
-    found = bench.read_row(run)
-    if found is not None:
-        return row | found | {"equal_steps": find_equal_steps(run.folder)}
-    own = {"task": run.task, "arm": run.arm, "seed": run.seed, "regret": 1.0}
-    return row | own | {"failed": reason} if DIVERGED.match(reason) else None
-
-
-def read_code(rows: Iterable[bench.Row]) -> bench.Row:
-    """Return the columns that name the code of the next runs.
-
-    Raises: SystemExit if the code is not committed, or is not that of the rows: a table whose arms
-      ran different code compares the code too.
-    """
-
-    def ask(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=HERE, capture_output=True, text=True, check=True
-        ).stdout
-
-    if ask("status", "--porcelain", ":/rlkit", ":/conf"):
-        raise SystemExit("rlkit/ or conf/ has changes that are not committed; commit them first")
-    trees = ask("rev-parse", "HEAD:rlkit", "HEAD:conf").split()
-    code = "-".join(tree[:10] for tree in trees)
-    others = {row["code"] for row in rows} - {code}
-    if others:
-        raise SystemExit(
-            f"rows.csv has runs of other code ({', '.join(sorted(others))}; now {code}). Check out"
-            " their commit in a clone of its own, or move rows.csv away"
-        )
-    return {"code": code, "date": date.today().isoformat(), "torch": version("torch")}
-
-
-def find_equal_steps(folder: Path) -> int:
-    """Return the RL step after which a run has sampled as many replies as a run without refills
-    samples in all steps: the step where the two numbers are nearest."""
+def measure_samples(folder: Path) -> bench.Row:
+    """Return `equal_steps`: the RL step after which a run has sampled as many replies as a run
+    without refills samples in all steps. It is the step where the two numbers are nearest."""
     run = read_run(folder)
     own = run.settings
     total = own["trainer.steps"] * own["batch.prompts"] * own["batch.group_size"]
     spent = read_budget(run, "samples")
-    return min(spent, key=lambda step: (abs(spent[step] - total), step))
+    return {"equal_steps": min(spent, key=lambda step: (abs(spent[step] - total), step))}
 
 
-def read_rows() -> dict[tuple[str, ...], bench.Row]:
-    """Return the rows of all runs so far, by `Planned.key`."""
-    path = OUT / "rows.csv"
-    rows = []
-    if path.exists():
-        with path.open() as file:
-            rows = list(csv.DictReader(file))
-    return {tuple(row[k] for k in ("stage", "rate", "task", "arm", "seed")): row for row in rows}
-
-
-def write(rows: Sequence[bench.Row]) -> None:
-    names = dict.fromkeys(name for row in rows for name in row)
-    OUT.mkdir(exist_ok=True)
-    bench.write_rows(OUT / "rows.csv", [dict.fromkeys(names, "") | row for row in rows])
+def read_rows() -> list[bench.Row]:
+    return list(recorded.read_rows(OUT).values())
 
 
 def choose(stage: str, rates: Sequence[str] = RATES) -> dict[Place, Choice]:
     """Return the choice of each place among these rates, from the rows of a stage."""
-    rows = [(row["rate"], row) for row in read_rows().values() if row["stage"] == stage]
+    rows = [(row["rate"], row) for row in read_rows() if row["stage"] == stage]
     return choose_rates(rows, rates)
 
 
@@ -209,7 +79,11 @@ def run_study(folder: Path, jobs: int, until: float) -> bool:
     places = [(task, arm) for task in TASKS for arm in ARMS]
 
     def run(stage: str, at: Iterable[tuple[Place, str]], seeds: Sequence[int], **own: Any) -> bool:
-        return run_missing(plan(folder, stage, at, seeds, **own), folder, jobs, until)
+        accepted = [(place, rate) for place, rate in at if place not in REFUSED]
+        planned = recorded.plan(folder, stage, accepted, ARMS | bench.PLACEBOS, seeds, **own)
+        return recorded.run_missing(
+            planned, OUT, folder, jobs=jobs, until=until, measure=measure_samples
+        )
 
     if not run("rate", [(p, rate) for rate in GRID for p in places], SEEDS):
         return False
@@ -240,7 +114,7 @@ def count_equal_steps() -> dict[tuple[Place, str], int]:
     """Return the RL steps of dapo at each rate of the grid that make its samples equal to grpo's:
     the mean over the runs of the choice."""
     found: dict[tuple[Place, str], list[int]] = {}
-    for row in read_rows().values():
+    for row in read_rows():
         if row["stage"] == "rate" and row["arm"] == "dapo" and row["equal_steps"]:
             place = (row["task"], "dapo"), row["rate"]
             found.setdefault(place, []).append(int(row["equal_steps"]))
@@ -271,7 +145,7 @@ def select(arms: Iterable[str], *, stage: str = "score", equal: bool = False) ->
     samples."""
     wanted = set(arms)
     rows = []
-    for row in read_rows().values():
+    for row in read_rows():
         replaced = equal and row["arm"] == "dapo"
         if row["arm"] in wanted and row["stage"] == ("equal score" if replaced else stage):
             rows.append(row)
@@ -322,7 +196,7 @@ def tabulate_robustness() -> str:
     """Return the mean score of each arm at a third of its best rate, at it, and at three times it,
     over the tasks that all arms accept."""
     means: dict[tuple[Place, str], list[float]] = {}
-    for row in read_rows().values():
+    for row in read_rows():
         if row["stage"] in ("rate", "beside"):
             place = (row["task"], row["arm"]), row["rate"]
             means.setdefault(place, []).append(1 - float(row["regret"]))
@@ -341,27 +215,10 @@ def tabulate_robustness() -> str:
     return bench.markdown(head, lines)
 
 
-def count_null_pages(scores: bench.Scores) -> float:
-    """Return the share of PAGES pages with a claim if the arms of each seed are permuted."""
-    draws = np.random.default_rng(0)
-    claiming = 0
-    for _ in range(PAGES):
-        of = {arm: own.copy() for arm, own in scores.of.items()}
-        for t in range(len(scores.tasks)):
-            there = list(scores.select_task(t))
-            cube = np.stack([scores.of[arm][:, t] for arm in there])
-            mixed = draws.permuted(cube, axis=0)
-            for arm, own in zip(there, mixed, strict=True):
-                of[arm][:, t] = own
-        claiming += any(p.q <= ALPHA for p in bench.compare_arms(scores._replace(of=of)))
-    return claiming / PAGES
-
-
 def write_page() -> None:
     """Write own_rates/README.md and comparisons.csv from the rows."""
     whole, equal = select(ARMS | bench.PLACEBOS), select(ARMS | bench.PLACEBOS, equal=True)
-    rows = list(read_rows().values())
-    failed = [row for row in rows if row.get("failed")]
+    rows = read_rows()
     ratios = [
         [
             task,
@@ -376,7 +233,7 @@ def write_page() -> None:
         "six arms at their own rates": select(FORMER),
         "six arms at their own rates, dapo at equal samples": select(FORMER, equal=True),
     }
-    shares = [[name, f"{count_null_pages(scores):.1%}"] for name, scores in null.items()]
+    shares = [[name, f"{recorded.count_null_pages(scores):.1%}"] for name, scores in null.items()]
     compared = [
         {"samples": name}
         | {k: round(v, 5) if isinstance(v, float) else v for k, v in pair._asdict().items()}
@@ -389,7 +246,7 @@ def write_page() -> None:
         "# Each algorithm at its own rate\n\n`python experiments/bench/own_rates.py` writes this"
         " page from rows.csv. [The rules](../README.md#each-algorithm-at-its-own-rate) were written"
         " before any run.",
-        describe_runs(rows),
+        recorded.describe_runs(rows),
         "## The claims of the first matrix on fresh seeds",
         "Differences of the two arms, the better one first, with intervals that are corrected as"
         " the claims are; `again` and `REVERSED` at a false-discovery rate of 5 % over all pairs of"
@@ -416,29 +273,14 @@ def write_page() -> None:
         f" set the tasks. Rates are a factor of {NEAR:g} apart.",
         tabulate_robustness(),
         "## Control",
-        f"The share of {PAGES} pages with a claim if the arms of each seed are permuted at random:",
+        f"The share of {recorded.PAGES} pages with a claim if the arms of each seed are permuted at"
+        " random:",
         bench.markdown(["page", "with a claim"], shares),
         "## What the runs spent",
         bench.tabulate_budgets(spent),
+        *recorded.list_failed(rows),
     ]
-    if failed:
-        parts.append("## Runs whose numbers were no longer finite, which count as a score of 0")
-        names = [
-            [row[k] for k in ("stage", "rate", "task", "arm", "seed", "failed")] for row in failed
-        ]
-        parts.append(bench.markdown(["stage", "rate", "task", "arm", "seed", "why"], names))
     (OUT / "README.md").write_text("\n\n".join(parts) + "\n")
-
-
-def describe_runs(rows: Sequence[bench.Row]) -> str:
-    """Say how many runs there are, when and with which code they ran, and what they cost."""
-    dates = sorted({row["date"] for row in rows})
-    hours = sum(float(row["processor_s"] or 0) for row in rows if not row.get("failed")) / 3600
-    codes = ", ".join(sorted({f"{row['code']} with torch {row['torch']}" for row in rows}))
-    return (
-        f"{len(rows)} runs from {dates[0]} to {dates[-1]}, {hours:.1f} processor hours. Trees of"
-        f" rlkit/ and conf/: {codes}."
-    )
 
 
 def list_equal_runs(

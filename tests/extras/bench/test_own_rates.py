@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
 import subprocess
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from rlkit.extras.bench import matrix as bench
 
 ROOT = Path(__file__).resolve().parents[3]
 DIVERGED = "exit 1: step 3: 3 updates in a row had a loss (nan) or a gradient (norm nan)"
 
 
-def load_study() -> Any:
-    path = ROOT / "experiments" / "bench" / "own_rates.py"
-    spec = importlib.util.spec_from_file_location("own_rates", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def recorded(monkeypatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "bench"))
+    return importlib.import_module("recorded")
 
 
 @pytest.fixture
-def study(tmp_path, monkeypatch) -> ModuleType:
+def study(tmp_path, monkeypatch, recorded) -> Any:
     """The module of the study; it writes to tmp_path, and its runs are functions of their arm and
     rate. `study.made` has the runs."""
-    module = load_study()
-    module.made = []
+    module: Any = importlib.import_module("own_rates")
+    made: list[Any] = []
     code = {"code": "a-b", "date": "2026-01-01", "torch": "2"}
+    monkeypatch.setattr(module, "made", made, raising=False)
     monkeypatch.setattr(module, "OUT", tmp_path / "own_rates")
-    monkeypatch.setattr(module, "PAGES", 1)
-    monkeypatch.setattr(module, "read_code", lambda rows: code)
-    monkeypatch.setattr(module, "find_equal_steps", lambda folder: 40)
-    monkeypatch.setattr(module.bench, "read_row", play)
+    monkeypatch.setattr(module, "measure_samples", lambda folder: {"equal_steps": 40})
+    monkeypatch.setattr(recorded, "PAGES", 1)
+    monkeypatch.setattr(recorded, "read_code", lambda rows: code)
+    monkeypatch.setattr(bench, "read_row", play)
 
     def run_all(runs, folder, **more):
-        module.made += runs
+        made.extend(runs)
         failed = [read_rate(run) > 0.05 for run in runs]
         return [
             SimpleNamespace(status="failed" if bad else "finished", reason=DIVERGED if bad else "")
             for bad in failed
         ], []
 
-    monkeypatch.setattr(module.bench, "run_all", run_all)
+    monkeypatch.setattr(bench, "run_all", run_all)
     return module
 
 
@@ -82,9 +82,9 @@ def test_the_study_goes_on_where_it_stopped_and_ends_with_its_page(study, tmp_pa
     chosen = study.choose("rate")
     assert chosen["needle", "grpo"].rate == "2e-3"
     assert (chosen["needle", "cispo"].rate, chosen["needle", "ppo"].rate) == ("7.44e-5", "1.8e-2")
-    beside = {(r["arm"], r["rate"]) for r in study.read_rows().values() if r["stage"] == "beside"}
+    beside = {(r["arm"], r["rate"]) for r in study.read_rows() if r["stage"] == "beside"}
     assert beside == {("cispo", "2.48e-5")}
-    equal = [r for r in study.read_rows().values() if r["stage"] == "equal score"]
+    equal = [r for r in study.read_rows() if r["stage"] == "equal score"]
     assert {(r["arm"], r["rate"], r["steps"]) for r in equal} == {("dapo", "2e-3", "40.0")}
     study.write_page()
     page = (study.OUT / "README.md").read_text()
@@ -93,15 +93,16 @@ def test_the_study_goes_on_where_it_stopped_and_ends_with_its_page(study, tmp_pa
     assert (study.OUT / "comparisons.csv").read_text().count("\n") > 400
 
 
-def test_a_failure_that_says_nothing_about_the_algorithm_stops_the_study(study, tmp_path):
-    run = study.plan(tmp_path, "rate", [(("needle", "ppo"), "5.4e-2")], [100])[0]
-    row = study.read_result(run, DIVERGED)
+def test_a_failure_that_says_nothing_about_the_algorithm_stops_the_study(study, recorded, tmp_path):
+    place = ("needle", "ppo")
+    run = recorded.plan(tmp_path, "rate", [(place, "5.4e-2")], study.ARMS, [100])[0]
+    row = recorded.read_result(run, DIVERGED, dict)
     assert row["regret"] == 1.0 and row["failed"] == DIVERGED
     for reason in (
         "exit 2: algorithm=ppo: the dry run's gradient is zero or not finite; choose another",
         "exit 1: the disk is full",
     ):
-        assert study.read_result(run, reason) is None
+        assert recorded.read_result(run, reason, dict) is None
 
 
 def test_one_more_rate_is_tried_beyond_the_outermost(study):
@@ -116,9 +117,8 @@ def test_one_more_rate_is_tried_beyond_the_outermost(study):
     assert beyond("2e-3") == {(place, "6.67e-4"): 10}
 
 
-def test_rows_of_other_code_are_refused(tmp_path, monkeypatch):
-    module = load_study()
-    monkeypatch.setattr(module, "HERE", tmp_path)
+def test_rows_of_other_code_are_refused(tmp_path, monkeypatch, recorded):
+    monkeypatch.setattr(recorded, "HERE", tmp_path)
 
     def git(*words: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
@@ -130,10 +130,10 @@ def test_rows_of_other_code_are_refused(tmp_path, monkeypatch):
         (tmp_path / name / "file").write_text(name)
     git("add", ".")
     git("commit", "-m", "first")
-    code = module.read_code([])
-    assert module.read_code([code]) == code
+    code = recorded.read_code([])
+    assert recorded.read_code([code]) == code
     with pytest.raises(SystemExit, match="runs of other code"):
-        module.read_code([code | {"code": "other"}])
+        recorded.read_code([code | {"code": "other"}])
     (tmp_path / "rlkit" / "file").write_text("changed")
     with pytest.raises(SystemExit, match="not committed"):
-        module.read_code([code])
+        recorded.read_code([code])
