@@ -242,6 +242,25 @@ def test_an_answer_whose_request_was_not_noted_yet_is_kept():
     assert process.here[4].groups is groups
 
 
+def test_the_journal_forgets_old_groups_also_without_a_lag(tmp_path):
+    """With a staleness of 0 no groups are in flight at a checkpoint, and none were deleted."""
+    process = object.__new__(trainers_side.SamplingProcess)
+    process.answers, process.here, process.failure, process.slots = (
+        queue.SimpleQueue(),
+        {},
+        None,
+        None,
+    )
+    process.publish_s, process.next = 0.0, 0
+    process.journal = Journal(tmp_path / "journal", [], 0)
+    for step in range(4):
+        groups = StepGroups(step, step, [], [], StreamState(), StreamState(), "")
+        process.journal.keep(groups, "")
+        process.receive(groups, Clock())
+        process.state(Flight(StreamState()))
+    assert sorted(own.name for own in process.journal.folder.iterdir()) == ["000003.pt"]
+
+
 class Unreadable:
     def __reduce__(self):
         return int, ("no number",)

@@ -7,7 +7,7 @@ cannot sample the same groups a second time (`rlkit.types.SharedEngine`).
 A record is used only if a request has the same step, version, settings, prompts and bits of the
 sampling weights. Therefore a run that continues with other settings samples its groups again. A
 checkpoint also holds the groups in flight. When a checkpoint is written, the journal deletes the
-records of all steps before the oldest step in flight at the previous checkpoint.
+records of all steps that were done at the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Journal:
         self.folder = folder
         self.tasks = tasks
         self.seed = seed
-        self.saved = 0  # the oldest step in flight at the last checkpoint
+        self.saved = 0  # the first step that was not done at the last checkpoint
 
     def keep(self, groups: StepGroups, weights: str) -> None:
         """Write the groups to disk, and return after the disk has stored them. If the disk is full,
@@ -76,7 +76,7 @@ class Journal:
         """Delete the records that no checkpoint needs any longer.
 
         Args:
-          step: the oldest step in flight at the present checkpoint.
+          step: the first step that is not done at the present checkpoint.
         """
         self._forget(lambda own: own < self.saved)
         self.saved = step

@@ -85,6 +85,7 @@ class SamplingProcess:
         self.failure: BaseException | None = None  # the reason why no more answers come, if any
         self.slots: WeightSlots | None = None
         self.weights = ""  # fingerprint of the published weights, for the journal
+        self.next = 0  # the RL step whose groups are received next
         self.publish_s = 0.0  # seconds spent in `publish` since groups were last received
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
@@ -167,14 +168,15 @@ class SamplingProcess:
             seconds = answer.seconds | {"wait_s": time.perf_counter() - begun}
         seconds["handover_s"] += self.publish_s
         self.publish_s = 0.0
+        self.next = groups.step + 1
         return groups, seconds
 
     def state(self, flight: Flight) -> dict[str, Any]:
         """Return the groups that have arrived, the requests without an answer, and the weights for
         these requests, for a checkpoint. The call never waits, and it removes no answer."""
         flight = flight._replace(ahead=self.take_answers(flight.ahead))
-        if self.journal and flight.ahead:
-            self.journal.checkpoint(flight.ahead[0].step)
+        if self.journal:
+            self.journal.checkpoint(self.next)
         versions = {own.version for own in flight.ahead if isinstance(own, Request)}
         weights = {own: self.slots.save(own) for own in versions} if self.slots else {}
         return pack_flight(flight, weights)
