@@ -23,7 +23,7 @@ TOKENS = {
     "adapters": 8_000,
     "bench": 16_050,
     "forecast": 8_700,
-    "notebook": 18_500,
+    "notebook": 18_750,
     "pretrained": 1_050,
     "programs": 33_400,
     "report": 13_000,

@@ -13,7 +13,7 @@ from rlkit.engines import Batched, Cached
 from rlkit.environments import single_turn, split_reply
 from rlkit.episodes import collect
 from rlkit.extras.notebook.data import Generation, GenerationConfig, Hook, Prompt, as_task
-from rlkit.extras.notebook.views import view
+from rlkit.extras.notebook.views import SHOWN, view
 from rlkit.models import (
     LoRA,
     add_lora,
@@ -120,6 +120,36 @@ def wrap_policy(
         return make_policy(model, tokenizer, enable_thinking=enable_thinking)
     policy = make_policy(model, tokenizer, render=_raw)
     return policy._replace(renderer=policy.renderer._replace(plain=Verbatim(tokenizer)))
+
+
+def read_prompts(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    config: GenerationConfig,
+    use_chat_template: bool = False,
+    template_fn: Hook = None,
+) -> tuple[Policy, list[types.Task]]:
+    """Return the policy that reads these prompts, and a task for each. With a template_fn, the
+    policy reads the texts that it writes, and rollouts show the prompts that it was given. Raises:
+    ValueError if a template_fn is given and a prompt is no text."""
+    texts = all(isinstance(prompt, str) for prompt in prompts)
+    template = use_chat_template or not texts
+    thinks = config.enable_thinking
+    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
+    if template_fn is None:
+        policy = wrap_policy(model, tokenizer, use_chat_template=template, enable_thinking=thinks)
+        return policy, tasks
+    if not texts:
+        raise ValueError("template_fn writes the text of a prompt; give all prompts as texts")
+    written = [
+        task._replace(
+            messages=as_task(template_fn(prompt, tokenizer, template, None, thinks), 0).messages,
+            metadata={SHOWN: prompt},
+        )
+        for task, prompt in zip(tasks, prompts, strict=True)
+    ]
+    return wrap_policy(model, tokenizer, use_chat_template=False), written
 
 
 class Verbatim:

@@ -14,7 +14,13 @@ from rlkit import types
 from rlkit.environments import execute, single_turn
 from rlkit.environments.session import FunctionSession
 from rlkit.extras.notebook.data import Conversation, GenerationConfig, Hook, Prompt, Rollout
-from rlkit.extras.notebook.generation import choose_engine, choose_seed, played, scores, wrap_policy
+from rlkit.extras.notebook.generation import (
+    choose_engine,
+    choose_seed,
+    played,
+    read_prompts,
+    scores,
+)
 from rlkit.extras.notebook.kl import compute_forward_kl
 from rlkit.extras.notebook.views import (
     Arguments,
@@ -90,6 +96,11 @@ def create_batch_rollouts(
     generator: Hook = None,
     engine: Any = None,
     environment: Any = None,
+    max_turns: int = 5,
+    tool_parser: Hook = None,
+    tool_executor: Hook = None,
+    stop_condition: Hook = None,
+    template_fn: Hook = None,
     use_chat_template: bool = False,
     seed: int | None = None,
 ) -> list[Rollout]:
@@ -98,17 +109,17 @@ def create_batch_rollouts(
 
     Without use_chat_template, the model reads texts as they are. The kl_penalty of a rollout is
       kl_coef × KL on the policy's own tokens, computed by kl_fn. environment: the policy's
-      counterpart; None: one reply. engine: the sampling engine; None: `rlkit.engines.Cached`. seed:
-      seed of the rollouts; None takes a seed from torch's generator.
+      counterpart; None: one reply, or up to max_turns with a hook of
+      `create_multiturn_rollout`. template_fn: writes the text of each prompt. engine: the sampling
+      engine; None: `rlkit.engines.Cached`. seed: seed of the rollouts; None takes a seed from
+      torch's generator.
     """
-    template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
-    policy = wrap_policy(
-        model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking
+    policy, tasks = read_prompts(
+        model, tokenizer, prompts, gen_config, use_chat_template, template_fn
     )
+    other = choose_environment(environment, max_turns, tool_parser, tool_executor, stop_condition)
     sampler = choose_engine(generator, gen_config, engine)
-    episodes = played(
-        policy, prompts, gen_config, sampler, environment or single_turn(), seed=choose_seed(seed)
-    )
+    episodes = played(policy, tasks, gen_config, sampler, other, seed=choose_seed(seed))
     vectors: dict[int, Any] = {}
     if reward_fn is not None:
         kept = vectors if aggregator is None else None
@@ -132,14 +143,26 @@ def create_batch_rollouts(
 # -------------------------------------------------------------------------------------------- tools
 
 
+def choose_environment(environment: Any, max_turns: int, *hooks: Hook) -> Environment:
+    """Return the given environment, or one made from the hooks of `tool_environment`, or one of a
+    single reply. Raises: ValueError if an environment and hooks are given."""
+    if not any(hooks):
+        return environment or single_turn()
+    if environment is not None:
+        raise ValueError(
+            "tool_parser, tool_executor and stop_condition make an environment of their own; give"
+            " either these or an environment"
+        )
+    return tool_environment(max_turns, *hooks)
+
+
 def tool_environment(
-    max_turns: int = 5,
-    tool_parser: Hook = None,
-    tool_executor: Hook = None,
-    stop_condition: Hook = None,
+    max_turns: int, tool_parser: Hook, tool_executor: Hook, stop_condition: Hook
 ) -> Environment:
-    """Make the environment of `create_multiturn_rollout` from its hooks. It can also be the
-    `environment` of `training_iteration`."""
+    """Make the environment of `create_multiturn_rollout` from its hooks. Raises: ValueError for a
+    tool_executor without a tool_parser."""
+    if tool_executor is not None and tool_parser is None:
+        raise ValueError("tool_executor is given, and no tool_parser that returns a reply's calls")
     environment = single_turn()._replace(max_steps=max_turns)
     if tool_parser is not None:
         environment = environment._replace(

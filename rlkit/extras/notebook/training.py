@@ -17,7 +17,6 @@ from torch import nn
 
 import rlkit.functional as F
 from rlkit.algorithm import KL
-from rlkit.environments import single_turn
 from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.extras.notebook.borrowed import Share, experiment, given
 from rlkit.extras.notebook.checkpoints import save_checkpoint
@@ -28,17 +27,17 @@ from rlkit.extras.notebook.data import (
     Prompt,
     TrainingConfig,
     TrainingState,
-    as_task,
 )
 from rlkit.extras.notebook.generation import (
     choose_engine,
     choose_seed,
     load_model,
     load_tokenizer,
-    wrap_policy,
+    read_prompts,
 )
 from rlkit.extras.notebook.hooks import with_hooks
 from rlkit.extras.notebook.kl import UpdateHook, create_reference_model, update_reference_model
+from rlkit.extras.notebook.rollouts import choose_environment
 from rlkit.extras.notebook.views import viewed_reward
 from rlkit.training.experiment import BatchSize, Sampling, TrainerSettings
 from rlkit.training.groups import experience
@@ -161,6 +160,11 @@ def training_iteration(
     generator: Any = None,
     engine: Any = None,
     environment: Any = None,
+    max_turns: int = 5,
+    tool_parser: Hook = None,
+    tool_executor: Hook = None,
+    stop_condition: Hook = None,
+    template_fn: Hook = None,
     use_chat_template: bool = False,
     **hooks: Any,
 ) -> TrainingState:
@@ -168,14 +172,17 @@ def training_iteration(
     NAMES. All iterations with the same optimizer are one run.
 
     batch_size: number of prompts to take next, in an order fixed by the seed; None: all prompts.
-      hooks: advantage_fn, loss_fn (on a whole minibatch), kl_fn, pair_selector, and
-      micro_batch_tokens. A hook without effect raises ValueError.
+      Arguments of `create_batch_rollouts` do the same here. hooks: advantage_fn, loss_fn (on a
+      whole minibatch), kl_fn, pair_selector, and micro_batch_tokens. A hook without effect raises
+      ValueError.
     """
     _warn(gen_config, make_core(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
     run = RUNS.get(optimizer)
     # the stream's place counts in the order of one seed
     seed = run.seed if run and seed is None else choose_seed(seed)
-    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
+    policy, tasks = read_prompts(
+        model, tokenizer, prompts, gen_config, use_chat_template, template_fn
+    )
     stream = run.stream if run and batch_size else StreamState()
     if batch_size is None:
         # reorder the tasks, so the stream draws them in the given order: its i-th draw is at
@@ -184,17 +191,15 @@ def training_iteration(
         tasks = [
             task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])
         ]
-    template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
-    policy = wrap_policy(
-        model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking
-    )
     params = gen_config.params
     reward = viewed_reward(reward_fn, aggregator)
     kept = choose_engine(None, gen_config, engine or (run.engine if run else None))
     parts = {
         "seed": seed,
         "batch": BatchSize(batch_size or len(tasks), train_config.group_size),
-        "environment": environment or single_turn(),
+        "environment": choose_environment(
+            environment, max_turns, tool_parser, tool_executor, stop_condition
+        ),
         "generation": Sampling(
             choose_engine(generator, gen_config, kept), params.temperature, params.max_new_tokens
         ),

@@ -17,6 +17,8 @@ from rlkit.config.parts import make_reward
 from rlkit.extras.notebook.data import Conversation, Generation, Hook, Message, Rollout
 from rlkit.rewards import Reward, batched, read_declarations
 
+SHOWN = "notebook_prompt"  # key of a task's metadata: the prompt before its template_fn
+
 
 class Arguments(dict[str, Any]):
     """Hold a call's arguments, together with the call as its tool_parser returned it."""
@@ -58,9 +60,8 @@ def view(
     mask = torch.ones_like(own.detach())
     reward = None if episode.reward is None else episode.reward - kl_penalty
     metadata = {**episode.metadata, "episode": episode, "rewards": episode.rewards}
-    prompt = next(
-        (m.get("content", "") for m in reversed(episode.task.messages) if m["role"] == "user"), ""
-    )
+    asked = [m.get("content", "") for m in episode.task.messages if m["role"] == "user"]
+    prompt = episode.task.metadata.get(SHOWN, asked[-1] if asked else "")
     generation = Generation(episode.final_content, tokens, own, mask, said)
     return Rollout(prompt, generation, reward, kl_penalty, make_conversation(episode), metadata)
 
