@@ -184,13 +184,7 @@ def training_iteration(
         model, tokenizer, prompts, gen_config, use_chat_template, template_fn
     )
     stream = run.stream if run and batch_size else StreamState()
-    if batch_size is None:
-        # reorder the tasks, so the stream draws them in the given order: its i-th draw is at
-        # places[i]
-        places = order_of_parts(tasks, seed, 0)
-        tasks = [
-            task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])
-        ]
+    tasks = tasks if batch_size else _reorder(tasks, seed)
     params = gen_config.params
     reward = viewed_reward(reward_fn, aggregator)
     kept = choose_engine(None, gen_config, engine or (run.engine if run else None))
@@ -213,6 +207,12 @@ def training_iteration(
         ).iterate(tasks, stream, kept)
     finally:
         model.train(was_training)
+
+
+def _reorder(tasks: Sequence[Task], seed: int) -> list[Task]:
+    """Reorder the tasks, so that the stream draws them in the given order."""
+    places = order_of_parts(tasks, seed, 0)  # places[i] is the place of the stream's i-th draw
+    return [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
 
 
 def _warn(config: GenerationConfig, kl: KL, ref_model: Any, ref_update_fn: Any, kl_fn: Any) -> None:
