@@ -17,10 +17,7 @@ rules, which were written before any run. The stages, in order:
 
 from __future__ import annotations
 
-import argparse
 import csv
-import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -34,7 +31,6 @@ from rlkit.extras.bench.rates import NEAR, SEEDS, Choice, choose_rates, tabulate
 from rlkit.runs.comparing import ALPHA
 from rlkit.runs.reading import read_run
 from rlkit.runs.verdicts import read_budget
-from rlkit.system import owner
 
 HERE = Path(__file__).parent
 OUT = HERE / "own_rates"
@@ -298,22 +294,5 @@ def list_equal_runs(
             yield task, own, int(float(own[0]["steps"])), fmean(other)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--folder", type=Path, default=Path("runs/own_rates"), help="of the runs")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no group of runs after"
-    )
-    given = parser.parse_args()
-    with owner.own_folder(given.folder):
-        complete = run_study(given.folder, given.jobs, time.monotonic() + 60 * given.minutes)
-    print(f"{len(read_rows())} rows in {OUT / 'rows.csv'}", flush=True)
-    if not complete:
-        raise SystemExit("runs are missing; the same command goes on")
-    write_page()
-    print((OUT / "README.md").read_text())
-
-
 if __name__ == "__main__":
-    main()
+    recorded.follow(__doc__ or "", OUT, run_study, write_page)

@@ -7,7 +7,9 @@ and conf/.
 
 from __future__ import annotations
 
+import argparse
 import csv
+import math
 import re
 import subprocess
 import time
@@ -23,6 +25,7 @@ import numpy as np
 from rlkit.extras.bench import matrix as bench
 from rlkit.extras.bench.rates import KEY
 from rlkit.runs.comparing import ALPHA
+from rlkit.system import owner
 
 HERE = Path(__file__).parent
 PAGES = 1000  # of permuted arms
@@ -47,6 +50,37 @@ class Planned(NamedTuple):
     def group(self) -> tuple[int, str]:
         """Return what the runs of one call of the bench have in common."""
         return (self.run.seed, self.rate)
+
+
+def follow(
+    about: str,
+    out: Path,
+    run_study: Callable[[Path, int, float], bool],
+    write_page: Callable[[], None],
+) -> None:
+    """Follow the command line of a study: run what is missing, then write the page.
+
+    Args:
+      about: the script's docstring.
+      out: the folder of rows.csv and the page.
+      run_study: function from (parent of the runs, runs at a time, until) to whether no run is
+        missing.
+    """
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    folder = Path("runs") / out.name
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--folder", type=Path, default=folder, help="of the runs")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no group of runs after"
+    )
+    given = parser.parse_args()
+    with owner.own_folder(given.folder):
+        complete = run_study(given.folder, given.jobs, time.monotonic() + 60 * given.minutes)
+    print(f"{len(read_rows(out))} rows in {out / 'rows.csv'}", flush=True)
+    if not complete:
+        raise SystemExit("runs are missing; the same command goes on")
+    write_page()
+    print((out / "README.md").read_text())
 
 
 def plan(

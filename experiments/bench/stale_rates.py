@@ -9,9 +9,7 @@ scores.png. README.md of this folder has the rules, which were written before an
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +19,6 @@ import numpy as np
 import recorded
 
 from rlkit.extras.bench import matrix as bench
-from rlkit.system import owner
 
 HERE = Path(__file__).parent
 OUT = HERE / "stale_rates"
@@ -295,22 +292,5 @@ def write_page() -> None:
     (OUT / "README.md").write_text("\n\n".join(parts) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--folder", type=Path, default=Path("runs/stale_rates"), help="of the runs")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no group of runs after"
-    )
-    given = parser.parse_args()
-    with owner.own_folder(given.folder):
-        complete = run_study(given.folder, given.jobs, time.monotonic() + 60 * given.minutes)
-    print(f"{len(recorded.read_rows(OUT))} rows in {OUT / 'rows.csv'}", flush=True)
-    if not complete:
-        raise SystemExit("runs are missing; the same command goes on")
-    write_page()
-    print((OUT / "README.md").read_text())
-
-
 if __name__ == "__main__":
-    main()
+    recorded.follow(__doc__ or "", OUT, run_study, write_page)
