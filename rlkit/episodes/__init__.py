@@ -3,7 +3,7 @@
 torch is imported only when it is needed, so rollout files can be read without it.
 
 Each file imports only files before it in this list: _assemble, completions, episode, record,
-samplers, summary, demonstrate, replies, stream, _collect, evaluation.
+samplers, summary, demonstrate, replies, stream, _collect, scoring, evaluation.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -12,9 +12,10 @@ from typing import Any
 from rlkit.distributed import ranks
 from rlkit.environments import Setting
 from rlkit.episodes._collect import collect
+from rlkit.episodes.scoring import score_spread
 from rlkit.episodes.summary import count_failures, group_by_part, measure_reward_functions
 from rlkit.errors import ConfigError
-from rlkit.rewards import Reward, score, score_spread
+from rlkit.rewards import Reward, score
 from rlkit.statistics import count_independent, mean_interval, pass_at_k, share_interval
 from rlkit.tasks.splits import identify_problem
 from rlkit.types import Policy, Rollout, Task

@@ -23,7 +23,7 @@ from rlkit.rewards._by_task import by_task, list_named_rewards
 from rlkit.rewards._code_exec import Judgement, code_exec, extract_code, judgements, split_tests
 from rlkit.rewards._moments import Moments, update_moments
 from rlkit.rewards._numeric import extract_answer, numeric, parse_number
-from rlkit.rewards._score import score, score_spread
+from rlkit.rewards._score import score
 from rlkit.rewards.aggregators import (
     group_normalised,
     largest,

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, name_function
 from rlkit.rewards.calls import call, call_on_copy, call_term, spread
 from rlkit.rewards.checks import LARGEST, Checked, RewardError, check_value, reward_error
-from rlkit.rewards.declarations import read_declarations
 from rlkit.rewards.terms import Reward, Term, require_terms
 from rlkit.system.shared_state import get_current_watch, guard_state
 from rlkit.system.waiting import waiting
@@ -68,22 +66,6 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
             rollout._replace(rewards={name: cell.component for name, cell in row.items()})
             for rollout, row in zip(rewarded, rows, strict=True)
         ]
-
-
-def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """Score rollouts as `score` does, but share the work between all ranks. Each rank gets all
-    scored rollouts.
-
-    If a function takes the whole batch, or if `max_error_rate` is above 0, the first rank scores
-    all rollouts.
-    """
-    if (
-        reward.max_error_rate > 0
-        or read_declarations(reward.aggregator).batched
-        or any(term.takes_all for term in reward.terms.values())
-    ):
-        return ranks.broadcast(lambda: score(rollouts, reward))
-    return ranks.split_work(rollouts, lambda own, _: score(own, reward))
 
 
 def _drop_term_rewards(rollout: Rollout) -> Rollout:

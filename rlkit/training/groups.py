@@ -10,9 +10,9 @@ from rlkit.algorithm import asks_for, call_part
 from rlkit.distributed import ranks
 from rlkit.episodes import assemble, collect, count_failures
 from rlkit.episodes.samplers import with_outcomes
+from rlkit.episodes.scoring import score_spread
 from rlkit.episodes.stream import StreamState, take
 from rlkit.functional import mix
-from rlkit.rewards import score_spread
 from rlkit.system import rng
 from rlkit.system.copies import copy_value
 from rlkit.training.experiment import Experiment

@@ -56,7 +56,7 @@ ONLY: dict[str, set[str]] = {
     "statistics": set(),
     "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"types", "errors", "system"},
-    "rewards": {"types", "errors", "system", "sandbox", "distributed"},
+    "rewards": {"types", "errors", "system", "sandbox"},  # the report needs no torch
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "system", "rewards"},  # one reading of an answer
     "models": {"types", "errors", "functional", "system"},
