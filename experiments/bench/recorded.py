@@ -213,8 +213,8 @@ def describe_runs(rows: Sequence[bench.Row]) -> str:
     hours = sum(float(row["processor_s"] or 0) for row in rows if not row.get("failed")) / 3600
     codes = ", ".join(sorted({f"{row['code']} with torch {row['torch']}" for row in rows}))
     return (
-        f"{len(rows)} runs from {dates[0]} to {dates[-1]}, {hours:.1f} processor hours. Trees of"
-        f" rlkit/ and conf/: {codes}."
+        f"{len(rows)} runs, {' to '.join(sorted({dates[0], dates[-1]}))}, {hours:.1f} processor"
+        f" hours. Trees of rlkit/ and conf/: {codes}."
     )
 
 

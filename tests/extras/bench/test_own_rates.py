@@ -88,7 +88,7 @@ def test_the_study_goes_on_where_it_stopped_and_ends_with_its_page(study, tmp_pa
     assert {(r["arm"], r["rate"], r["steps"]) for r in equal} == {("dapo", "2e-3", "40.0")}
     study.write_page()
     page = (study.OUT / "README.md").read_text()
-    assert f"{first} runs from 2026-01-01" in page and " of 24 again**" in page
+    assert f"{first} runs, 2026-01-01," in page and " of 24 again**" in page
     assert "| ppo | rate | 5.4e-2" not in page and "| rate | 5.4e-2 | needle | ppo | 100 |" in page
     assert (study.OUT / "comparisons.csv").read_text().count("\n") > 400
 

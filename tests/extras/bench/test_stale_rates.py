@@ -57,7 +57,7 @@ def test_the_study_ends_with_its_page(study, tmp_path):
     assert all("correction=none" in words and "algorithm.old" not in words for words in alone)
     study.write_page()
     page = (study.OUT / "README.md").read_text()
-    assert "1300 runs from 2026-01-01" in page and "| stale | sampler | 0.5" in page
+    assert "1300 runs, 2026-01-01," in page and "| stale | sampler | 0.5" in page
     with (study.OUT / "comparisons.csv").open() as file:
         pairs = list(csv.DictReader(file))
     assert Counter(pair["between"] for pair in pairs) == {"corrections": 24, "lags": 60}
